@@ -1,6 +1,6 @@
 """Run random schedules of requests, and print each difference from the same requests alone with a smaller schedule.
 
-    python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference] [--depth 2]
+    python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference] [--depth 2] [--families llama]
 
 A schedule (tests/helpers/schedules.py) mixes policies, drafters, prefixes, tiers with restarts, cancellations, and
 pools down to preemption. Of each difference one line is printed, then a schedule from which requests and options were
@@ -18,13 +18,38 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
+from retain.sampling_params import SamplingParams
 from tests.helpers.schedule_runner import Difference, ScheduleRun, num_drafts
-from tests.helpers.schedules import PlannedRequest, Schedule, draw_schedule
+from tests.helpers.schedules import PlannedRequest, Schedule, draw_schedule, families_of_tests
 
-PLAIN_REQUEST = {"cancelled_at": None, "salt": "", "drafter_name": "", "num_system_tokens": 0, "arrives_at": 0}
+PLAIN_REQUEST: dict[str, Any] = {
+    "cancelled_at": None,
+    "salt": "",
+    "owner": "",
+    "drafter_name": "",
+    "num_system_tokens": 0,
+    "forced_tokens": (),
+    "stop_ids": frozenset[int](),
+    "needs_logits": False,
+    "needs_prompt_logits": False,
+    "explain_prefix": False,
+    "arrives_at": 0,
+}
+PLAIN_PARAMS: dict[str, Any] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "min_tokens": 0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "logit_bias": (),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,25 +60,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--backends", default="cpu,reference")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--depth", type=int, default=1, help="pending steps of the engine; 2: they overlap")
+    parser.add_argument("--families", default="", help="of the models; by default as they are drawn")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    counts, backends, num_differing = Counter[str](), args.backends.split(","), 0
-    for seed in range(args.seed, args.seed + args.schedules):
-        if (seed - args.seed) % 100 == 99:
-            print(f"{seed - args.seed + 1} schedules", file=sys.stderr, flush=True)
-        schedule = draw_schedule(seed, backends)
-        found = run_schedule(schedule, args.depth, counts)
-        num_differing += bool(found)
-        for difference in found:
-            print(f"seed {seed}: {describe(schedule, difference)}", flush=True)
-        if found:
-            smaller = minimise(schedule, args.depth)
-            print(f"  smaller: {describe_schedule(smaller)}", flush=True)
-            for difference in run_schedule(smaller, args.depth):
-                print(f"    {describe(smaller, difference)}", flush=True)
+    counts = Counter[str]()
+    num_differing = 0
+    with families_of_tests():
+        for seed in range(args.seed, args.seed + args.schedules):
+            if (seed - args.seed) % 100 == 99:
+                print(f"{seed - args.seed + 1} schedules", file=sys.stderr, flush=True)
+            schedule = draw_schedule(seed, args.backends.split(","), list(filter(None, args.families.split(","))))
+            num_differing += print_differences(schedule, args.depth, counts)
     summary = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
     print(f"{args.schedules} schedules from seed {args.seed}, {num_differing} with differences: {summary}")
     return int(num_differing > 0)
+
+
+def print_differences(schedule: Schedule, depth: int, counts: Counter[str]) -> bool:
+    """Run a schedule, print its differences and a smaller one that has some. Returns whether there were any."""
+    found = run_schedule(schedule, depth, counts)
+    for difference in found:
+        print(f"seed {schedule.seed}: {describe(schedule, difference)}", flush=True)
+    if found:
+        smaller = minimise(schedule, depth)
+        print(f"  smaller: {describe_schedule(smaller)}", flush=True)
+        for difference in run_schedule(smaller, depth):
+            print(f"    {describe(smaller, difference)}", flush=True)
+    return bool(found)
 
 
 def run_schedule(schedule: Schedule, depth: int, counts: Counter[str] | None = None) -> list[Difference]:
@@ -71,6 +104,7 @@ def run_schedule(schedule: Schedule, depth: int, counts: Counter[str] | None = N
         counts.update(requests=len(run.requests), reused_tokens=run.num_reused, loaded_tokens=run.num_loaded)
         counts["refused"] += len(run.refused)
         for request in run.requests.values():
+            counts["layerwise_prompts"] += request.policy.prefill == "layers" and bool(request.output_tokens)
             counts["preemptions"] += request.stats.num_preemptions
             counts["accepted_drafts"] += num_drafts(request)[1]
             counts["tokens"] += len(request.output_tokens)
@@ -107,6 +141,7 @@ def smaller_schedules(s: Schedule) -> Iterator[Schedule]:
         "tiers": (),
         "prefix_cache": "off",
         "kv_dtype": None,
+        "weights": "auto",
         "dtype": torch.float32,
         "pool_factor": 20.0,
         "max_running_requests": 8,
@@ -114,7 +149,11 @@ def smaller_schedules(s: Schedule) -> Iterator[Schedule]:
         "page_size": 16,
     }
     for name, value in plain.items():
-        is_needed = (name == "tiers" and s.restarts) or (name == "prefix_cache" and s.tiers)
+        is_needed = (
+            (name == "tiers" and s.restarts)
+            or (name == "prefix_cache" and s.tiers)
+            or (name == "dtype" and s.weights != "auto")
+        )
         if getattr(s, name) != value and not is_needed:
             yield replace(s, **{name: value})
     for i in range(len(s.preemptions)):
@@ -132,7 +171,7 @@ def smaller_requests(r: PlannedRequest) -> Iterator[PlannedRequest]:
     for name, value in PLAIN_REQUEST.items():
         if getattr(r, name) != value:
             yield replace(r, **{name: value})
-    for name, value in (("temperature", 0.0), ("top_k", 0), ("top_p", 1.0), ("repetition_penalty", 1.0)):
+    for name, value in PLAIN_PARAMS.items():
         if getattr(r.params, name) != value:
             yield replace(r, params=replace(r.params, **{name: value}))
     name, _, options = r.policy.partition(":")
@@ -166,14 +205,16 @@ def describe_schedule(schedule: Schedule) -> str:
     s = schedule
     fields = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if f.name not in ("requests", "seed")}
     requests = [
-        f"[{len(r.prompt)}+{r.max_tokens} {r.policy} t={r.params.temperature} at {r.arrives_at}"
-        + (f" engine {r.engine}" if r.engine else "")
-        + (f" cancelled at {r.cancelled_at}" if r.cancelled_at is not None else "")
-        + (f" salt {r.salt}" if r.salt else "")
-        + "]"
+        " ".join([f"[{len(r.prompt)}+{r.max_tokens}", r.policy, *describe_fields(r, PLAIN_REQUEST | {"engine": 0})])
+        + f" {' '.join(describe_fields(r.params, PLAIN_PARAMS))}]"
         for r in s.requests
     ]
     return " ".join([*(f"{k}={v}" for k, v in fields.items() if v not in ("", (), None, 0.0)), *requests])
+
+
+def describe_fields(value: PlannedRequest | SamplingParams, plain: dict[str, Any]) -> list[str]:
+    """Describe the fields that are not as in the plain one."""
+    return [f"{name}={getattr(value, name)}" for name, other in plain.items() if getattr(value, name) != other]
 
 
 if __name__ == "__main__":

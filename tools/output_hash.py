@@ -21,7 +21,7 @@ import torch
 
 from retain import LLM, SamplingParams
 from tests.helpers.schedule_runner import ScheduleRun
-from tests.helpers.schedules import draw_schedule
+from tests.helpers.schedules import draw_schedule, families_of_tests
 
 STORY = "The old harbour was quiet that morning. " * 40
 PROMPTS = ("Name three rivers.", STORY + "What was quiet?", STORY + "Go on with the story.")
@@ -68,8 +68,8 @@ def hash_values(values: Iterable[Any]) -> str:
 
 def schedule_outputs(seed: int) -> list[Any]:
     """Run a schedule. Returns the token ids, and the log-probabilities where a batch does not change their bits."""
-    schedule = draw_schedule(seed)
-    with tempfile.TemporaryDirectory() as folder:
+    with families_of_tests(), tempfile.TemporaryDirectory() as folder:
+        schedule = draw_schedule(seed)
         run = ScheduleRun(schedule, Path(folder))
         run.run()
     outputs: list[Any] = [seed, sorted(run.refused)]

@@ -68,7 +68,8 @@ class LLM:
         self.tokenizer = Tokenizer.open(loaded.path)
         self.tokenizer.choose_chat_template(chat_template, name=c.chat_template)
         self.max_model_len = self._resolve_max_model_len()
-        auto = AutoPolicy(loaded.gate_loader().has_gate, self.tokenizer.chat_template is not None)
+        is_chat_model = self.tokenizer.chat_template is not None
+        auto = AutoPolicy(loaded.gate_loader().has_gate, is_chat_model, self.spec.kv_cache.can_compare_layers)
         self.policy, *allowed = (policies.parse(auto.choose(spec)) for spec in (c.kv_policy, *c.allow_policy))
         self.allowed_policies = [self.policy, *allowed]  # there is room for them
         query_heads = self.spec.num_heads // min(g.num_kv_heads for g in self.spec.kv_cache.groups)  # of a kv head

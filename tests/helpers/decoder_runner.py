@@ -34,6 +34,12 @@ class ReferenceModel:
     def spec(self) -> ModelSpec:
         return self.decoder.spec
 
+    @property
+    def key_offsets(self) -> dict[int, Tensor]:
+        """The offsets of keys, [G, D], of the layers that have one."""
+        offsets = ((i, self.decoder.load_layer(i).attention.key_offset) for i in range(self.spec.num_layers))
+        return {i: offset for i, offset in offsets if offset is not None}
+
     def compute(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
         """Return the logits [T, V] of all tokens."""
         return self.program.compute(ids, pos, torch.arange(len(ids)), attend)

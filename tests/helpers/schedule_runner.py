@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from retain.engine import drafters
 from retain.engine.drafters import Drafter, TargetModel
@@ -30,10 +32,11 @@ MAX_STEPS = 2000
 
 @dataclass(frozen=True)
 class Answer:
-    """The tokens of an answer, and the log-probabilities of those that were asked for."""
+    """The tokens of an answer, the log-probabilities of those that were asked for, and logits [n, V] that were read."""
 
     tokens: list[int]
     logprobs: list[Logprob]
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ class ScheduleRun:
         self.requests = {i: r.build() for i, r in enumerate(schedule.requests)}
         self.comparable: dict[Request, int] = defaultdict(lambda: 10**9)
         self.refused: set[int] = set()
+        self.logits: dict[Request, list[Tensor]] = defaultdict(list)  # that requests read
         self.num_preemptions = self.num_loaded = self.num_accepted = self.num_reused = 0
 
     def run(self) -> None:
@@ -187,7 +191,8 @@ class ScheduleRun:
         running = list(engine.scheduler.running)
         before = {r: (len(r.output_tokens), num_drafts(r)[1]) for r in running}
         evictors = {r: r.row.evictors[0] for r in running if r.row is not None and r.row.evictors}
-        engine.step()
+        for request, logits in engine.step().logits.items():
+            self.logits[request].append(logits.clone())
         engine.cache.check()
         drafter = engine.speculator.default
         drafted = drafter.drafted if isinstance(drafter, WatchedDrafter) else set()
@@ -212,20 +217,37 @@ class ScheduleRun:
                 continue
             alone = run_alone(self.schedule, self.schedule.requests[i])
             n = min(self.comparable[request], len(request.output_tokens))
+            num_forced = len(request.input.forced_tokens)  # they have no log-probabilities
             if self.schedule.backend == "reference" and policies.name_of(request.policy) == "knorm":
                 n = 0  # keys of equal tokens have equal norms but for rounding, which the batch decides there
-            ended = request.finish_reason is FinishReason.LENGTH
-            if ended != (len(request.output_tokens) == len(alone.tokens)) and not self.schedule.restarts:
+            ended = request.finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+            has_equal_end = not request.input.stop_ids or n == len(request.output_tokens)
+            is_as_long = len(request.output_tokens) == len(alone.tokens)
+            if ended != is_as_long and has_equal_end and not self.schedule.restarts:
                 yield Difference(i, f"ended with {len(request.output_tokens)} of {len(alone.tokens)} tokens")
             found, expected = request.output_tokens[:n], alone.tokens[:n]
             if found != expected:
                 at = next(k for k in range(n) if found[k] != expected[k])
-                yield Difference(i, f"token {at} is {found[at]}, not {expected[at]}{describe_gap(alone, at)}")
-            elif request.logprobs and not self._agree(request.logprobs[:n], alone.logprobs[:n]):
-                yield Difference(i, describe_logprobs(request.logprobs[:n], alone.logprobs[:n]))
+                gap = describe_gap(alone, at - num_forced)
+                yield Difference(i, f"token {at} is {found[at]}, not {expected[at]}{gap}")
+                continue
+            logprobs, others = (x[: max(n - num_forced, 0)] for x in (request.logprobs, alone.logprobs))
+            if not self._agree(logprobs, others):
+                yield Difference(i, describe_logprobs(logprobs, others))
+            num_prompt_logits = len(request.prompt) - 1 if request.input.needs_prompt_logits else 0
+            read = join_logits(self.logits[request])[: num_prompt_logits + n]
+            if ended and n == len(request.output_tokens) and len(read) != len(alone.logits):
+                yield Difference(i, f"read {len(read)} of {len(alone.logits)} logits")
+            elif not torch.allclose(read, alone.logits[: len(read)], rtol=0, atol=0 if self._has_equal_bits else 1e-2):
+                yield Difference(i, "logits differ")
+
+    @property
+    def _has_equal_bits(self) -> bool:
+        """Whether the backend computes a token to the same bits in any batch."""
+        return self.schedule.backend != "reference"
 
     def _agree(self, found: Sequence[Logprob], expected: Sequence[Logprob]) -> bool:
-        if self.schedule.backend != "reference":
+        if self._has_equal_bits:
             return found == expected
         return all(abs(a.logprob - b.logprob) < 1e-3 for a, b in zip(found, expected, strict=True))
 
@@ -239,6 +261,11 @@ def num_drafts(request: Request) -> tuple[int, int]:
     """Return how many drafts a request has had, and how many of them were accepted."""
     stats = request.stats.spec_decode
     return sum(stats.num_drafted_per_position), sum(stats.num_accepted_per_position)
+
+
+def join_logits(parts: Sequence[Tensor]) -> Tensor:
+    """Return the rows of several logits, [n, V]."""
+    return torch.cat([torch.empty(0, 128), *parts])
 
 
 def describe_gap(alone: Answer, at: int) -> str:
@@ -262,17 +289,20 @@ _ALONE: dict[Any, Answer] = {}
 def run_alone(schedule: Schedule, planned: PlannedRequest) -> Answer:
     """Return the answer to a request alone in an engine with pages for all of it, without prefixes and drafts."""
     options = schedule.engine_options
-    alone = replace(planned, salt="", engine=0, arrives_at=0, cancelled_at=None, drafter_name="")
+    alone = replace(
+        planned, salt="", owner="", engine=0, arrives_at=0, cancelled_at=None, drafter_name="", explain_prefix=False
+    )
     key = (schedule.isa, tuple(options.items()), alone)
     if key not in _ALONE:
         with use_isa(schedule.isa):
             engine = make_engine(**options, num_pages=4000, max_batched_tokens=600)
             request = alone.build()
             engine.add(request)
+            logits = []
             while engine.has_unfinished_requests:
-                engine.step()
+                logits += [x.clone() for x in engine.step().logits.values()]
                 engine.cache.check()
         if len(_ALONE) > 500:
             _ALONE.clear()
-        _ALONE[key] = Answer(request.output_tokens, request.logprobs)
+        _ALONE[key] = Answer(request.output_tokens, request.logprobs, join_logits(logits))
     return _ALONE[key]

@@ -2,17 +2,20 @@
 
     draw_schedule(7)     the seventh schedule; equal seeds give equal schedules
 
-tests/helpers/schedule_runner.py runs them, and compares each request with the same request alone.
+tests/helpers/schedule_runner.py runs them, and compares each request with the same request alone. Some models are of
+families that live in tests only: `families_of_tests` makes them known.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import pytest
 import torch
 
 from retain.engine.request import Request, RequestInput
@@ -20,12 +23,17 @@ from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.models.decoder import ModelSpec
 from retain.sampling_params import SamplingParams
 from tests.helpers.backend_variants import ISAS
+from tests.helpers.sink_family import SINKS, add_sink_family
 from tests.helpers.tiny_models import tiny_model
+from tests.helpers.unlike_family import VARIANTS, add_unlike_families
 
 MAX_MODEL_LEN = 512
-FAMILIES = ("llama", "gemma3_text", "mpt", "gpt2", "mistral", "qwen2")
+FAMILIES = ("llama", "gemma3_text", "mpt", "gpt2", "mistral", "qwen2", "qwen3", "opt", "gptj", "gpt_neox", SINKS)
+POLICY_NAMES = ("full", *policies.names())
+UNLIKE_FAMILIES = tuple(VARIANTS)  # their layers differ in heads or head dims
 SEPARATOR = 11  # a token that separates the messages of a prompt, for reread:ask=repeat
 INSTRUCTION = (3, 90, 41, 5)
 DRAFTERS = (
@@ -35,11 +43,27 @@ DRAFTERS = (
     "suffix:min=1,factor=4",
     "draft:k=4,model=any",
     "draft:model=any",
+    "ngram:k=3,min=2,max=6",
+    "suffix:min=2,probability=0.05,memory=100",
+)
+DRAFTERS_ON_OWN_CACHE = (  # for models whose layers are alike
     "draft:k=5,weights=int4",
     "self:k=3,budget=48",
-    "self:k=7,budget=16,refresh=1",
+    "self:k=7,budget=16,refresh=1,decay=0.5",
+    "self:k=5,weights=int4",
     "self:k=4,dtype=int4",
+    "self:k=3,dtype=int8",
     "self:dtype=k8v4",
+)
+TIERS = (
+    ("ram:capacity=300kB",),
+    ("ram:capacity=10MB",),
+    ("disk:path={path},capacity=10MB",),
+    ("disk:path={path},capacity=400kB",),
+    ("disk:path={path},capacity=600kB,evict=lfu,read=1GB",),
+    ("ram:capacity=200kB", "disk:path={path},capacity=10MB"),
+    ("ram:capacity=400kB,evict=lfu", "remote:url=file://{path}/store,refresh=0.01"),
+    ("remote:url=file://{path}/store,read=1GB",),
 )
 
 
@@ -52,7 +76,13 @@ class PlannedRequest:
     policy: str
     params: SamplingParams
     salt: str = ""
+    owner: str = ""
     num_system_tokens: int = 0
+    forced_tokens: tuple[int, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    needs_logits: bool = False
+    needs_prompt_logits: bool = False
+    explain_prefix: bool = False
     drafter_name: str = ""
     engine: int = 0  # counts restarts
     arrives_at: int = 0
@@ -66,10 +96,15 @@ class PlannedRequest:
                 params=self.params,
                 policy=parse_policy(self.policy).resolve(len(self.prompt), self.num_system_tokens),
                 max_tokens=self.max_tokens,
+                stop_ids=self.stop_ids,
+                forced_tokens=list(self.forced_tokens),
                 num_system_tokens=self.num_system_tokens,
                 salt=self.salt,
-                owner=self.salt,
+                owner=self.owner,
                 drafter_name=self.drafter_name,
+                needs_logits=self.needs_logits,
+                needs_prompt_logits=self.needs_prompt_logits,
+                explain_prefix=self.explain_prefix,
             )
         )
 
@@ -89,6 +124,7 @@ class Schedule:
     isa: str
     dtype: torch.dtype
     kv_dtype: torch.dtype | None
+    weights: str
     page_size: int
     pool_factor: float
     max_batched_tokens: int
@@ -105,7 +141,7 @@ class Schedule:
     def engine_options(self) -> dict[str, Any]:
         """Arguments of `make_engine` on which the bits of a request depend."""
         parsed = [parse_policy(r.policy) for r in self.requests]
-        spec = tiny_model(self.family).spec
+        spec = model_spec(self.family)
         query_heads = max(spec.num_heads // g.num_kv_heads for g in spec.kv_cache.groups)
         columns = query_heads if any(p.per_query_head for p in parsed) else 1
         return {
@@ -113,11 +149,27 @@ class Schedule:
             "backend": self.backend,
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
+            "weights": self.weights,
             "page_size": self.page_size,
             "max_model_len": MAX_MODEL_LEN,
             "score_columns": columns,
             "demotes": any(p.demotes for p in parsed),
         }
+
+
+@contextmanager
+def families_of_tests() -> Iterator[None]:
+    """Make the families known that live in tests only."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        add_unlike_families(monkeypatch)
+        add_sink_family(monkeypatch)
+        yield
+
+
+@cache
+def model_spec(family: str) -> ModelSpec:
+    """Return the sizes of the tiny model of a family."""
+    return tiny_model(family).spec
 
 
 @cache
@@ -127,34 +179,25 @@ def parse_policy(spec: str) -> EvictionPolicy:
     return policy.with_instruction(INSTRUCTION, {SEPARATOR}) if policy.instruction else policy
 
 
-def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference")) -> Schedule:
-    """Draw a schedule: equal seeds give equal ones, but for the instruction set, which this machine must have."""
+def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), families: Sequence[str] = ()) -> Schedule:
+    """Draw a schedule: equal seeds give equal ones, but for the instruction set, which this machine must have.
+
+    Without `families` it is one of FAMILIES, or in a quarter of the schedules one of UNLIKE_FAMILIES.
+    """
     rng = random.Random(seed)
     backend = rng.choices(backends, [1 if b == "reference" else 4 for b in backends])[0]
-    family = rng.choice(FAMILIES)
-    dtype, kv_dtype = torch.float32, None
-    if backend == "cpu" and rng.random() < 0.3:
-        dtype = rng.choice([torch.float32, torch.bfloat16])
-        kv_dtype = rng.choice([None, torch.int8, torch.uint8, torch.int4])
-    page_size = rng.choice([16, 16, 32])
+    family = rng.choice(families or rng.choice([FAMILIES, FAMILIES, FAMILIES, UNLIKE_FAMILIES]))
+    dtype, kv_dtype, weights = draw_dtypes(rng, backend)
+    page_size = rng.choice([16, 16, 32, 48])
     prefix_cache = rng.choice(["off", "exact", "exact", "exact:keep=prompt"])
-    tiers: tuple[str, ...] = ()
-    if prefix_cache != "off" and rng.random() < 0.5:
-        tiers = rng.choice(
-            [
-                ("ram:capacity=300kB",),
-                ("ram:capacity=10MB",),
-                ("disk:path={path},capacity=10MB",),
-                ("disk:path={path},capacity=400kB",),
-                ("ram:capacity=200kB", "disk:path={path},capacity=10MB"),
-            ]
-        )
+    tiers = rng.choice(TIERS) if prefix_cache != "off" and rng.random() < 0.5 else ()
     restarts = tuple(rng.randint(3, 80) for _ in range(rng.choice([0, 1, 1, 2]))) if tiers else ()
     max_running_requests = rng.choice([1, 2, 4, 8])
     isas = ISAS if backend == "cpu" and ISAS else [""]
-    head_dim = max(g.k_dim for g in tiny_model(family).spec.kv_cache.groups)
+    spec = model_spec(family).kv_cache
+    head_dim = max(g.k_dim for g in spec.groups)
     can_demote = slots_in_page(page_size, head_dim, kv_dtype or dtype, DEMOTED_DTYPE) > page_size
-    drafter = rng.choice(DRAFTERS) if rng.random() < 0.6 else ""
+    drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(spec.groups) == 1)) if rng.random() < 0.6 else ""
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:
         drafter = ""  # such a copy saves nothing, and is refused
@@ -165,6 +208,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference")) -> 
         isa=isas[int(rng.random() * len(isas))],
         dtype=dtype,
         kv_dtype=kv_dtype,
+        weights=weights,
         page_size=page_size,
         pool_factor=rng.choice([1.0, 1.0, 1.1, 1.4, 2.0, 20.0]),
         max_batched_tokens=max_running_requests + rng.choice([1, 5, 20, 60, 120, 250]),
@@ -175,11 +219,21 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference")) -> 
         tiers=tiers,
         restarts=restarts,
         preemptions=tuple(rng.randint(1, 80) for _ in range(rng.choice([0, 0, 1, 4]))),
-        requests=tuple(draw_requests(rng, family, can_demote, len(restarts))),
+        requests=tuple(draw_requests(rng, PolicyLimits(can_demote, spec.can_compare_layers), len(restarts))),
     )
 
 
-def draw_requests(rng: random.Random, family: str, can_demote: bool, num_restarts: int) -> list[PlannedRequest]:
+def draw_dtypes(rng: random.Random, backend: str) -> tuple[torch.dtype, torch.dtype | None, str]:
+    """Draw the dtype of a model, that of its pool where it is another one, and the kind of its weights."""
+    if backend != "cpu" or rng.random() < 0.6:
+        return torch.float32, None, "auto"
+    dtype = rng.choice([torch.float32, torch.bfloat16])
+    kv_dtype = rng.choice([None, torch.bfloat16, torch.int8, torch.uint8, torch.int4])
+    weights = rng.choice(["auto", "int8", "int4"]) if dtype is torch.bfloat16 else "auto"
+    return dtype, None if kv_dtype is dtype else kv_dtype, weights
+
+
+def draw_requests(rng: random.Random, limits: PolicyLimits, num_restarts: int) -> list[PlannedRequest]:
     """Draw requests whose prompts begin alike, some of them equal ones that arrive together."""
     alphabet = rng.choice([128, 128, 9])
     stems = [[rng.randrange(alphabet) for _ in range(rng.randint(1, 170))] for _ in range(rng.randint(1, 3))]
@@ -193,16 +247,24 @@ def draw_requests(rng: random.Random, family: str, can_demote: bool, num_restart
             stems.append(list(prompt))
         arrives_at = rng.choice([arrives_at, arrives_at, rng.randint(0, 60)])
         salt = rng.choice(["", "", "", "a"])
-        policy = draw_policy(rng, can_demote)
+        policy = draw_policy(rng, limits)
         engine = rng.randint(0, num_restarts)
         for _ in range(rng.choice([1, 1, 1, 2, 3])):  # n answers to one prompt
+            max_tokens = rng.choice([1, 2, rng.randint(3, 70), rng.randint(3, 70)])
+            num_forced = rng.randrange(max_tokens) if rng.random() < 0.1 else 0
             found.append(
                 PlannedRequest(
                     prompt=prompt,
-                    max_tokens=rng.choice([1, 2, rng.randint(3, 70), rng.randint(3, 70)]),
-                    policy=policy if rng.random() < 0.8 else draw_policy(rng, can_demote),
+                    max_tokens=max_tokens,
+                    policy=policy if rng.random() < 0.8 else draw_policy(rng, limits),
                     params=draw_params(rng),
                     salt=salt,
+                    owner=rng.choice([salt, salt, "b"]),
+                    forced_tokens=tuple(rng.randrange(alphabet) for _ in range(num_forced)),
+                    stop_ids=frozenset(rng.sample(range(128), 8)) if rng.random() < 0.1 else frozenset(),
+                    needs_logits=rng.random() < 0.05,
+                    needs_prompt_logits=rng.random() < 0.05,
+                    explain_prefix=rng.random() < 0.1,
                     num_system_tokens=rng.choice([0, 0, rng.randint(0, len(prompt) // 4)]),
                     drafter_name=rng.choice(["", "", "", "off"]),
                     engine=engine,
@@ -219,40 +281,61 @@ def draw_params(rng: random.Random) -> SamplingParams:
         temperature=rng.choice([0.0, 0.0, 0.7, 1.3]),
         top_k=rng.choice([0, 0, 20]),
         top_p=rng.choice([1.0, 1.0, 0.9]),
+        min_p=rng.choice([0.0, 0.0, 0.0, 0.02]),
+        min_tokens=rng.choice([0, 0, 10]),
         repetition_penalty=rng.choice([1.0, 1.0, 1.0, 1.2]),
+        presence_penalty=rng.choice([0.0] * 9 + [0.5]),
+        frequency_penalty=rng.choice([0.0] * 9 + [0.3]),
+        logit_bias=rng.choice([()] * 9 + [((7, 3.0), (9, -2.0))]),
         seed=rng.randrange(1000),
         ignore_eos=True,
         logprobs=rng.choice([None, 2]),
     )
 
 
-def draw_policy(rng: random.Random, can_demote: bool) -> str:
+@dataclass(frozen=True)
+class PolicyLimits:
+    """Which policies a model and its pool can carry out, besides those that all can."""
+
+    can_demote: bool = True
+    can_compare_layers: bool = True  # see KVCacheSpec
+
+    def allow(self, name: str, policy: EvictionPolicy) -> bool:
+        """Return whether the policy of this name is one of them."""
+        compares_layers = getattr(policy, "share", "") == "all" or getattr(policy, "scope", "") == "shared"
+        return (self.can_demote or not policy.demotes) and (
+            self.can_compare_layers or not (compares_layers or name == "gate")
+        )
+
+
+def draw_policy(rng: random.Random, limits: PolicyLimits = PolicyLimits()) -> str:
     """Draw a policy with random options."""
     while True:
-        name = rng.choice(["full", *policies.names()])
-        options = draw_options(rng, name, can_demote)
+        name = rng.choice(POLICY_NAMES)
+        options = draw_options(rng, name)
         spec = ":".join(filter(None, [name, ",".join(f"{k}={v}" for k, v in options.items())]))
         try:
-            parse_policy(spec)
+            policy = parse_policy(spec)
         except ValueError:  # options that do not go together
             continue
-        return spec
+        if limits.allow(name, policy):
+            return spec
 
 
-def draw_options(rng: random.Random, name: str, can_demote: bool) -> dict[str, Any]:
+def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
     """Draw the options of a policy; not all of them need go together."""
     if name == "full":
         return {}
     if name == "ring":
         return {"window": rng.randint(1, 80)}
-    parsed = policies.parse(f"{name}:budget=1")
+    parsed = parse_policy(f"{name}:budget=1")
     allowed = vars(parsed).keys()
     draws: dict[str, Callable[[], Any]] = {
         "recent": lambda: rng.choice(["10%", "50%", "100%", rng.randint(1, 20)]),
         "sinks": lambda: rng.randint(0, 6),
         "interval": lambda: rng.randint(1, 20),
         "chunk": lambda: rng.randint(1, 60),
-        "prefill": lambda: "stream",
+        "prefill": lambda: rng.choice(["stream", "stream", "layers"]),
         "share": lambda: rng.choice(["none", "layer", "all"]),
         "protect": lambda: "system",
         "shrink": lambda: rng.choice(["10%", rng.randint(1, 30)]),
@@ -275,6 +358,6 @@ def draw_options(rng: random.Random, name: str, can_demote: bool) -> dict[str, A
     }
     options: dict[str, Any] = {"budget": rng.choice([f"{rng.randint(5, 100)}%", rng.randint(3, 120)])}
     for key, draw in draws.items():
-        if key in allowed and (key != "demote" or can_demote) and rng.random() < 0.3:
+        if key in allowed and rng.random() < 0.3:
             options[key] = draw()
     return options

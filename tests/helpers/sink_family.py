@@ -57,5 +57,10 @@ def shapes(c: dict[str, Any]) -> tiny_models.Shapes:
 @pytest.fixture
 def sink_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Make the family known to a test; gives its model type."""
-    add_family(monkeypatch, SINKS, sys.modules[__name__], CONFIG, shapes)
+    add_sink_family(monkeypatch)
     yield SINKS
+
+
+def add_sink_family(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the family known."""
+    add_family(monkeypatch, SINKS, sys.modules[__name__], CONFIG, shapes)

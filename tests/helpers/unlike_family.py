@@ -2,7 +2,7 @@
 
 It has sink logits and a softcap too. Layer 1 projects keys only, which are its values before rope. The model type is
 "unlike"; the fixture makes it known to a test. `plain_logits` computes the same model in torch, without any of the
-package's layers.
+package's layers. VARIANTS are further model types: all layers full and none shared, or one full layer only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, SharedCacheSpec, SlidingWindowSpec
+from retain.kernels.kv_cache_spec import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    LayerCacheSpec,
+    SharedCacheSpec,
+    SlidingWindowSpec,
+)
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
@@ -37,6 +43,8 @@ LAYERS: tuple[LayerCacheSpec, ...] = (
     SharedCacheSpec(1),
     FullAttentionSpec(2, 64, 64),
 )
+ATTENTION = map(KVCacheSpec(LAYERS).attention, range(len(LAYERS)))
+ALL_FULL = tuple(FullAttentionSpec(a.num_kv_heads, a.k_dim, a.v_dim) for a in ATTENTION)
 KEYS_ARE_VALUES = 1  # the layer without a projection of values
 SOFTCAP = 3.0
 THETA = 10000.0
@@ -46,19 +54,20 @@ EPS = 1e-5
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, llama.DEFAULTS)
+    layers = ALL_FULL if c["all_full"] else LAYERS
     return ModelSpec(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=LAYERS[: c["num_hidden_layers"]],
+        layers=layers[: c["num_hidden_layers"]],
         attention=AttentionParams(0.1, softcap=SOFTCAP),
     )
 
 
-def projections(layer: int) -> Sequence[str]:
+def projections(spec: ModelSpec, layer: int) -> Sequence[str]:
     """Return the projections that a layer stacks."""
-    if isinstance(LAYERS[layer], SharedCacheSpec):
+    if isinstance(spec.layers[layer], SharedCacheSpec):
         return ("q_proj",)
     return ("q_proj", "k_proj", "k_proj" if layer == KEYS_ARE_VALUES else "v_proj")
 
@@ -75,7 +84,7 @@ def build(w: Weights) -> Decoder:
         layer = m.scope(f"layers.{i}.")
         a = layer.scope("self_attn.")
         params = replace(s.attention, sink_logits=a["sinks"].float())
-        qkv, o = load_linear(a, *projections(i), bias=False), load_linear(a, "o_proj", bias=False)
+        qkv, o = load_linear(a, *projections(s, i), bias=False), load_linear(a, "o_proj", bias=False)
         rope = ropes[s.kv_cache.attention(i).k_dim]
         norm1, norm2 = (RMSNorm(layer[f"{n}.weight"], EPS) for n in ("input_layernorm", "post_attention_layernorm"))
         gate_up = load_linear(layer, "mlp.gate_proj", "mlp.up_proj", bias=False)
@@ -92,17 +101,23 @@ def frequencies(dim: int) -> Tensor:
     return THETA ** -(torch.arange(0, dim, 2).float() / dim)
 
 
-CONFIG = {**tiny_models.LLAMA, "num_hidden_layers": len(LAYERS)}
+CONFIG = {**tiny_models.LLAMA, "num_hidden_layers": len(LAYERS), "all_full": False}
+VARIANTS = {
+    UNLIKE: CONFIG,
+    "unlike_full": {**CONFIG, "all_full": True},
+    "unlike_windows": {**CONFIG, "num_hidden_layers": 3},  # one layer without a window
+}
 
 
 def shapes(c: dict[str, Any]) -> tiny_models.Shapes:
     E, I, V, H = c["hidden_size"], c["intermediate_size"], c["vocab_size"], c["num_attention_heads"]
-    spec = spec_from_config(c).kv_cache
+    model = spec_from_config(c)
+    spec = model.kv_cache
     yield "model.embed_tokens.weight", (V, E)
     for i in range(c["num_hidden_layers"]):
         p, a = f"model.layers.{i}.", spec.attention(i)
         out = {"q_proj": H * a.k_dim, "k_proj": a.num_kv_heads * a.k_dim, "v_proj": a.num_kv_heads * a.v_dim}
-        for name in dict.fromkeys(projections(i)):
+        for name in dict.fromkeys(projections(model, i)):
             yield f"{p}self_attn.{name}.weight", (out[name], E)
         yield p + "self_attn.o_proj.weight", (E, H * a.v_dim)
         yield p + "self_attn.sinks", (H,)
@@ -168,5 +183,11 @@ def rotate(x: Tensor, pos: Tensor) -> Tensor:
 @pytest.fixture
 def unlike_family(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Make the family known to a test; gives its model type."""
-    add_family(monkeypatch, UNLIKE, sys.modules[__name__], CONFIG, shapes)
+    add_unlike_families(monkeypatch)
     yield UNLIKE
+
+
+def add_unlike_families(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the family and its variants known."""
+    for model_type, config in VARIANTS.items():
+        add_family(monkeypatch, model_type, sys.modules[__name__], config, shapes)

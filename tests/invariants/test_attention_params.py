@@ -18,7 +18,6 @@ from retain.kernels import cpu, reference, triton
 from retain.kernels.api import CPU
 from retain.kernels.attention_params import AttentionParams
 from retain.models.weights import Weights
-from tests.helpers import schedules
 from tests.helpers.attention_case import AttentionCase, assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
@@ -26,6 +25,7 @@ from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
+from tests.helpers.schedules import draw_schedule
 from tests.helpers.sink_family import sink_family as sink_family
 from tests.helpers.tiny_models import tiny_checkpoint, tiny_model
 from tests.models.test_programs import program_logits, reference_logits
@@ -100,9 +100,9 @@ def test_rejects_parameters_that_do_not_fit() -> None:
 
 def test_keys_have_no_offset_where_it_would_change_weights(sink_family: str) -> None:
     """Qwen 2 has biases, too, and its keys lose the mean of theirs."""
-    assert tiny_model("qwen2").decoder.key_offsets
-    decoder = tiny_model(sink_family).decoder
-    assert not decoder.key_offsets and decoder.load_layer(0).attention.params.sink_logits is not None
+    assert tiny_model("qwen2").key_offsets
+    model = tiny_model(sink_family)
+    assert not model.key_offsets and model.decoder.load_layer(0).attention.params.sink_logits is not None
 
 
 def test_written_out_attention_equals_the_decoder(sink_family: str) -> None:
@@ -162,12 +162,9 @@ def check_policy(family: str, policy: str, backend: str, num_tokens: int) -> Non
 
 
 @pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 8))])
-def test_every_request_of_a_random_schedule_equals_itself_alone(
-    sink_family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_request_of_a_random_schedule_equals_itself_alone(sink_family: str, seed: int, tmp_path: Path) -> None:
     """With drafts, prefixes, tiers, preemption, and slots of few bits."""
-    monkeypatch.setattr(schedules, "FAMILIES", (sink_family,))
-    run = ScheduleRun(schedules.draw_schedule(seed), tmp_path)
+    run = ScheduleRun(draw_schedule(seed, families=[sink_family]), tmp_path)
     with torch_threads(1):
         run.run()
         assert not list(run.differences())

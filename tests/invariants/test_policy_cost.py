@@ -51,7 +51,7 @@ def test_what_a_request_may_choose_has_a_bounded_cost(seed):
     )
     num_accepted = 0
     while num_accepted < 8:
-        spec, prompt = draw_policy(rng, can_demote=True), draw_prompt(rng)
+        spec, prompt = draw_policy(rng), draw_prompt(rng)
         policy = parse(spec)
         if find_excess(policy, prompt):
             continue

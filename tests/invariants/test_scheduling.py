@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
+import torch
 
 from retain import kernels
+from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv import capacity
 from retain.kv.capacity import CapacityPlanner, GroupPlanner
@@ -93,6 +97,82 @@ def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, 
                 engine.scheduler.preempt(request)
     assert [r.output_tokens for r in requests[1:]] == expected[1:]
     assert engine.cache.free_pages == engine.cache.total_pages
+
+
+@pytest.mark.parametrize("policies", [("full", "full"), ("full", "h2o:budget=20"), ("h2o:budget=20", "full")])
+def test_equal_prompts_get_the_logits_that_each_reads(policies: tuple[str, str]) -> None:
+    """A forced answer samples no first token, so its step computes logits only where a caller reads them."""
+    prompt, forced = random_prompts(1, seed=5)[0], [3, 4, 5]
+    readings = [
+        {"forced_tokens": tokens, "needs_logits": needs_logits, "needs_prompt_logits": needs_prompt_logits}
+        for tokens in ([], forced)
+        for needs_logits, needs_prompt_logits in ((False, False), (True, False), (False, True))
+    ]
+    alone = {p: [run_with_logits([make_request(prompt, 5, p, **r)])[0] for r in readings] for p in policies}
+    for i, first in enumerate(readings):
+        for j, second in enumerate(readings):
+            pair = [make_request(prompt, 5, p, **r) for p, r in zip(policies, (first, second), strict=True)]
+            found, expected = run_with_logits(pair), [alone[policies[0]][i], alone[policies[1]][j]]
+            assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], (first, second)
+            for (_, a), (_, b) in zip(found, expected, strict=True):
+                torch.testing.assert_close(a, b)
+
+
+def iter_logits(engine: Engine) -> Iterator[dict[Request, torch.Tensor]]:
+    """Step until no request is left, and yield the logits that each step gave."""
+    while engine.has_unfinished_requests:
+        yield engine.step().logits
+        engine.cache.check()
+
+
+def run_with_logits(requests: list[Request]) -> list[tuple[list[int], torch.Tensor]]:
+    """Run requests that are added together. Returns the tokens of each, and the logits [n, V] that it read."""
+    engine, logits = make_engine("llama"), {r: [torch.empty(0, 128)] for r in requests}
+    engine.add(*requests)
+    for step in iter_logits(engine):
+        for request, read in step.items():
+            logits[request].append(read.clone())
+    return [(r.output_tokens, torch.cat(logits[r])) for r in requests]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_who_waits_draws_each_token_once(depth: int) -> None:
+    """It has its first token before the scoring pass of the other one ends, and that one may have ended meanwhile."""
+    prompt, sampling = random_prompts(1, seed=5)[0], SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
+    engine = make_engine("llama")
+    engine.depth = depth
+    leader = make_request(prompt, 1, "reread:budget=20,rereads=30")
+    follower = make_request(prompt, 6, params=sampling)
+    engine.add(leader, follower)
+    for _ in iter_steps(engine):
+        pass
+    ((expected, _),) = run_with_logits([make_request(prompt, 6, params=sampling)])
+    assert follower.output_tokens == expected
+
+
+@pytest.mark.parametrize("part", ["runner.forward", "sharing.release"])
+def test_a_step_that_fails_changes_nothing_for_who_waits_for_an_equal_prompt(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it fails: random numbers and logits of the request that waits come again."""
+    prompt, sampling = random_prompts(1, seed=5)[0], SamplingParams(temperature=1.0, seed=3, ignore_eos=True)
+    engine = make_engine("llama")
+    leader, follower = (make_request(prompt, 5, params=sampling, needs_logits=True) for _ in range(2))
+    engine.add(leader, follower)
+    owner, name = part.split(".")
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("a part fails")
+
+    with monkeypatch.context() as broken, pytest.raises(RuntimeError):
+        broken.setattr(getattr(engine, owner), name, fail)
+        engine.step()
+    engine.cancel(leader)  # as the engine thread ends those that ran
+    logits = [step[follower].clone() for step in iter_logits(engine)]
+    alone = make_request(prompt, 5, params=sampling, needs_logits=True)
+    (expected, expected_logits), *_ = run_with_logits([alone])
+    assert follower.output_tokens == expected
+    torch.testing.assert_close(torch.cat(logits), expected_logits)
 
 
 def test_equal_prompts_are_computed_once() -> None:

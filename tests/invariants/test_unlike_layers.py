@@ -6,7 +6,6 @@ The family and its definition in plain torch: tests/helpers/unlike_family.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,8 @@ import torch
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.kernels import cpu, triton
-from tests.helpers import schedules
+from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy
 from tests.helpers.attention_case import assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import random_tokens
@@ -23,6 +23,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, record_
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
+from tests.helpers.schedules import UNLIKE_FAMILIES, draw_schedule
 from tests.helpers.tiers import offloader_of
 from tests.helpers.tiny_models import tiny_checkpoint
 from tests.helpers.unlike_family import plain_answer, plain_logits
@@ -88,6 +89,20 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
             assert kept == [sorted(lists.heads[layer, g].position_list) for g in range(len(kept))]
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("backend", [pytest.param("cpu", marks=needs_cpu), *slow("reference")])
+def test_a_prompt_computed_layer_by_layer_keeps_the_same_tokens(unlike_family: str, policy: str, backend: str) -> None:
+    """Where layers of several groups evict, and each is whole only until the next one is computed."""
+    answers = {}
+    for max_batched_tokens in (256, 100):
+        engine = make_engine("unlike_full", backend=backend, score_columns=4, max_batched_tokens=max_batched_tokens)
+        request = make_request(PROMPT * 3, 20, policy)
+        (answers[max_batched_tokens],) = run_to_completion(engine, [request])
+        in_layers = max_batched_tokens == 256 and "share" not in policy  # heads that share budgets need all scores
+        assert request.policy.prefill == ("layers" if in_layers else "exact")
+    assert answers[256] == answers[100]
+
+
 def test_a_layer_that_differs_in_nothing_but_its_heads_is_a_group_of_its_own(unlike_family: str) -> None:
     """Pages have one size in bytes, so those of the smaller slots have more of them, and a block has several of one."""
     cache = make_engine(unlike_family, page_size=16).cache
@@ -149,16 +164,9 @@ def test_slots_of_8_bits_hold_nearly_what_plain_torch_computes(unlike_family: st
 
 
 @pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 12))])
-def test_every_request_of_a_random_schedule_equals_itself_alone(
-    unlike_family: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With drafts, prefixes, tiers, preemption, demotion and slots of few bits; what is refused is left out."""
-    monkeypatch.setattr(schedules, "FAMILIES", (unlike_family,))
-    schedule = schedules.draw_schedule(seed)
-    requests = tuple(r for r in schedule.requests if is_supported(unlike_family, r.policy))
-    drafts_on_own_cache = schedule.drafter.startswith("self") or "weights=" in schedule.drafter
-    drafter = "" if drafts_on_own_cache else schedule.drafter
-    run = ScheduleRun(replace(schedule, requests=requests, drafter=drafter), tmp_path)
+def test_every_request_of_a_random_schedule_equals_itself_alone(unlike_family: str, seed: int, tmp_path: Path) -> None:
+    """With drafts, prefixes, tiers, preemption, demotion and slots of few bits; what is refused is not drawn."""
+    run = ScheduleRun(draw_schedule(seed, families=UNLIKE_FAMILIES), tmp_path)
     with torch_threads(1):
         run.run()
         assert not list(run.differences())
@@ -177,9 +185,19 @@ def test_what_needs_equal_layers_is_refused(unlike_family: str, policy: str, mes
         make_engine(unlike_family).add(make_request(PROMPT, 4, policy))
 
 
+@pytest.mark.parametrize("is_chat_model", [False, True])
+def test_auto_stands_for_a_policy_that_works(unlike_family: str, is_chat_model: bool) -> None:
+    for family in UNLIKE_FAMILIES:
+        cache = make_engine(family).cache
+        auto = AutoPolicy(is_chat_model=is_chat_model, can_compare_layers=cache.spec.can_compare_layers)
+        for options in ("budget=20", "budget=50%,prefill=stream"):
+            cache.plan_policy(policies.parse(auto.choose(f"auto:{options}")), 50)
+
+
 def test_drafters_and_loaders_that_need_equal_layers_are_refused(unlike_family: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="self: dtype=auto needs layers that are alike"):
-        make_engine(unlike_family, drafter=drafters.parse("self"))
+    for spec, option in (("self", "self: dtype=auto"), ("draft:weights=int4", "draft: weights=int4")):
+        with pytest.raises(ValueError, match=f"^{option} needs layers that are alike"):
+            make_engine(unlike_family, drafter=drafters.parse(spec))
     tiers = [f"disk:path={tmp_path},capacity=10MB"]
     with pytest.raises(ValueError, match="selective needs layers that cache alike"):
         make_engine(unlike_family, prefix_cache="selective:ratio=0.5", tiers=tiers)
@@ -192,12 +210,3 @@ def run_keeping_prefixes(engine: Engine, prompt: Sequence[int], num_tokens: int)
     for _ in iter_steps(engine):
         pass
     return request.output_tokens
-
-
-def is_supported(family: str, policy: str) -> bool:
-    """Return whether a cache of the family can carry out a policy."""
-    try:
-        make_engine(family).cache.effective_policy(schedules.parse_policy(policy).resolve(50))
-    except ValueError:
-        return False
-    return True

@@ -53,7 +53,7 @@ def test_a_model_computes_the_same_with_and_without_the_offset(family: str, monk
     weights = Weights(BiasedCheckpoint(family, lambda x: 20 * x), torch.float32)
     model = build_model(weights)
     logits, keys = compute(model)
-    assert sorted(model.decoder.key_offsets) == list(range(model.spec.num_layers))
+    assert sorted(model.key_offsets) == list(range(model.spec.num_layers))
     monkeypatch.setattr(Attention, "key_offset", None)
     without, other_keys = compute(build_model(weights))
     assert not torch.allclose(keys, other_keys, atol=0.1)
@@ -76,4 +76,4 @@ def test_a_large_bias_leaves_int8_slots_as_precise_as_a_small_one() -> None:
 
 @pytest.mark.parametrize(("family", "name"), [("llama", "no bias"), ("qwen3", "normalized keys"), ("mpt", "no bias")])
 def test_other_models_have_no_offset(family: str, name: str) -> None:
-    assert not build_model(Weights(tiny_checkpoint(family), torch.float32)).decoder.key_offsets, name
+    assert not build_model(Weights(tiny_checkpoint(family), torch.float32)).key_offsets, name

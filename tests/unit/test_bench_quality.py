@@ -124,10 +124,17 @@ def test_json_is_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert line["ci95"][0] - 1e-4 <= line["diff_from_full"] <= line["ci95"][1] + 1e-4
 
 
+def test_auto_is_measured_as_the_policy_that_it_stands_for(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--data-dir", data, "--num-prompts", 1, "--json", "--policies", "auto h2o:recent=10%", "--budgets", "9")
+    result = run_cli(capsys, "bench", "quality", "--model", "random:tiny", *options)
+    assert {json.loads(line)["policy"] for line in result.out.splitlines()} == {"full", "h2o:budget=9,recent=10%"}
+
+
 @pytest.mark.parametrize(
     "options",
     [
         ["--tasks", "chess"],
+        ["--policies", "auto:window=3"],
         ["--policies", "lru"],
         ["--budgets", "x"],
         ["--budgets", "0%"],

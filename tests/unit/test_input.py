@@ -76,18 +76,19 @@ def test_the_longest_output_is_sought_once_for_all_answers(llm: LLM, monkeypatch
 
 
 def test_a_policy_is_parsed_once_and_planned_once_for_all_answers(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the engine takes it as it is."""
+    """For the default length of an answer, too. And the engine takes it as it is."""
     parsed, planned = [], []
     parse, plan_policy = policies.parse, llm.cache.plan_policy
     monkeypatch.setattr(policies, "parse", lambda spec: parsed.append(spec) or parse(spec))
     monkeypatch.setattr(llm.cache, "plan_policy", lambda *args: planned.append(args) or plan_policy(*args))
-    for num_requests in (1, 2):
-        request = GenerateRequest(PROMPT, SamplingParams(n=3, max_tokens=9), "tova:budget=31%,sinks=3")
+    for _ in range(2):
+        request = GenerateRequest(PROMPT, SamplingParams(n=3), "tova:budget=31%,sinks=3")
         llm.input_processor.check_policy_cost(request)
-        states = llm.input_processor.process(request)
-        assert len(parsed) == 1 and len(planned) == num_requests
+        longest = llm.input_processor.max_output_tokens(request, len(PROMPT))
+        states = llm.input_processor.process(replace(request, params=SamplingParams(n=3, max_tokens=longest)))
+        assert len(parsed) == 1 and len(planned) == 1
         policy = states[0].request.policy.with_full_prefill()  # as equal prompts share it
-        assert is_accepted(llm, states) and len(planned) == num_requests
+        assert is_accepted(llm, states) and len(planned) == 1
         assert all(s.request.policy == policy for s in states)
 
 

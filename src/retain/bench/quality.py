@@ -22,10 +22,12 @@ from tqdm import tqdm
 from retain.bench.config import QualityBenchConfig
 from retain.bench.tasks import ItemMetrics, load_task, task_names
 from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AUTO, check_spec
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.memory.group_pages import mean_slot_bytes
 from retain.llm import LLM
+from retain.plugins import parse_spec
 
 Floats = NDArray[np.float64]
 FULL = "full"
@@ -116,18 +118,33 @@ def load_tasks(names: Sequence[str]) -> list[ModuleType]:
 def policy_at_budget(policy: str, budget: str) -> str:
     """Return a policy's spec with a budget: h2o:value=norm at 25% is h2o:budget=25%,value=norm. Raises ValueError."""
     head, _, rest = policy.partition(":")
-    return policies.to_spec(policies.parse(f"{head}:budget={budget}" + (f",{rest}" if rest else "")))
+    return _checked(f"{head}:budget={budget}" + (f",{rest}" if rest else ""))
+
+
+def _checked(spec: str) -> str:
+    """Return the spec without options at their defaults; one of `auto` as it is. Raises ValueError."""
+    policy = check_spec(spec)
+    return spec if parse_spec(spec)[0] == AUTO else policies.to_spec(policy)
 
 
 def expand_policies(policy_specs: Iterable[str], budgets: Sequence[str]) -> list[str]:
-    """Return each policy at each budget, and a policy that names its budget once. Raises ValueError."""
+    """Return each policy at each budget, and a policy that names its budget once. Raises ValueError.
+
+    `auto` stays until a model is loaded: `choose_policies`.
+    """
     expanded = []
     for spec in policy_specs:
         if spec.startswith(("full", "ring")) or "budget=" in spec:
-            expanded.append(policies.to_spec(policies.parse(spec)))
+            expanded.append(_checked(spec))
         else:
             expanded += [policy_at_budget(spec, budget) for budget in budgets]
     return [p for p in dict.fromkeys(expanded) if p != FULL]
+
+
+def choose_policies(llm: LLM, policy_specs: Iterable[str]) -> list[str]:
+    """Return the policies that specs stand for on a model, each once."""
+    auto = llm.input_processor.info.auto
+    return list(dict.fromkeys(policies.to_spec(policies.parse(auto.choose(spec))) for spec in policy_specs))
 
 
 def group_policies(policy_specs: Iterable[str]) -> list[list[str]]:
@@ -142,7 +159,7 @@ def group_policies(policy_specs: Iterable[str]) -> list[list[str]]:
 def possible_policies(policy_specs: Sequence[str], kv_dtype: str) -> list[str]:
     """Return the policies that a cache of this dtype can have: one of 4 bits demotes no token (see factory.py)."""
     can_demote = kv_dtype not in ("k8v4", "int4")
-    return [spec for spec in policy_specs if can_demote or not policies.parse(spec).demotes]
+    return [spec for spec in policy_specs if can_demote or not check_spec(spec).demotes]
 
 
 def load_items(llm: LLM, config: QualityBenchConfig, task: ModuleType) -> list[Any]:

@@ -97,6 +97,7 @@ def run_quality(args: Namespace) -> None:
         for dtype in options.kv_dtypes
     }
     llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
+    policies = quality.choose_policies(llm, policies)
     for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
 

@@ -91,8 +91,12 @@ class Engine:
         batch = insert_pending_tokens(build_batch(scheduled, self.cache), scheduled, self.pending_steps)
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
-        samples = self._sample(logits, scheduled)
-        needed_logits = self._commit(logits, scheduled)
+        try:
+            samples = self._sample(logits, scheduled)
+            needed_logits = self._commit(logits, scheduled)
+        except BaseException:
+            self._restart_followers(scheduled)
+            raise
         for request in samples.requests:
             request.num_pending_tokens += 1
         self.pending_steps.append(PendingStep(scheduled, batch, samples, needed_logits, started, draft_s))
@@ -173,6 +177,13 @@ class Engine:
                     requests.append(request)
                     indices += range(end - 1 - len(request.drafts), end)
         return sample(select_rows(logits, indices), requests)
+
+    def _restart_followers(self, scheduled: Sequence[ScheduledRequest]) -> None:
+        """Let followers of a failed step, which may have drawn their first token, draw it again."""
+        for s in scheduled:
+            for follower in self.sharing.followers(s.request):
+                if not follower.num_sampled_tokens:
+                    follower.restart()
 
     def _record_times(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
         """Tell the cost models of loading and of drafting how long the step took."""

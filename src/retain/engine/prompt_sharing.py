@@ -54,6 +54,8 @@ def can_share_prompt(request: Request, leader: Request) -> bool:
         return False  # only the leader's logits would be there
     if "stream" in (a.prefill, b.prefill):
         return False
+    if request.reads_first_logits and not leader.reads_first_logits:
+        return False  # the step that completes the prompt would compute none
     return not score_key(request) or score_key(request) == score_key(leader)
 
 

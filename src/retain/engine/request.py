@@ -121,7 +121,7 @@ class Request:
         self.drafts: list[int] = []
         self.draft_probs: Tensor | None = None
         self.score_decay: float | None = None  # of masses that a drafter needs, where the policy needs none
-        self.num_logits_read = 1 - len(input.prompt) if input.needs_prompt_logits else 0  # below 0: of the prompt
+        self.num_logits_read = self._first_logits_read()  # below 0: of the prompt
         self.row: RequestRow | None = None  # while the request runs
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
@@ -152,6 +152,11 @@ class Request:
         """How many tokens are generated."""
         return len(self.tokens) - len(self.prompt)
 
+    @property
+    def num_sampled_tokens(self) -> int:
+        """Tokens of the answer that were sampled, pending ones included."""
+        return self.num_output_tokens + self.num_pending_tokens - len(self.input.forced_tokens)
+
     # ---- progress ------------------------------------------------------------------------------------------------
 
     def plan_scoring(self) -> None:
@@ -165,6 +170,15 @@ class Request:
         for scoring in self.scoring_passes:
             scoring.num_done = 0
         self.set_drafts([])
+
+    def restart(self) -> None:
+        """Forget all of a step that gave the request no token: its random numbers and logits come again."""
+        self.reset()
+        self.num_logits_read = self._first_logits_read()
+        self.generator.manual_seed(self.generator.initial_seed())
+
+    def _first_logits_read(self) -> int:
+        return 1 - len(self.prompt) if self.input.needs_prompt_logits else 0
 
     def skip_scoring(self) -> None:
         """Count the scoring passes as done."""
@@ -221,6 +235,11 @@ class Request:
         self.branch_point = branch_point
         if not self.stats.num_preemptions:
             self.stats.num_cached_tokens = num_computed_tokens
+
+    @property
+    def reads_first_logits(self) -> bool:
+        """Whether the logits behind the prompt are read: to sample the first token, or by who asked for logits."""
+        return not self.input.forced_tokens or self.input.needs_logits
 
     def will_sample(self, num_tokens: int) -> bool:
         """Return whether the next token can be sampled when `num_tokens` more are computed."""

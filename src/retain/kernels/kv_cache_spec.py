@@ -116,6 +116,11 @@ class KVCacheSpec:
         return self.groups[0]
 
     @property
+    def can_compare_layers(self) -> bool:
+        """Whether the layers without a window are alike, so that a policy may rank slots of several ones together."""
+        return sum(None in group.windows for group in self.groups) <= 1
+
+    @property
     def full_attention_group(self) -> KVCacheGroupSpec:
         """The layers without a window that have a cache. Raises ValueError where they differ, or there are none."""
         groups = self._group([i for i, window in enumerate(self.windows) if window is None])

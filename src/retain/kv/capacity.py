@@ -191,8 +191,8 @@ class CapacityPlanner:
         """
         if None not in self.spec.windows:
             return policies.parse("full")
-        num_evicting = sum(None in g.group.windows for g in self.groups)
-        if num_evicting > 1 and (getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"):
+        compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
+        if compares_layers and not self.spec.can_compare_layers:
             raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
         c = self.config
         step_room = c.max_batched_tokens - c.max_running_requests

@@ -218,7 +218,6 @@ class Decoder:
     lm_head: Layer
     ropes: Sequence[Rope] = ()
     # Of the layers that were emitted and have them, [G, D] each.
-    key_offsets: dict[int, Tensor] = field(default_factory=dict)
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 
     def emit(self, program: Program) -> None:
@@ -244,11 +243,8 @@ class Decoder:
 
     def _load_balanced(self, i: int) -> DecoderLayer:
         layer = _balance(self.load_layer(i))
-        attention = layer.attention
-        if attention.key_offset is not None:
-            self.key_offsets[i] = attention.key_offset
-        if attention.key_factors is not None:
-            self.key_factors[i] = attention.key_factors
+        if layer.attention.key_factors is not None:
+            self.key_factors[i] = layer.attention.key_factors
         return layer
 
 

@@ -24,7 +24,7 @@ from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
 Prompt = str | Sequence[int]
-MAX_KNOWN_SPECS = 64  # of policies that requests named
+MAX_KNOWN_SPECS = 64  # of policies that requests named, and of their plans
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class InputProcessor:
         # Of requests in progress: building one takes longer than finding it, and all choices of a body have the same.
         self._stop_strings: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
         self._parse_policy = lru_cache(MAX_KNOWN_SPECS)(self._parse_policy_spec)
+        self._plan = lru_cache(MAX_KNOWN_SPECS)(self._plan_policy)  # for a default max_tokens, then for the request
         cache.plan_policy(info.policy, info.max_model_len)  # refuse now what no request could have
 
     @cached_property
@@ -134,7 +135,7 @@ class InputProcessor:
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])
         if len(token_ids) >= limit:
             raise PromptTooLongError(len(token_ids), limit, "the context")
-        policy = self.cache.plan_policy(self._parse_policy(g.kv_policy), len(token_ids), g.num_system_tokens)
+        policy = self._plan(g.kv_policy, len(token_ids), g.num_system_tokens)
         self._check_prompt_fits(len(token_ids), policy)
         room = limit - len(token_ids)
         if params.max_tokens and params.max_tokens > room:
@@ -239,8 +240,11 @@ class InputProcessor:
 
         The engine refuses a request of more. Raises ValueError for a policy that cannot be carried out.
         """
-        policy = self.cache.plan_policy(self._parse_policy(g.kv_policy), num_prompt_tokens, g.num_system_tokens)
+        policy = self._plan(g.kv_policy, num_prompt_tokens, g.num_system_tokens)
         return self._find_longest_output(num_prompt_tokens, policy)
+
+    def _plan_policy(self, spec: str | None, num_prompt_tokens: int, num_system_tokens: int) -> EvictionPolicy:
+        return self.cache.plan_policy(self._parse_policy(spec), num_prompt_tokens, num_system_tokens)
 
     def _find_longest_output(self, num_prompt_tokens: int, policy: EvictionPolicy) -> int:
         """Return how many tokens can follow a prompt under a policy that was planned for it."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from tqdm import tqdm
 from xxhash import xxh3_64
 
-from retain.bench.quality import FULL, expand_policies
+from retain.bench.quality import FULL, choose_policies, expand_policies
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.policy import EvictionPolicy
@@ -139,7 +139,7 @@ def make_candidates(llm: LLM, config: TuneConfig, examples: Sequence[Example]) -
     names = list(config.policies)
     if "gate" in names and not llm.cache.has_gate:
         names.remove("gate")
-    specs = expand_policies(names, config.budgets)
+    specs = choose_policies(llm, expand_policies(names, config.budgets))
     found = [Candidate(spec, mean_bytes(llm.cache, spec, examples)) for spec in specs]
     full = mean_bytes(llm.cache, FULL, examples)
     return sorted((c for c in found if c.kv_bytes < full), key=lambda c: c.kv_bytes)

@@ -54,7 +54,7 @@ class Drafter:
             raise ValueError("draft: say which model= drafts, or which weights= (bf16, int8, int4) of the target")
         if self.model is None:
             self._self_drafter = SelfDrafter(k=self.k, budget=target.cache.max_model_len, weights=self.weights)
-            self._self_drafter.attach(target)
+            self._self_drafter.attach_for(f"draft: weights={self.weights}", target)
         else:
             self._runner, self._cache = target.load_draft_model(self.model, self.weights)
 

@@ -62,13 +62,17 @@ class Drafter:
 
     def attach(self, target: TargetModel) -> None:
         """Load the requantized target, if `weights` names one, and allocate the tables. Raises ValueError."""
+        self.attach_for(f"self: dtype={self.dtype}", target)
+
+    def attach_for(self, option: str, target: TargetModel) -> None:
+        """Attach the drafter for an option, perhaps of another drafter: a ValueError names it."""
         self._target = target
         cache = target.cache
         dtype = None if self.dtype == "auto" else pool_dtype(self.dtype)
         try:
             self._tables = cache.open_draft_tables(dtype)
         except ValueError as error:
-            raise ValueError(f"self: dtype={self.dtype} {error}") from None
+            raise ValueError(f"{option} {error}") from None
         self._runner = target.runner if self.weights == "auto" else target.load_requantized_runner(self.weights)
         most = self._tables.max_pages
         self._page_budget = min(max(self.budget // cache.page_size, 3) + 1, most)  # one more, for drafts that need it

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from retain.kv.eviction import policies
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.plugins import parse_spec
 
 AUTO = "auto"
@@ -17,10 +18,11 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """What the choice depends on: whether a gate was fitted for the model, and whether it is tuned for chats."""
+    """What the choice depends on: a model's layers, whether a gate was fitted for it, and whether it is for chats."""
 
     has_gate: Callable[[], bool] = lambda: False  # asked only where it matters: files are read for it
     is_chat_model: bool = False
+    can_compare_layers: bool = True  # see KVCacheSpec
 
     def choose(self, spec: str) -> str:
         """Return the spec that a spec stands for: of another policy for `auto`, with the same options; else the same.
@@ -37,7 +39,7 @@ class AutoPolicy:
             chosen = "gate"
         elif self.is_chat_model:
             chosen = "reread"
-            defaults = {"share": "all", "value": "norm"}
+            defaults = {"share": "all" if self.can_compare_layers else "layer", "value": "norm"}
         else:
             chosen = "h2o"
             defaults = {"recent": "10%"}
@@ -45,13 +47,12 @@ class AutoPolicy:
         return f"{chosen}:{words}" if words else chosen
 
 
-def check_spec(spec: str) -> None:
-    """Raise ValueError for the spec of a policy that no model could have."""
+def check_spec(spec: str) -> EvictionPolicy:
+    """Return a policy that a spec stands for on some model. Raises ValueError for one that no model could have."""
     errors = []
     for auto in (AutoPolicy(), AutoPolicy(is_chat_model=True), AutoPolicy(has_gate=lambda: True)):
         try:
-            policies.parse(auto.choose(spec))
-            return
+            return policies.parse(auto.choose(spec))
         except ValueError as error:
             errors.append(error)
     raise errors[0]
