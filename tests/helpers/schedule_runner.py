@@ -158,6 +158,7 @@ class ScheduleRun:
         s = self.schedule
         limits: dict[str, Any] = {
             "max_batched_tokens": s.max_batched_tokens,
+            "snapshot_interval": s.snapshot_interval,
             "max_running_requests": s.max_running_requests,
         }
         sizes = make_engine(**s.engine_options, **limits, num_pages=1).cache

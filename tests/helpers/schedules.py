@@ -132,6 +132,7 @@ class Schedule:
     drafter: str
     draft_error_rate: float
     prefix_cache: str
+    snapshot_interval: int
     tiers: tuple[str, ...]
     restarts: tuple[int, ...]
     preemptions: tuple[int, ...]
@@ -185,6 +186,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     Without `families` it is one of FAMILIES, or in a quarter of the schedules one of UNLIKE_FAMILIES.
     """
     rng = random.Random(seed)
+    rng_of_snapshots = random.Random(~seed)  # no answer depends on it: equal seeds stay equal schedules
     backend = rng.choices(backends, [1 if b == "reference" else 4 for b in backends])[0]
     family = rng.choice(families or rng.choice([FAMILIES, FAMILIES, FAMILIES, UNLIKE_FAMILIES]))
     dtype, kv_dtype, weights = draw_dtypes(rng, backend)
@@ -216,6 +218,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         drafter=drafter,
         draft_error_rate=rng.choice([0.0, 0.0, 0.3]),
         prefix_cache=prefix_cache,
+        snapshot_interval=rng_of_snapshots.choice([0, 16, 16, 40, 96, 2048]),
         tiers=tiers,
         restarts=restarts,
         preemptions=tuple(rng.randint(1, 80) for _ in range(rng.choice([0, 0, 1, 4]))),
