@@ -7,49 +7,62 @@ need no snapshots the order is that of their last use.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from retain.kv.prefix.node import Node
 
 
-def candidates(roots: Iterable[Node], page_size: int, now: int) -> Iterator[tuple[float, Node]]:
-    """Yield the leaves, and the other nodes with a snapshot, each with its value at `now` on the tree's clock."""
+def candidates(roots: Iterable[Node], page_size: int, now: int) -> list[tuple[float, int, Node]]:
+    """Return the leaves, and the other nodes with a snapshot: their values at `now` on the tree's clock, and numbers.
+
+    They can be ordered: numbers differ.
+    """
+    found: list[tuple[float, int, Node]] = []
     stack: list[tuple[Node, int | None]] = []
     for root in roots:
         begin = 0 if root.needs_snapshot else None
         stack += [(child, begin) for child in root.children.values()]
     while stack:
         node, resumes_at = stack.pop()
-        end = node.start_page * page_size + len(node.tokens)
-        if not node.children:
-            yield _value(_saved_tokens(node, end, resumes_at), node.num_pages, now - node.last_used), node
+        children = node.children
+        if not children:
+            if resumes_at is None and node.pages.size:  # most nodes of most trees: no calls
+                value = len(node.tokens) / (node.pages.size * (now - node.last_used))
+            else:
+                value = _leaf_value(node, resumes_at, page_size, now)
+            found.append((value, len(found), node))
             continue
         if node.snapshot:
-            yield _value(end - (resumes_at or 0), node.snapshot.num_pages, now - node.snapshot_used), node
+            end = node.start_page * page_size + len(node.tokens)
+            saved = end - (resumes_at or 0)
+            value = _value(saved, node.snapshot.num_pages, now - node.snapshot_used)
+            found.append((value, len(found), node))
             resumes_at = end
-        stack += [(child, resumes_at) for child in node.children.values()]
+        for child in children.values():
+            stack.append((child, resumes_at))
+    return found
 
 
 def leaf_value(node: Node, page_size: int, now: int) -> float:
     """Return the value of a node that has become a leaf."""
-    end = node.start_page * page_size + len(node.tokens)
     before = node.parent
     while before and before.parent and not before.snapshot:
         before = before.parent
     resumes_at: int | None = None
     if before and (before.snapshot or before.needs_snapshot):
         resumes_at = before.start_page * page_size + len(before.tokens)
-    return _value(_saved_tokens(node, end, resumes_at), node.num_pages, now - node.last_used)
+    return _leaf_value(node, resumes_at, page_size, now)
 
 
-def _saved_tokens(leaf: Node, end: int, resumes_at: int | None) -> int:
-    """Return the tokens that a leaf saves: all, or those from where a text could go on without it.
+def _leaf_value(leaf: Node, resumes_at: int | None, page_size: int, now: int) -> float:
+    """Return the value of a leaf. It saves all its tokens, or those from where a text could go on without it.
 
     `resumes_at`: where the last snapshot before the leaf is; None where texts need none.
     """
-    if resumes_at is None:
-        return len(leaf.tokens)
-    return end - resumes_at if leaf.snapshot else 0
+    saved = len(leaf.tokens)
+    if resumes_at is not None:
+        saved = leaf.start_page * page_size + saved - resumes_at if leaf.snapshot else 0
+    return _value(saved, leaf.num_pages, now - leaf.last_used)
 
 
 def _value(saved_tokens: int, num_pages: int, age: int) -> float:

@@ -301,11 +301,10 @@ class RadixTree:
 
     def _evict_least(self, num_pages: int, in_use: bool) -> int:
         """Evict leaves and snapshots, with those `in_use` or without. Returns the number of freed pages."""
-        order = itertools.count()
         num_free = self.pool.num_free
         now = next(self.clock)
-        found = [c for c in candidates(self.roots.values(), self.page_size, now) if c[1] not in self.pins]
-        heap = [(value, next(order), node) for value, node in found]
+        heap = candidates(self.roots.values(), self.page_size, now)
+        order = itertools.count(len(heap))
         heapq.heapify(heap)
         while (missing := num_free + num_pages - self.pool.num_free) > 0 and heap:
             node = heapq.heappop(heap)[2]
