@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/*)
 CORES := $(shell getconf _NPROCESSORS_ONLN)
+# Python and pytest keep what they compiled, also where the environment forbids it: each process of the tests reads it.
+export PYTHONDONTWRITEBYTECODE :=
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
 .PHONY: run test check lint fmt bench serve docs clean

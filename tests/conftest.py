@@ -1,5 +1,6 @@
 """Settings that must be made before torch and Ray are imported, and fixtures that all tests share."""
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ if hasattr(os, "sched_getaffinity"):
 os.environ.setdefault("OMP_PROC_BIND", "true")  # threads stay on their cores, as in `retain`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if re.search(r"^pytestmark = pytest\.mark\.slow\b", collection_path.read_text(), re.M) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without collections of garbage: imports leave none, and each would look at all they made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks
