@@ -17,6 +17,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -31,6 +32,10 @@ if triton.is_interpreted():
 
     speed_up()
 set_environment()  # Ray's; no module that is imported so far imports it
+
+# No example fails for its time: on a busy machine any may be slow.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(params=ISAS)

@@ -234,7 +234,7 @@ def malformed_bodies(draw):
 def assert_malformed_bodies_are_rejected(server, max_examples):
     """Send bodies on one connection. Errors are 400 or 404 with a one-line message, and no page leaks."""
 
-    @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=max_examples, suppress_health_check=list(HealthCheck))
     @given(malformed_bodies())
     def check(path_and_text):
         path, text = path_and_text
