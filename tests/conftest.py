@@ -15,10 +15,8 @@ os.environ.setdefault("OMP_PROC_BIND", "true")  # threads stay on their cores, a
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 # Folders of tests lie in memory where it is large enough: a busy disk takes 10 ms for each of thousands of writes.
-MEMORY_FOLDER = Path("/dev/shm")
-MIN_FREE_BYTES = 4 * 2**30
-if MEMORY_FOLDER.is_dir() and shutil.disk_usage(MEMORY_FOLDER).free >= MIN_FREE_BYTES:
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_FOLDER))
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free >= 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
 
 from collections.abc import Generator, Iterator
 
@@ -33,6 +31,7 @@ from retain.cluster.launch import set_environment
 from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
+from tests.helpers.folders import save_tiny_smollm2
 
 if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
@@ -50,6 +49,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on each instruction set of the cpu backend."""
     with use_isa(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with the tokenizer and the chat template of SmolLM2."""
+    return str(save_tiny_smollm2(tmp_path_factory.mktemp("tiny_smollm2")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,4 +1,4 @@
-"""Servers in threads: three that all tests share, and others with options of their own."""
+"""Servers in threads: four that all tests share, and others with options of their own."""
 
 import asyncio
 import shutil
@@ -128,9 +128,16 @@ def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[No
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[GracefulServer]:
-    """A server of SmolLM2."""
+def smollm2_server() -> Iterator[GracefulServer]:
+    """A server of SmolLM2, for tests of what it knows."""
     with run_server(limits=Limits(max_output_tokens=250)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server(tiny_smollm2: str) -> Iterator[GracefulServer]:
+    """A server of a tiny model with the tokenizer and the chat template of SmolLM2."""
+    with run_server(tiny_smollm2, limits=Limits(max_output_tokens=250)) as running:
         yield running
 
 
