@@ -8,16 +8,22 @@ CORES := $(shell getconf _NPROCESSORS_ONLN)
 export PYTHONDONTWRITEBYTECODE :=
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
-.PHONY: run test check lint fmt bench serve docs clean
+MAKEFLAGS += --jobs=2  # mypy has one process: tests run beside it
+
+.PHONY: run test check all-tests fast-tests lint fmt bench serve docs clean
 .DEFAULT_GOAL := run
 
 run: .venv/installed
 	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
 
-test: lint
+test: lint all-tests
+
+check: lint fast-tests
+
+all-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal --durations=40
 
-check: lint
+fast-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not slow"
 
 lint: .venv/installed-dev
