@@ -165,7 +165,6 @@ def secured_server() -> Iterator[GracefulServer]:
         max_output_tokens=2000,
         max_choices=3,
         max_body_size=100_000,
-        upload_timeout=0.5,
         max_pin_seconds=60.0,
     )
     api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS}, operators=["ann"])
