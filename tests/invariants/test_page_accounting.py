@@ -196,4 +196,4 @@ class TestRandomSchedules(Schedule.TestCase):
 
 @pytest.mark.slow
 class TestManyRandomSchedules(Schedule.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=25)
+    settings = settings(max_examples=30, stateful_step_count=25)
