@@ -44,6 +44,7 @@ def test_list_and_get_models(client, server):
         client.models.retrieve("../../etc/passwd")
 
 
+@pytest.mark.slow
 def test_chat_completion_equals_engine(smollm2_client, smollm2_server):
     llm = smollm2_server.service.llm
     response = smollm2_client.chat.completions.create(
