@@ -4,18 +4,26 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/*)
 CORES := $(shell getconf _NPROCESSORS_ONLN)
+# Python and pytest keep what they compiled, also where the environment forbids it: each process of the tests reads it.
+export PYTHONDONTWRITEBYTECODE :=
 PROMPT ?= What is a key-value cache in a language model? Answer in two sentences.
 
-.PHONY: run test check lint fmt bench serve docs clean
+MAKEFLAGS += --jobs=2  # mypy has one process: tests run beside it
+
+.PHONY: run test check all-tests fast-tests lint fmt bench serve docs clean
 .DEFAULT_GOAL := run
 
 run: .venv/installed
 	$(BIN)/retain run --model smollm2 --chat --temperature 0 --max-tokens 128 "$(PROMPT)"
 
-test: lint
+test: lint all-tests
+
+check: lint fast-tests
+
+all-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal --durations=40
 
-check: lint
+fast-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not slow"
 
 lint: .venv/installed-dev

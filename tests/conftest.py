@@ -1,7 +1,9 @@
 """Settings that must be made before torch and Ray are imported, and fixtures that all tests share."""
 
+import gc
 import os
 import re
+import shutil
 from pathlib import Path
 
 if hasattr(os, "sched_getaffinity"):
@@ -12,10 +14,15 @@ if hasattr(os, "sched_getaffinity"):
 os.environ.setdefault("OMP_PROC_BIND", "true")  # threads stay on their cores, as in `retain`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-from collections.abc import Iterator
+# Folders of tests lie in memory where it is large enough: a busy disk takes 10 ms for each of thousands of writes.
+if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free >= 4 * 2**30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -24,6 +31,7 @@ from retain.cluster.launch import set_environment
 from retain.kernels import triton
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
+from tests.helpers.folders import save_tiny_smollm2
 
 if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
@@ -31,12 +39,22 @@ if triton.is_interpreted():
     speed_up()
 set_environment()  # Ray's; no module that is imported so far imports it
 
+# No example fails for its time: on a busy machine any may be slow.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
+
 
 @pytest.fixture(params=ISAS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on each instruction set of the cpu backend."""
     with use_isa(request.param):
         yield request.param
+
+
+@pytest.fixture(scope="session")
+def tiny_smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The folder of a tiny model with the tokenizer and the chat template of SmolLM2."""
+    return str(save_tiny_smollm2(tmp_path_factory.mktemp("tiny_smollm2")))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -48,6 +66,16 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
         return None
     return True if re.search(r"^pytestmark = pytest\.mark\.slow\b", collection_path.read_text(), re.M) else None
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect tests without collections of garbage: imports leave none, and each would look at all they made."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at the marks

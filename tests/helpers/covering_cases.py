@@ -8,15 +8,15 @@ from itertools import combinations
 
 import pytest
 
-MAX_CHECKED_CASES = 4  # of a test in `make check`: the first that together have the most values
+MAX_CHECKED_CASES = 2  # of a test in `make check`: the first that together have the most values
 Parts = frozenset[str]  # what a case must share with another to be a repetition of it
 
 
 def mark_repetitions(items: Iterable[pytest.Item]) -> None:
     """Mark cases as slow until each that is left has a value which no other case of its test has.
 
-    A test over 3 dtypes times 2 sizes then has 3 cases in `make check`, and all 6 in `make test`. No test has more than
-    MAX_CHECKED_CASES.
+    A test over 3 dtypes times 2 sizes then has 3 cases in `make check` at most, and all 6 in `make test`. No test has
+    more than MAX_CHECKED_CASES.
     """
     for cases in cases_of_tests(item for item in items if not item.get_closest_marker("slow")):
         for item in find_repetitions(cases, values, (), MAX_CHECKED_CASES):

@@ -30,7 +30,7 @@ operations = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(operations, st.sampled_from([0, 1, 3, 100]))
 def test_events_rebuild_the_tree(schedule: list[tuple[bytes, list[int]] | int | str], max_pending: int) -> None:
     """Random texts are inserted and pages evicted, while the publisher takes events now and then, or loses them."""

@@ -191,9 +191,9 @@ class Schedule(RuleBasedStateMachine):
 
 
 class TestRandomSchedules(Schedule.TestCase):
-    settings = settings(max_examples=5, stateful_step_count=25, deadline=None)
+    settings = settings(max_examples=5, stateful_step_count=25)
 
 
 @pytest.mark.slow
 class TestManyRandomSchedules(Schedule.TestCase):
-    settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+    settings = settings(max_examples=30, stateful_step_count=25)

@@ -319,7 +319,7 @@ def test_move(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
     assert_close(backend.attend(q, kv, t, q_pos, AttentionParams(1.0)), before, cpu_tolerance(dtype))
 
 
-@settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_select_victims(backend: Backend, data: st.DataObject) -> None:
     """Among equal priorities, holes, minus zeros, infinities and those that must stay, the same slots in one order."""
@@ -370,7 +370,7 @@ def attention_cases(draw: st.DrawFn) -> AttentionCase:
     )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(case=attention_cases())
 def test_random_cases(case: AttentionCase) -> None:
     assert_matches_reference(case)

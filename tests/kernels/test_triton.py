@@ -168,7 +168,7 @@ def test_each_request_has_its_own_noise() -> None:
     assert_close(kv.mass, expected_kv.mass, 1e-4)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=8, suppress_health_check=list(HealthCheck), derandomize=True)
 @given(data=st.data())
 def test_random_small_cases(data: st.DataObject) -> None:
     B = data.draw(st.integers(1, 3))

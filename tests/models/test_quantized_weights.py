@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
@@ -62,7 +62,6 @@ def test_dequantize_number_by_number() -> None:
     assert torch.equal(eight.dequantize(torch.bfloat16), eight.dequantize().bfloat16())
 
 
-@settings(deadline=None)
 @given(MATRICES)
 @example(torch.zeros(1, 32))
 @example(torch.full((1, 32), 2.0**-26))
@@ -82,7 +81,6 @@ def test_int8_is_the_nearest(x: Tensor) -> None:
     assert is_nearest_quantization(x, m, -127, 127)
 
 
-@settings(deadline=None)
 @given(MATRICES)
 @example(torch.zeros(1, 32))
 @example(torch.full((1, 32), 5.0001))

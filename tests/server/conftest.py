@@ -1,4 +1,4 @@
-"""Servers in threads: three that all tests share, and others with options of their own."""
+"""Servers in threads: four that all tests share, and others with options of their own."""
 
 import asyncio
 import shutil
@@ -128,9 +128,16 @@ def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[No
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[GracefulServer]:
-    """A server of SmolLM2."""
+def smollm2_server() -> Iterator[GracefulServer]:
+    """A server of SmolLM2, for tests of what it knows."""
     with run_server(limits=Limits(max_output_tokens=250)) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def server(tiny_smollm2: str) -> Iterator[GracefulServer]:
+    """A server of a tiny model with the tokenizer and the chat template of SmolLM2."""
+    with run_server(tiny_smollm2, limits=Limits(max_output_tokens=250)) as running:
         yield running
 
 
@@ -158,7 +165,6 @@ def secured_server() -> Iterator[GracefulServer]:
         max_output_tokens=2000,
         max_choices=3,
         max_body_size=100_000,
-        upload_timeout=0.5,
         max_pin_seconds=60.0,
     )
     api_keys = ApiKeys({**API_KEYS, **INSPECTOR_API_KEYS}, operators=["ann"])

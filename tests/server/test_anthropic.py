@@ -44,6 +44,11 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
+def smollm2_client(smollm2_server):
+    return make_client(smollm2_server)
+
+
+@pytest.fixture(scope="module")
 def agent_server():
     options = {"kv_memory": "64MiB", "dtype": "float32"}
     with run_server("random:tiny", options, AGENT_TEMPLATE) as running:
@@ -90,11 +95,11 @@ def num_prompt_tokens(usage):
 # ---- answers ---------------------------------------------------------------------------------------------------------
 
 
-def test_message_equals_chat_completion(client, server):
-    message = ask(client, system="Be brief.")
+def test_message_equals_chat_completion(smollm2_client, smollm2_server):
+    message = ask(smollm2_client, system="Be brief.")
     messages = [{"role": "system", "content": "Be brief."}, *QUESTION]
     body = {"model": "smollm2", "messages": messages, "max_tokens": 16, "temperature": 0}
-    chat = HTTP.post(f"{server.url}/chat/completions", json=body).json()
+    chat = HTTP.post(f"{smollm2_server.url}/chat/completions", json=body).json()
     (block,) = message.content
     assert block.text == chat["choices"][0]["message"]["content"] and "Paris" in block.text
     assert (message.role, message.type, message.stop_reason, message.stop_sequence) == (
@@ -130,11 +135,11 @@ def test_stream_equals_full(client, fields):
     assert end.retain[0]["kv"]["bytes_peak"] > 0
 
 
-def test_stop_reasons(client):
-    stopped = ask(client, stop_sequences=["zebra", "Par"])
+def test_stop_reasons(smollm2_client):
+    stopped = ask(smollm2_client, stop_sequences=["zebra", "Par"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "Par")
     assert "Par" not in stopped.content[0].text
-    assert ask(client, max_tokens=2).stop_reason == "max_tokens"
+    assert ask(smollm2_client, max_tokens=2).stop_reason == "max_tokens"
 
 
 def test_max_tokens_beyond_the_context_are_lowered(agent):
@@ -158,12 +163,12 @@ def test_json_schema_forces_the_format(agent):
     assert json.loads(message.content[0].text) in ("yes", "no")
 
 
-def test_a_last_message_of_the_assistant_is_continued(client):
+def test_a_last_message_of_the_assistant_is_continued(smollm2_client):
     """The answer is the rest of what the model says alone, with the same prompt and the tokens after it."""
-    whole = ask(client)
+    whole = ask(smollm2_client)
     (block,) = whole.content
     begun = block.text[: block.text.index(" is")]
-    _, message = stream(client, messages=[*QUESTION, {"role": "assistant", "content": begun}])
+    _, message = stream(smollm2_client, messages=[*QUESTION, {"role": "assistant", "content": begun}])
     assert begun + message.content[0].text == block.text
     total = num_prompt_tokens(whole.usage) + whole.usage.output_tokens
     assert num_prompt_tokens(message.usage) + message.usage.output_tokens == total

@@ -56,12 +56,12 @@ def test_unreachable_server_prints_one_line(capsys):
 
 
 @pytest.mark.slow
-def test_chat_with_server(server, capsys, monkeypatch):
+def test_chat_with_server(smollm2_server, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\nAnd of Italy?\n\n"))
-    command = ["chat", "--url", server.url, "--system", "Be brief.", "--max-tokens", "8", "--temperature", "0"]
+    command = ["chat", "--url", smollm2_server.url, "--system", "Be brief.", "--max-tokens", "8", "--temperature", "0"]
     assert main.main(command) == 0
     first, second = capsys.readouterr().out.strip().split("\n", 1)
-    client = Client(server.url)
+    client = Client(smollm2_server.url)
     messages = [{"role": "system", "content": "Be brief."}]
     messages += [{"role": "user", "content": "What is the capital of France?"}]
     options = {"max_tokens": 8, "temperature": 0}

@@ -24,11 +24,11 @@ def begin_answer(text):
     return [*QUESTION, {"role": "assistant", "content": text}]
 
 
-def test_a_chat_completion_continues_an_answer(server):
+def test_a_chat_completion_continues_an_answer(smollm2_server):
     limit = {"max_tokens": 16}
-    whole = post(server, "/chat/completions", messages=QUESTION, **limit)["choices"][0]["message"]["content"]
+    whole = post(smollm2_server, "/chat/completions", messages=QUESTION, **limit)["choices"][0]["message"]["content"]
     begun = whole[: whole.index(" capital")]
-    answer = post(server, "/chat/completions", messages=begin_answer(begun), **CONTINUED, **limit)
+    answer = post(smollm2_server, "/chat/completions", messages=begin_answer(begun), **CONTINUED, **limit)
     assert begun + answer["choices"][0]["message"]["content"] == whole
 
 

@@ -128,13 +128,13 @@ def test_the_client_library_reads_warned_streams(agent_server):
 
 
 @pytest.mark.parametrize("name", GENERATING)
-def test_smollm2_answers(server, name):
+def test_smollm2_answers(smollm2_server, name):
     """With a template that knows tools; its own knows none."""
     request = REQUESTS[name]
-    with chat_template_replaced(server, HERMES):
+    with chat_template_replaced(smollm2_server, HERMES):
         fields = {"temperature": 0, "max_tokens": min(request["body"]["max_tokens"], 60), "top_k": 1}
-        full = post(server, request, stream=False, **fields).json()
-        _, streamed = read_stream(post(server, request, stream=True, **fields))
+        full = post(smollm2_server, request, stream=False, **fields).json()
+        _, streamed = read_stream(post(smollm2_server, request, stream=True, **fields))
     assert shown(streamed) == shown(full) and full["content"]
     text = "".join(block.get("text", "") for block in full["content"])
     assert request.get("smollm2_says", "Paris") in text

@@ -20,6 +20,11 @@ def client(server):
 
 
 @pytest.fixture(scope="module")
+def smollm2_client(smollm2_server):
+    return openai.OpenAI(base_url=smollm2_server.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
 def llm(server):
     return server.service.llm
 
@@ -39,12 +44,14 @@ def test_list_and_get_models(client, server):
         client.models.retrieve("../../etc/passwd")
 
 
-def test_chat_completion_equals_engine(client, server, llm):
-    response = client.chat.completions.create(
+@pytest.mark.slow
+def test_chat_completion_equals_engine(smollm2_client, smollm2_server):
+    llm = smollm2_server.service.llm
+    response = smollm2_client.chat.completions.create(
         model="smollm2", messages=MESSAGES, max_completion_tokens=12, temperature=0
     )
     prompt, params = llm.tokenizer.encode_chat(MESSAGES), SamplingParams(max_tokens=12, temperature=0)
-    output = generate_in_engine(server, prompt=prompt, params=params)
+    output = generate_in_engine(smollm2_server, prompt=prompt, params=params)
     assert response.choices[0].message.content == output.text and "Paris" in output.text
     assert response.choices[0].finish_reason == output.finish_reason
     assert response.usage.prompt_tokens == output.prompt_tokens
@@ -93,13 +100,15 @@ def test_sampling_params_reach_the_engine(client, server):
     """With every parameter set, the server samples the same tokens as the engine."""
     names = {"temperature": 0.9, "top_p": 0.8, "seed": 3, "presence_penalty": 0.5, "frequency_penalty": 0.25}
     extensions = {"top_k": 20, "min_p": 0.05, "repetition_penalty": 1.1}
-    response = client.completions.create(
-        model="smollm2", prompt=STORY, max_tokens=20, logit_bias={"260": -100.0}, **names, extra_body=extensions
-    )
-    params = SamplingParams(max_tokens=20, logit_bias=((260, -100.0),), **names, **extensions)
-    assert response.choices[0].text == generate_in_engine(server, prompt=STORY, params=params).text
     without_bias = SamplingParams(max_tokens=20, **names, **extensions)
-    assert 260 in generate_in_engine(server, prompt=STORY, params=without_bias).token_ids, "the bias would show nothing"
+    sampled = generate_in_engine(server, prompt=STORY, params=without_bias).token_ids[3]
+    bias = {"logit_bias": {str(sampled): -100.0}}
+    response = client.completions.create(
+        model="smollm2", prompt=STORY, max_tokens=20, **bias, **names, extra_body=extensions
+    )
+    params = SamplingParams(max_tokens=20, logit_bias=((sampled, -100.0),), **names, **extensions)
+    output = generate_in_engine(server, prompt=STORY, params=params)
+    assert response.choices[0].text == output.text and sampled not in output.token_ids
 
 
 def test_token_id_and_multiple_prompts(client, llm):
@@ -169,7 +178,7 @@ SCHEMA = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("speculate", ["off", "ngram", "self"])
-def test_json_schema_response_format(client, speculate):
+def test_json_schema_response_format(smollm2_client, speculate):
     """Sampled output follows the schema, and drafts change none of it."""
     request = {
         "model": "smollm2",
@@ -177,7 +186,7 @@ def test_json_schema_response_format(client, speculate):
         "response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}},
         "max_tokens": 80,
     }
-    extra = {"speculate": speculate}
+    client, extra = smollm2_client, {"speculate": speculate}
     sampled = client.chat.completions.create(**request, temperature=1.3, n=4, seed=1, extra_body=extra)
     for c in sampled.choices:
         person = json.loads(c.message.content)

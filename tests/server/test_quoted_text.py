@@ -129,7 +129,7 @@ def send_header(server: GracefulServer, request: tuple[str, str, bytes], name: s
             return b""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(HEADERS), VALUES, st.sampled_from(REQUESTS))
 def test_no_bytes_of_a_header_are_an_error_of_the_server(
     secured_server: GracefulServer, name: str, value: bytes, request_sent: tuple[str, str, bytes]

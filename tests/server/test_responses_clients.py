@@ -115,7 +115,7 @@ def test_dictated_answers_become_items(agent: GracefulServer, client: str) -> No
 
 
 @pytest.mark.parametrize("client", BODIES)
-def test_smollm2_answers_what_it_answers_to_the_prompt(server: GracefulServer, client: str) -> None:
+def test_an_answer_is_that_to_the_prompt(server: GracefulServer, client: str) -> None:
     body = {**BODIES[client], "temperature": 0, "max_output_tokens": min(BODIES[client].get("max_output_tokens", 8), 8)}
     with chat_template_replaced(server, HERMES):
         full, _ = ask(server, {**body, "stream": False})
@@ -130,8 +130,6 @@ def test_smollm2_answers_what_it_answers_to_the_prompt(server: GracefulServer, c
         assert streamed.usage.input_tokens_details.cached_tokens > len(prompt) - 64, "the prompt was computed"
     else:
         assert full.output_text == text
-    if client == "langchain":
-        assert "Paris" in text
 
 
 # ---- a coding agent's turns --------------------------------------------------------------------------------------
@@ -234,15 +232,15 @@ def test_references_to_stored_items_have_the_same_prompt(agent: GracefulServer) 
         ({"type": "namespace", "name": "ns", "tools": [{"type": "custom", "name": "pick"}]}, "required"),
     ],
 )
-def test_forced_calls_of_smollm2(server: GracefulServer, tool: Json, choice: Any) -> None:
+def test_forced_calls_of_smollm2(smollm2_server: GracefulServer, tool: Json, choice: Any) -> None:
     """A regex holds for the input of a custom tool."""
     custom = tool["tools"][0] if tool["type"] == "namespace" else tool
     if custom["type"] == "custom":
         custom = {**custom, "format": {"type": "grammar", "syntax": "regex", "definition": '(red|blue)"\\n[0-9]{2}'}}
     tool = {**tool, "tools": [custom]} if tool["type"] == "namespace" else custom
     body = {"model": "smollm2", "input": "Pick one.", "tools": [tool], "tool_choice": choice, "temperature": 0}
-    with chat_template_replaced(server, HERMES):
-        response, _ = ask(server, {**body, "max_output_tokens": 200})
+    with chat_template_replaced(smollm2_server, HERMES):
+        response, _ = ask(smollm2_server, {**body, "max_output_tokens": 200})
     (item,) = response.output
     if custom["type"] == "custom":
         assert item.type == "custom_tool_call" and item.name == "pick"

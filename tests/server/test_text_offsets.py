@@ -38,7 +38,7 @@ def shown_lengths(k: Tokenizer, tokens: Sequence[int], hidden: Sequence[bool]) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(text=texts)
 def test_the_parts_of_a_prompt_are_what_its_tokens_show(kind: str, text: str) -> None:
     k = open_tokenizer(kind)
@@ -91,7 +91,7 @@ def make_deltas(k: Tokenizer, prompt: Sequence[int], answer: Sequence[int], stop
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(data=st.data())
 def test_offsets_are_where_tokens_begin_in_streams_too(kind: str, data: st.DataObject) -> None:
     """text[offset[i] : offset[i + 1]] is what token i shows, however a stop string cuts the text."""

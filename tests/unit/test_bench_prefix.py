@@ -29,8 +29,11 @@ FILES = {
 }
 
 
-@pytest.mark.parametrize("model", ["random:tiny", pytest.param("smollm2", marks=pytest.mark.slow)])
-def test_every_workload_and_method_has_a_line(model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("model", ["random:tiny", pytest.param("tiny_smollm2", marks=pytest.mark.slow)])
+def test_every_workload_and_method_has_a_line(
+    model: str, tiny_smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_smollm2 if model == "tiny_smollm2" else model
     for name, rows in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = ("--data-dir", tmp_path, "--num-prompts", 3, "--shared-prefix-len", 150, "--json")

@@ -37,16 +37,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "workloads"),
     [
         ("random:tiny", "humaneval,books,summaries"),  # those that need no chat template
-        pytest.param("smollm2", "humaneval,editing,books,summaries,qa,conversation", marks=pytest.mark.slow),
+        pytest.param("tiny_smollm2", "humaneval,editing,books,summaries,qa,conversation", marks=pytest.mark.slow),
+        pytest.param("smollm2", "humaneval,qa", marks=pytest.mark.slow),
     ],
 )
 def test_every_workload_and_drafter_has_a_line_equal_to_plain(
-    model: str, workloads: str, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, workloads: str, data: Path, tiny_smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    path = tiny_smollm2 if model == "tiny_smollm2" else model
     names = ["ngram:k=1,min=1", "ngram:k=3,min=1", "self:k=2,budget=64,weights=int4"]
     options = ("--data-dir", data, "--workloads", workloads, "--num-prompts", 2, "--output-dir", tmp_path, "--json")
     sizes = ("--batch-size", 2, "--output-len", 16, "--context-lens", "60,300", "--drafters", " ".join(names))
-    result = run_cli(capsys, "bench", "speculate", "--model", model, *options, *sizes)
+    result = run_cli(capsys, "bench", "speculate", "--model", path, *options, *sizes)
     assert result.code == 0
     lines = [json.loads(line) for line in result.out.splitlines()]
     sets = workloads.replace("books", "books-60,books-300").split(",")
@@ -57,7 +59,7 @@ def test_every_workload_and_drafter_has_a_line_equal_to_plain(
         if "self" in x["drafter"]:
             expected_length = 1 + x["acceptance_rate"] * x["mean_draft_len"]
             assert x["mean_acceptance_length"] == pytest.approx(expected_length, abs=0.02)
-            assert (x["acceptance_rate"] > 0.5 or model == "random:tiny") and x["expected_speedup"] > 0
+            assert (x["acceptance_rate"] > 0.5 or model != "smollm2") and x["expected_speedup"] > 0
 
 
 @pytest.mark.slow

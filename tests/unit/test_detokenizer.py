@@ -41,7 +41,7 @@ def token_sequences(kind: str) -> st.SearchStrategy[list[int]]:
 def for_each_tokenizer(max_examples: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
     def wrap(test: Callable[..., None]) -> Callable[..., None]:
         return pytest.mark.parametrize("kind", KINDS)(
-            settings(max_examples=max_examples, deadline=None, derandomize=True)(given(data=st.data())(test))
+            settings(max_examples=max_examples, derandomize=True)(given(data=st.data())(test))
         )
 
     return wrap
@@ -87,7 +87,7 @@ def test_characters_are_shown_exactly_when_they_are_complete(kind: str, data: st
 
 
 @pytest.mark.parametrize("kind", EVERY_KIND)
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(data=st.data())
 def test_prompt_and_answer_are_one_text(kind: str, data: st.DataObject) -> None:
     """Wherever a text is split into prompt and answer: text(prompt) + answer == text(prompt + answer)."""

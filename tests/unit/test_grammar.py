@@ -37,7 +37,7 @@ def allowed_tokens(grammar, drafts, vocab_size):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_mask_after_drafts_equals_mask_after_tokens(compiler, data):
     """Row i of a mask with drafts is the mask after the first i drafts; masking itself changes no state."""

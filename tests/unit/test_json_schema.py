@@ -68,7 +68,7 @@ def can_match(part: Any, root: Any, height: int) -> bool:
     return True
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(documents)
 def test_parts_that_match_nothing_are_those_of_which_no_value_can_be_built(document: dict[str, Any]) -> None:
     document = json.loads(json.dumps(document))  # so that no two parts are the same object
@@ -115,7 +115,7 @@ def compiler() -> GrammarCompiler:
 
 
 @pytest.mark.slow
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(documents, st.integers(0, 2**31))
 def test_a_grammar_of_a_schema_has_no_dead_end(compiler: GrammarCompiler, document: dict[str, Any], seed: int) -> None:
     """Wherever random tokens lead, another may follow, and a complete text is a value of the schema."""

@@ -84,7 +84,7 @@ def check_windows(windows: list[int | None], chunks: list[int], num_decoded: int
     assert cache.free_pages == cache.total_pages and cache.free_rows == 2
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @SCHEDULES
 def test_every_query_finds_its_window_and_rings_stay_small(
     windows: list[int | None], chunks: list[int], num_decoded: int, page_size: int
@@ -93,7 +93,7 @@ def test_every_query_finds_its_window_and_rings_stay_small(
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @SCHEDULES
 def test_every_query_finds_its_window_in_many_schedules(
     windows: list[int | None], chunks: list[int], num_decoded: int, page_size: int

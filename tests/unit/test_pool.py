@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.kv.memory.pool import OutOfPagesError, PagePool
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["allocate", "free", "share"]), st.integers(0, 12)), max_size=60))
 def test_the_accountant_balances_after_every_operation(operations: list[tuple[str, int]]) -> None:
     pool, tables = PagePool(24), []

@@ -59,14 +59,14 @@ def check_probs(rows: list[tuple[list[float], SamplingParams]]) -> None:
             assert 0 < p.top_p < 1 or p.min_p  # a sum at the very edge of the nucleus may round either way
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @ROWS
 def test_every_row_has_the_distribution_of_its_own_params(rows: list[tuple[list[float], SamplingParams]]) -> None:
     check_probs(rows)
 
 
 @pytest.mark.slow
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @ROWS
 def test_many_rows_have_the_distribution_of_their_own_params(rows: list[tuple[list[float], SamplingParams]]) -> None:
     check_probs(rows)
@@ -111,7 +111,6 @@ def test_samples_follow_the_distribution(options: dict[str, Any]) -> None:
     assert ((counts - wrong)[possible].square() / wrong[possible]).sum() > 40  # the test can fail
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([0.0, 1e-30, 0.2, 1.0]), min_size=2, max_size=9), st.floats(0, 1, exclude_max=True))
 def test_an_impossible_token_is_never_sampled(weights: list[float], u: float) -> None:
     p = torch.tensor(weights) / max(sum(weights), 1e-30)
@@ -120,7 +119,6 @@ def test_an_impossible_token_is_never_sampled(weights: list[float], u: float) ->
             assert p[sample_inverse_cdf(p[None], [v])] > 0
 
 
-@settings(deadline=None)
 @given(
     x=LOGITS,
     tokens=st.lists(st.integers(0, 6), min_size=1, max_size=12),
@@ -197,7 +195,6 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(STEPS, st.lists(st.integers(0, 6), max_size=5), st.sampled_from([1.0, 1.5]), st.sampled_from([0.0, 0.75]))
 def test_penalties_of_a_text_that_grows_are_those_of_the_whole_text(
     steps: list[tuple[list[int], list[int]]], prompt: list[int], repetition: float, frequency: float

@@ -30,7 +30,7 @@ def cut_by_definition(pieces: Sequence[tuple[str, bool]], strings: Sequence[str]
     return text, None
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(STRINGS, PIECES)
 def test_search_equals_its_definition(strings: list[str], pieces: list[tuple[str, bool]]) -> None:
     """Text is shown as soon as no stop string can begin in it, and not before."""

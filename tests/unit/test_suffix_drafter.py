@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.engine import drafters
@@ -30,7 +30,6 @@ def matching_places(texts: Sequence[Sequence[int]], tokens: Sequence[int], n: in
     return []
 
 
-@settings(deadline=None)
 @given(TEXTS, st.lists(TEXTS, max_size=4), st.integers(1, 3))
 def test_matches_are_those_of_a_scan(tokens: list[int], answers: list[list[int]], n: int) -> None:
     texts = [*answers, tokens]
@@ -65,7 +64,6 @@ def test_repeating_text_is_drafted_beyond_its_end(period: list[int], limit: int)
     assert drafts == (period * (limit // len(period) + 1))[:limit]
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), TEXTS), max_size=30), st.integers(0, 120))
 def test_answers_are_bounded_and_salted(answers: list[tuple[str, list[int]]], capacity: int) -> None:
     memory = RecentAnswers(2, capacity)

@@ -198,7 +198,7 @@ def merge_by_rank(text: str, rank: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.slow
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(st.lists(st.text("abc", min_size=2, max_size=6), min_size=1, max_size=40, unique=True), st.data())
 def test_one_merge_for_each_token_gives_sentencepieces_result(words: list[str], data: st.DataObject) -> None:
     tokens = ["a", "b", "c", *words]
