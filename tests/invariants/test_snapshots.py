@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 
 from retain.engine import drafters
 from retain.engine.engine import Engine
+from retain.engine.request import FinishReason, Request
 from retain.kv.memory.pool import PagePool
+from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.snapshot_ladder import NUM_DENSE, SnapshotLadder
-from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
@@ -167,6 +169,117 @@ def test_chats_with_edits_and_branches_in_a_small_pool_change_no_token(family: s
     assert engine.cache.pool.num_used == 0
 
 
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("mistral")])
+@pytest.mark.parametrize("case", ["keep=prompt", "dropped tokens"])
+def test_a_snapshot_behind_what_was_computed_holds_no_later_token(family: str, case: str) -> None:
+    """Answers that are not kept, and those whose last tokens a stop string drops, have written over dead tokens."""
+    plain = make_engine(family, backend="cpu")
+    for seed in range(12):
+        rng = random.Random(seed)
+        engine = snapshot_engine(family, prefix_cache="exact:keep=prompt" if case == "keep=prompt" else "exact")
+        first = make_request(random_tokens(rng, rng.randint(5, 60)), rng.randint(8, 20))
+        engine.add(first)
+        while first.finish_reason is None:
+            engine.step()
+            if case != "keep=prompt" and first.num_output_tokens == 7:
+                engine.finish(first, FinishReason.STOP, rng.randint(3, 6))
+        for node in tree_of(engine).iter_nodes():
+            if isinstance(node.snapshot, SlidingWindows):
+                end = node.start_page * S + len(node.tokens)
+                whole = node.snapshot.before(end // S * S, [S])
+                pos = engine.cache.kv.pos[engine.cache.kv.to_index(whole.page_list)] if whole else np.zeros(0)
+                assert (pos < end).all()
+        text = first.prompt if case == "keep=prompt" else first.tokens
+        run_equal(engine, plain, [*text, *random_tokens(rng, rng.randint(1, 30))], 12)
+
+
+def test_a_budget_goes_on_from_prefixes_where_layers_differ() -> None:
+    rng = random.Random(0)
+    text = random_tokens(rng, 300)
+    engine = snapshot_engine(UNLIKE)
+    run_to_completion(engine, [make_request(text, 4)])
+    requests = [make_request(text[:200] + random_tokens(rng, 20), 12, policy) for policy in ("sinks:budget=64", "full")]
+    plain = [make_request(r.prompt, 12, r.policy) for r in requests]
+    assert run_to_completion(engine, requests) == run_to_completion(make_engine(UNLIKE, backend="cpu"), plain)
+    assert all(r.stats.num_cached_tokens == 192 for r in requests)
+
+
+def test_an_error_while_a_snapshot_is_stored_loses_no_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = snapshot_engine("gemma3_text", tiers=[f"disk:path={tmp_path},capacity=1GB"])
+
+    def fail(*_) -> None:
+        raise OSError("the tier failed")
+
+    assert isinstance(engine.cache.prefix_cache, PrefixCache)
+    monkeypatch.setattr(engine.cache.prefix_cache.offloader, "on_computed", fail)
+    request = make_request(list(range(40)), 4)
+    engine.add(request)
+    with pytest.raises(OSError, match="the tier failed"):
+        while engine.has_unfinished_requests:
+            engine.step()
+    with pytest.raises(OSError, match="the tier failed"):
+        engine.scheduler.remove(request)
+    engine.cache.check()
+
+
+def test_a_request_that_was_preempted_leaves_the_snapshots_of_its_turn() -> None:
+    rng = random.Random(0)
+    engine = snapshot_engine("gemma3_text", snapshot_interval=0)
+    first = make_request(random_tokens(rng, 70), 4)
+    run_to_completion(engine, [first])
+    prompt = first.tokens + random_tokens(rng, 40)
+    request = make_request(prompt, 30)
+    engine.add(request)
+    while engine.has_unfinished_requests:
+        engine.step()
+        if request.num_output_tokens == 12 and not request.stats.num_preemptions:
+            engine.scheduler.preempt(request)
+    again = make_request(prompt, 4)
+    run_to_completion(engine, [again])
+    assert again.stats.num_cached_tokens >= len(prompt) - S
+
+
+@pytest.mark.parametrize("keeps", ["a pin", "a branch"])
+def test_a_pin_and_a_place_where_texts_parted_keep_their_snapshot(keeps: str) -> None:
+    """Also when only one of the texts is left, and grows."""
+    rng = random.Random(0)
+    engine = snapshot_engine("gemma3_text", snapshot_interval=0)
+    tree = tree_of(engine)
+    system = random_tokens(rng, 96)
+
+    def run(prompt: list[int]) -> Request:
+        request = make_request(prompt, 4)
+        engine.add(request)
+        for _ in iter_steps(engine):
+            pass
+        return request
+
+    chat = run(system)
+    if keeps == "a pin":
+        assert engine.cache.pin(chat.policy, system, "", 1000) == 96
+    else:
+        others = [run(system + random_tokens(rng, 40)) for _ in range(2)]
+        assert others
+    chat = run(system + random_tokens(rng, 40))
+    for node in [n for n in tree.iter_nodes() if not n.children and n.start_page >= 6]:
+        own = {*chat.tokens[node.start_page * S :]} >= {*node.tokens.tolist()} and len(node.tokens) < S
+        if keeps == "a branch" and not own and not np.array_equal(node.tokens[:16], chat.tokens[96:112]):
+            tree._truncate(node, 0)
+    for _ in range(2):
+        chat = run(chat.tokens + random_tokens(rng, 20))
+    assert run(system + random_tokens(rng, 40)).stats.num_cached_tokens == 96
+
+
+def test_a_text_that_is_computed_in_one_go_keeps_the_rungs_of_the_ladder_only() -> None:
+    engine = snapshot_engine("gemma3_text", snapshot_interval=S)
+    request = make_request(random_tokens(random.Random(0), 480), 4)
+    run_to_completion(engine, [request])
+    ladder = tree_of(engine).ladder
+    rungs = [p for p in range(S, len(request.tokens), S) if ladder.keeps(p, len(request.tokens))]
+    held = [node for node in tree_of(engine).iter_nodes() if node.snapshot]
+    assert len(held) == len(rungs) + 1  # and the end
+
+
 # ---- what stays ------------------------------------------------------------------------------------------------------
 
 
@@ -199,7 +312,7 @@ class OnePage:
 def test_snapshots_that_save_little_go_before_texts_and_those_that_save_much_after_them() -> None:
     """By tokens per page: neither kind starves the other."""
     pool = PagePool(200)
-    tree = RadixTree(pool, 4, SnapshotLadder(4))
+    tree = RadixTree(pool, 4)
     text = list(range(40))
 
     def insert(length: int, snapshot_pages: int) -> None:
@@ -243,3 +356,25 @@ def test_a_text_drops_the_snapshots_that_it_left_behind_but_for_branches_and_the
     insert(text[:30], 22)
     assert held() == [8, 12, 22, 30]
     pool.check(tree.all_pages)
+
+
+def test_pages_of_two_snapshots_go_before_texts_in_use() -> None:
+    """A leaf that a row uses frees nothing."""
+    pool = PagePool(200)
+    tree = RadixTree(pool, 4)
+
+    def insert(root: bytes, text: list[int], snapshot: OnePage | None) -> np.ndarray:
+        pages = pool.allocate(len(text) // 4)[None]
+        tree.insert(root, text, pages, snapshot)
+        return pages.ravel()
+
+    insert(b"a", list(range(8)), None)  # a row holds its pages, too
+    first = OnePage(pool, 8, 6)
+    second = OnePage(pool, 24, 0)
+    second.page_list = first.page_list
+    pool.incref(first.page_list)
+    text = list(range(100, 124))
+    pool.free(insert(b"b", text[:8], first))
+    insert(b"b", text, second)
+    tree.evict(1)
+    assert b"a" in tree.roots

@@ -267,7 +267,8 @@ class Request:
     def prefix_entry(self) -> PrefixEntry:
         """What the request leaves to others."""
         computed = self.tokens[: self.num_computed_tokens]
-        return PrefixEntry(self.policy, computed, len(self.prompt), self.input.salt)
+        begun_at = self.stats.num_cached_tokens
+        return PrefixEntry(self.policy, computed, len(self.prompt), self.input.salt, begun_at=begun_at)
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 

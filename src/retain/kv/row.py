@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
@@ -79,7 +79,6 @@ class Row:
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.text: SeenText | None = None  # in the history of the prefix cache
-        self.begun_at = 0  # tokens that the row began with
         parts.rows[self.index] = self
         if policy.has_budget:
             with self._closed_on_error():
@@ -115,7 +114,6 @@ class Row:
         self.load = found.load
         self.is_sparse = found.is_sparse
         self.text = found.text
-        self.begun_at = found.length
         why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
         return AttachedPrefix(found.length, found.branch_point, why)
 
@@ -189,7 +187,6 @@ class Row:
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others, unless it evicts, or holds or waits for a part of them."""
         if not self.evictors and not self.load and not self.is_sparse:
-            entry = replace(entry, begun_at=self.begun_at)
             self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
 
     def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:

@@ -103,7 +103,7 @@ class BlockTables:
         """Layers with a window."""
         return np.flatnonzero(self.window[row] < NO_WINDOW).astype(np.int32)
 
-    def share_rings(self, row: int, num_computed_tokens: int) -> None:
+    def note_shared_rings(self, row: int, num_computed_tokens: int) -> None:
         """Note that others hold pages of a row's rings from now on: it must not write into these."""
         begin = num_computed_tokens // self.page_size * self.page_size
         self.rings_shared[row] = True

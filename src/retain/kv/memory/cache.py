@@ -92,8 +92,8 @@ class KVCache:
     def release_shared_pages(self, row: int, upto: int) -> None:
         """Let cached snapshots go that hold pages which the row writes over: there are none to take instead."""
         t = self.tables
-        if t.rings_shared[row] and t.pool.release_callback:
-            t.pool.release_callback(t.pages[row][self._shared_ring_pages(row, upto)])
+        if t.rings_shared[row] and t.pool.uncache_callback:
+            t.pool.uncache_callback(t.pages[row][self._shared_ring_pages(row, upto)])
 
     def _shared_ring_pages(self, row: int, upto: int) -> tuple[Ints, Ints, Ints]:
         """Return the pages of rings that others hold, too, and the row writes over on the way to `upto`.
@@ -168,7 +168,7 @@ class KVCache:
         copied = (places < np.minimum(t.counts[dst], t.counts[src])[..., None]) & ~shared
         t.store.copy(t.pages[src][copied], t.pages[dst][copied])
         for row in (src, dst) if len(rings) else ():
-            t.share_rings(row, num_computed_tokens)
+            t.note_shared_rings(row, num_computed_tokens)
         return True
 
     def shrink_rings(self, row: int, computed: int) -> None:

@@ -21,7 +21,7 @@ class RingSnapshot:
         self.pages: Ints = tables.pages[row][self.rings]
         tables.pool.incref(self.pages)
         self.num_computed_tokens = num_computed_tokens
-        tables.share_rings(row, num_computed_tokens)
+        tables.note_shared_rings(row, num_computed_tokens)
 
     def restore(self, position: int) -> None:
         """Turn every slot from `position` on into a hole, and put the pages of the rings back."""
@@ -33,7 +33,7 @@ class RingSnapshot:
         t.pages[row][self.rings] = self.pages
         t.counts[row, layers] = self.counts[layers]
         t.mark_dirty(row)
-        t.share_rings(row, self.num_computed_tokens)
+        t.note_shared_rings(row, self.num_computed_tokens)
         pages = t.kv.to_index(t.pages[row][t.owned(row)])
         pos = t.kv.pos[pages]
         t.kv.pos[pages] = pos.masked_fill_(pos >= position, -1)

@@ -1,8 +1,8 @@
 """Attaching a prefix to a row: shared pages, copied pages, and pages that a loader fills.
 
-Whole blocks of the radix tree are shared. A block of which only a part matches is copied, and so is every page that
-will be written over: the windows of sliding layers, and all pages of a row that evicts. An offloaded prefix gets pages
-of the row's own, all holes until its blocks are loaded.
+Whole blocks of the radix tree are shared, and so are whole pages of the windows of sliding layers, until the row writes
+into them. A block or page of which only a part matches is copied, and so are all pages of unwindowed layers of a row
+that evicts. An offloaded prefix gets pages of the row's own, all holes until its blocks are loaded.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def attach_pages(
     num_shared = 0 if must_copy else min(plan.length // layout.block_size, matched)
     sources = list(_page_sources(groups, layout, row, plan, num_shared))
     held = np.concatenate([plan.blocks[:, :num_shared].ravel(), *(s.src_pages.ravel() for s in sources)])
+    assert len(np.unique(held)) == len(held), "a page is named twice"
     num_pages = sum(s.num_own * groups[s.group].counts.shape[2] for s in sources)
     pool.incref(held)  # before ensure_free, which may evict them
     if not pool.ensure_free(num_pages):
@@ -158,8 +159,8 @@ def _page_sources(
             elif plan.sliding_windows:
                 place = plan.sliding_windows.first_pages[ring_layer]
                 pages = plan.sliding_windows.pages[ring_layer][:, first - place : end_page - place]
-                num_shared = plan.length // t.page_size - first  # not the page of the next token
-                yield PageSource(g, layer, first, end_page - first, pages, num_shared=num_shared)
+                num_whole = plan.length // t.page_size - first  # without the page of the next token
+                yield PageSource(g, layer, first, end_page - first, pages, num_shared=num_whole)
             ring_layer = ring_layer + 1
 
 

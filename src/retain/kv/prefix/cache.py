@@ -65,7 +65,7 @@ class PrefixCache:
         B = self.layout.block_size
         self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B)
         self.tree = RadixTree(self.pool, B, self.ladder)
-        self.pool.release_callback = self.tree.release
+        self.pool.uncache_callback = self.tree.drop_snapshots_of
         self.offloader: Offloader | None = None
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
         self.num_reused_tokens = 0
@@ -263,11 +263,6 @@ class PrefixCache:
         if not end:
             return
         slides = any(len(t.ring_layers(row)) for t in self.groups)
-        windows = capture_sliding_windows(self.groups, row, end) if slides else None
-        if slides and not windows:
-            return
-        for t in self.groups if windows and still_running else ():
-            t.share_rings(row, len(entry.tokens))
         num_blocks = -(-end // B)
         pages = self.layout.join(
             [
@@ -277,15 +272,29 @@ class PrefixCache:
         )
         visible = self.planner.windows(entry.policy)
         root = self.root_hash(entry.salt, visible)
-        if self.offloader:
-            keys = self.tree.hash_blocks(root, np.asarray(entry.tokens[:end], np.int32))
-            stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
-            self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
+        windows = capture_sliding_windows(self.groups, row, end) if slides else None
+        if slides and not windows:
+            return
+        for t in self.groups if windows and still_running else ():
+            t.note_shared_rings(row, len(entry.tokens))
+        text = np.asarray(entry.tokens[:end], np.int32)
+        try:
+            self._offload_computed(self.tree.hash_blocks(root, text), pages, windows)
+        except BaseException:
+            self.pool.free(windows.page_list if windows else pages[:0].ravel())
+            raise
         stored = self.tree.insert(root, entry.tokens[:end], pages, windows, entry.begun_at)
         if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):
             self.tree.observer.on_stored(stored, entry.salt)
         if self.tree.history and seen_text:
             self.tree.history.store(seen_text, entry.tokens, end)
+
+    def _offload_computed(self, keys: Sequence[bytes], pages: Ints, windows: SlidingWindows | None) -> None:
+        """Put the whole blocks of a text, and its windows at their end, into the tiers that keep what is computed."""
+        if self.offloader:
+            B = self.layout.block_size
+            stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
+            self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 

@@ -37,6 +37,7 @@ class Node:
     created_at: float = field(default_factory=monotonic)  # seconds
     last_hit_at: float = 0.0
     hits: int = 0
+    is_branch: bool = False  # whether texts parted at its end, since then
     needs_snapshot: bool = False  # of a root: whether texts go on from snapshots only
 
     def record_hit(self) -> None:

@@ -28,7 +28,7 @@ class PrefixQuery:
 class PrefixEntry:
     """The tokens of a text that a row has computed, whose first `length` are to be cached.
 
-    The first `prompt_len` tokens are the prompt. The row began with `begun_at` cached tokens.
+    The first `prompt_len` tokens are the prompt. The request first began with `begun_at` cached tokens.
     """
 
     policy: EvictionPolicy

@@ -203,17 +203,23 @@ class RadixTree:
             node.snapshot = None
 
     def _drop_outgrown(self, node: Node, length: int, begun_at: int) -> None:
-        """Drop snapshots that a text of `length` tokens, which ends with a node, left behind before `begun_at`."""
+        """Drop what a text of `length` tokens, which ends with a node, has outgrown.
+
+        These are its snapshots before position `begun_at`, without those where texts part, those on the ladder, and
+        pinned ones; first parts of pages that it repeats; and rungs that the ladder leaves out further back.
+        """
         while parent := node.parent:
             position = self._end_position(parent)
-            if position < begun_at:
+            if len(parent.children) > 1:
                 repeated = [c for c in _children(parent) if self._is_repeated(c, node.tokens)]
-                is_branch = len(parent.children) > 1 + len(repeated)
+                parent.is_branch = parent.is_branch or len(parent.children) > 1 + len(repeated)
                 for child in repeated:
-                    if self._end_position(child) < begun_at:
+                    if self._end_position(child) < begun_at and child not in self.pins:
                         self._remove(child)
-                if not is_branch and not self.ladder.keeps(position, length):
-                    self._drop_snapshot(parent)
+            is_outgrown = position < begun_at or self.ladder.has(position)
+            must_stay = parent.is_branch or parent in self.pins or self.ladder.keeps(position, length)
+            if is_outgrown and not must_stay:
+                self._drop_snapshot(parent)
             node = parent
 
     def _is_repeated(self, node: Node, tokens: Ints) -> bool:
@@ -312,7 +318,7 @@ class RadixTree:
             if parent is None or node in self.pins:
                 continue  # it was found as a leaf and as the holder of a snapshot
             if node.children:
-                if node.snapshot and (in_use or self._num_exclusive_pages(node.snapshot.page_list)):
+                if node.snapshot and (in_use or self._has_evictable_pages(node.snapshot.page_list)):
                     self._evict_snapshot(node)
                 continue
             num_exclusive = self._num_exclusive_pages(node.all_pages)
@@ -320,18 +326,21 @@ class RadixTree:
                 num_blocks = len(node.block_hashes)
                 pages_per_block = max(num_exclusive // num_blocks, 1)
                 self._truncate(node, max(num_blocks - -(-missing // pages_per_block), 0))
-            elif num_exclusive or in_use or not node.all_pages.size:
+            elif in_use or not node.all_pages.size or self._has_evictable_pages(node.all_pages):
                 self._truncate(node, 0)
             if parent.parent and not parent.children and parent not in self.pins:
                 heapq.heappush(heap, (leaf_value(parent, self.page_size, now), next(order), parent))
         return self.pool.num_free - num_free
 
-    def release(self, pages: Ints) -> None:
-        """Evict the snapshots that hold one of these pages: a row must write over it, and the pool has no other."""
+    def drop_snapshots_of(self, pages: Ints) -> None:
+        """Evict the snapshots that hold one of these pages, but for pinned ones.
+
+        A row must write over it, and the pool has no other.
+        """
         wanted = np.zeros(self.pool.num_pages, bool)
         wanted[pages] = True
         for node in list(self.iter_nodes()):
-            if node.snapshot and wanted[node.snapshot.page_list].any():
+            if node.snapshot and node not in self.pins and wanted[node.snapshot.page_list].any():
                 self._evict_snapshot(node)
 
     def _evict_snapshot(self, node: Node) -> None:
@@ -340,7 +349,12 @@ class RadixTree:
             self.on_evict(node, len(node.block_hashes))
         self._drop_snapshot(node)
 
+    def _has_evictable_pages(self, pages: Ints) -> bool:
+        """Return whether the tree alone holds one of these pages, once or more often."""
+        return bool((self.pool.ref_counts[pages] == self.num_holders[pages]).any())
+
     def _num_exclusive_pages(self, pages: Ints) -> int:
+        """Return how many of these pages are free once they are held once less."""
         return int(np.count_nonzero(self.pool.ref_counts[pages] == 1))
 
     def clear(self) -> None:

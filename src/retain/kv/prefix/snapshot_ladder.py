@@ -23,9 +23,13 @@ class SnapshotLadder:
             return range(0)
         return range(begin // self.interval * self.interval + self.interval, end + 1, self.interval)
 
+    def has(self, position: int) -> bool:
+        """Return whether a position is a rung, or was one."""
+        return self.interval > 0 and position % self.interval == 0
+
     def keeps(self, position: int, length: int) -> bool:
         """Return whether a text of `length` tokens keeps a snapshot at a position."""
-        if not self.interval or position % self.interval:
+        if not self.has(position):
             return False
         num_behind = (length - position) // self.interval
         stride = 1 << (num_behind // NUM_DENSE).bit_length()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from retain.kv.memory.block_tables import BlockTables
+from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.types import Ints
 
@@ -14,10 +15,14 @@ from retain.types import Ints
 def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -> SlidingWindows | None:
     """Return the pages of the row's rings as they are before position `end`, which are held once more.
 
-    None where too much of a window is overwritten.
+    Where the row has computed more than that, it may have written over tokens that no query at `end` sees. The snapshot
+    holds copies of such pages, without the later tokens: a row that goes on from `end` must not see them.
+
+    None where too much of a window is overwritten, or the pool has no pages for the copies.
     """
     first_pages = []
     found: list[tuple[int, Ints]] = []  # group and pages of each layer
+    overwritten: list[Ints] = []  # numbers of the pages of each layer that hold later tokens
     min_resume_position = 0
     layers = [(g, t, layer) for g, t in enumerate(groups) for layer in t.ring_layers(row)]
     for g, t, layer in layers:
@@ -30,14 +35,34 @@ def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -
         pages: Ints = t.pages[row, layer][:, places]
         first_pages.append(first)
         found.append((g, pages))
-        # Later tokens may have overwritten the oldest ones. All heads of a ring hold the same positions.
+        # All heads of a ring hold the same positions.
         expected = np.arange(first * S, end)
         actual = t.kv.pos[t.kv.to_index(pages[0])].flatten()[: len(expected)].cpu().numpy()
+        overwritten.append(np.unique(np.flatnonzero(actual >= end) // S).astype(np.int32))
         lost = expected[actual != expected]
         begin = int(lost[-1]) + 1 if len(lost) else first * S
         min_resume_position = max(min_resume_position, begin + W - 1 if begin else 0)
     if min_resume_position > end:
         return None
-    groups[0].pool.incref(np.concatenate([pages.ravel() for _, pages in found]))
-    held = tuple(pages for _, pages in found)
-    return SlidingWindows(tuple(first_pages), held, min_resume_position, tuple(g for g, _ in found))
+    pool = groups[0].pool
+    copied = [pages[:, i] for (_, pages), i in zip(found, overwritten, strict=True)]
+    num_copied = sum(pages.size for pages in copied)
+    held = np.setdiff1d(np.concatenate([p.ravel() for _, p in found]), np.concatenate([p.ravel() for p in copied]))
+    pool.incref(held)
+    if num_copied and not pool.ensure_free(num_copied):
+        pool.free(held)
+        return None
+    for (g, pages), i, own in zip(found, overwritten, copied, strict=True):
+        if len(i):
+            pages[:, i] = _copies_before(groups[g].store, own, end)
+    windows = tuple(pages for _, pages in found)
+    return SlidingWindows(tuple(first_pages), windows, min_resume_position, tuple(g for g, _ in found))
+
+
+def _copies_before(store: PageStore, pages: Ints, end: int) -> Ints:
+    """Return copies of pages, in which tokens from position `end` on are holes."""
+    copies = store.copy_of(pages)
+    index = store.kv.to_index(copies.ravel())
+    pos = store.kv.pos[index]
+    store.kv.pos[index] = pos.masked_fill_(pos >= end, -1)
+    return copies
