@@ -242,13 +242,15 @@ class Request:
         """What the request can begin with: as much as leaves one token to compute, and the logits that are needed."""
         reads = self.input.needs_logits or self.input.needs_prompt_logits
         limit = len(self.prompt) + self.num_logits_read if reads else len(self.tokens)
-        return PrefixQuery(self.policy, self.tokens, limit - 1, self.input.salt)
+        return PrefixQuery(self.policy, self.tokens, limit - 1, self.input.salt, self.noise_seed)
 
     @property
     def prefix_entry(self) -> PrefixEntry:
         """What the request leaves to others."""
         computed = self.tokens[: self.num_computed_tokens]
-        return PrefixEntry(self.policy, computed, len(self.prompt), self.input.salt)
+        num_prompt = len(self.prompt)
+        n = self.num_computed_tokens
+        return PrefixEntry(self.policy, computed, num_prompt, self.input.salt, self.noise_seed, num_computed=n)
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 

@@ -44,15 +44,18 @@ class BudgetPolicy(EvictionPolicy):
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
+    resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
     prompt_len: int = field(default=0, init=False)
     instruction_ids: tuple[int, ...] = field(default=(), init=False)
     special_ids: frozenset[int] = field(default=frozenset(), init=False)
+    resume_key: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_bounds(self)
         check_choice("prefill", self.prefill, "exact", "stream", "layers")
         check_choice("share", self.share, "none", "layer", "all")
         check_choice("protect", self.protect, "none", "system")
+        check_choice("resume", self.resume, "on", "off")
         if self.share != "none" and self.prefill == "stream":
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
         if self.demote and self.shrink:
@@ -72,6 +75,8 @@ class BudgetPolicy(EvictionPolicy):
         )
         self._copy_state(found)
         object.__setattr__(found, "prompt_len", prompt_len)
+        key = f"{type(self).__module__} {self!r} {system_len if self.protects_system else 0}"
+        object.__setattr__(found, "resume_key", key if self.resume == "on" else "")
         return found
 
     def with_options(self, **changes: Any) -> Self:
@@ -117,6 +122,12 @@ class BudgetPolicy(EvictionPolicy):
             return None
         recent = max(self.recent.resolve(self.budget_tokens) * size // self.budget_tokens, 1)
         recent = min(recent, size - self.sinks)
+        return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=recent))
+
+    def with_budget(self, num_tokens: int) -> Self:
+        """Return the policy with a budget of at most so many tokens; resolved."""
+        size = max(min(num_tokens, self.budget_tokens), self.sinks + 1)
+        recent = min(self.recent.resolve(self.budget_tokens), size - self.sinks)
         return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=recent))
 
     # ---- sizes, resolved -----------------------------------------------------------------------------------------

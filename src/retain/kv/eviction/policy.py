@@ -58,6 +58,7 @@ class EvictionPolicy:
     """Keep every token. Higher `priority` stays."""
 
     has_budget = False  # whether slots are evicted by `priority`, rather than by position in closed form
+    resume_key = ""  # what requests have in common that may go on from each other's evicted states; "": from none
     prefill = "exact"  # the whole prompt is in the cache before anything is evicted
 
     @property
