@@ -70,6 +70,7 @@ class BudgetEvictor:
         self.has_holes = False
         self.has_shrunk = False  # whether the budget was halved
         self.holes_from = 0
+        self.num_held = self.head_budgets  # [M, G]: tokens in the slots at `holes_from`
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self._num_dropped = 0  # tokens of all heads that have left the budget, so far
         self._num_inherited = 0  # of these, those that earlier rows of the text have evicted
@@ -203,6 +204,7 @@ class BudgetEvictor:
         """Let the next tokens fill the holes that DeviceTables has, from this position on."""
         self.has_holes = True
         self.holes_from = position
+        self.num_held = self.head_budgets
 
     # ---- resuming ------------------------------------------------------------------------------------------------
 
@@ -212,7 +214,7 @@ class BudgetEvictor:
         counts = t.counts[self.row, self.layers]
         num_tokens = np.full_like(counts, num_computed_tokens)
         if self.has_holes:
-            num_tokens = self.head_budgets + np.int32(num_computed_tokens - self.holes_from)
+            num_tokens = self.num_held + np.int32(num_computed_tokens - self.holes_from)
         else:
             counts = np.minimum(counts, -(-num_tokens // t.page_size))
         return EvictorState(
@@ -247,15 +249,18 @@ class BudgetEvictor:
         t.peaks[self.row] = np.maximum(t.peaks[self.row], t.counts[self.row])
         t.capacity[self.row, self.layers] = 1  # holes replace the slots that the ring's formula gives
         t.mark_dirty(self.row)
-        self.head_budgets = state.head_budgets
         self.first_eviction = plan.first_eviction
         if plan.position < self.policy.prompt_len:
             self.resumes_at = plan.position
             self.resumed_tokens = state.num_tokens
+        else:
+            self.head_budgets = state.head_budgets
         if self.demoter and state.demoter:
             self.demoter.resume(state.demoter, plan.previous)
         self._num_dropped = plan.position * state.num_tokens.size - int(state.num_tokens.sum())
         self._num_inherited = self.num_evicted
+        self.holes_from = plan.position
+        self.num_held = state.num_tokens
         self._list_holes(plan.position)
 
     def _list_holes(self, position: int) -> None:
@@ -268,7 +273,9 @@ class BudgetEvictor:
         is_used |= torch.arange(is_used.shape[-1], device=t.kv.device) >= owned[..., None]
         places = is_used.byte().argsort(dim=-1, stable=True)[..., :n]
         t.on_device.set_holes([self.row], self.layers, gather_slots(pages, places, t.page_size)[None])
+        num_held = self.num_held + np.int32(position - self.holes_from)
         self.start_holes(position)
+        self.num_held = num_held
         self.next_eviction = position + n
 
     # ---- after an eviction ---------------------------------------------------------------------------------------
