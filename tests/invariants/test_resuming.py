@@ -336,3 +336,13 @@ def test_resumed_row_keeps_sinks_and_the_newest_tokens() -> None:
         n = request.num_computed_tokens
         expected = [*range(4), *range(n - 36, n)]
         assert all(head == expected for layer in positions.pop(0) for head in layer)
+
+
+def test_streamed_prompt_goes_on_from_a_full_budget() -> None:
+    """A first turn that evicted nothing may have filled slots that a chunk of the next prompt would need."""
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact")
+    positions = record_positions(engine)
+    policy = "sinks:budget=12,prefill=stream,chunk=9,interval=16"
+    turns = talk(policy, partial(ask, engine), (8, 40, 17))
+    assert all(r.stats.num_cached_tokens for r in turns[1:])
+    assert all(head[:4] == [0, 1, 2, 3] for turn in positions for layer in turn for head in layer)

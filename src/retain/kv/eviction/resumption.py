@@ -43,7 +43,10 @@ def plan_resumption(state: EvictedState, policy: BudgetPolicy) -> Resumption | N
         return Resumption(policy, state.policy, p, state.evictors[0].next_eviction, tuple(slots))
     if is_dense:
         slots = [e.num_tokens for e in state.evictors]
-        return Resumption(policy, state.policy, p, policy.next_eviction(p), tuple(slots))
+        first = policy.next_eviction(p)
+        if policy.prefill == "stream":  # an earlier answer may have filled slots that a chunk would need
+            first = min(first, policy.prefill_slots)
+        return Resumption(policy, state.policy, p, first, tuple(slots)) if first > p else None
     rest = policy.prompt_len - p
     policy = policy.with_budget(min(_mean_tokens(e.num_tokens, policy) for e in state.evictors) + rest)
     limit = policy.prefill_slots
