@@ -346,3 +346,45 @@ def test_streamed_prompt_goes_on_from_a_full_budget() -> None:
     turns = talk(policy, partial(ask, engine), (8, 40, 17))
     assert all(r.stats.num_cached_tokens for r in turns[1:])
     assert all(head[:4] == [0, 1, 2, 3] for turn in positions for layer in turn for head in layer)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "h2o:budget=30,prefill=stream,chunk=24",
+        *slow(
+            "sinks:budget=40,prefill=stream,chunk=9,interval=3",
+            "snapkv:budget=30,prefill=stream,chunk=24",
+            "keyformer:budget=30,prefill=stream,chunk=24",
+            "tova:budget=30,prefill=stream,chunk=24",
+            "h2o:budget=30,heads=union,prefill=stream,chunk=24",
+            "gate:budget=40,share=none,prefill=stream,chunk=24,demote=int4:30",
+        ),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
+def test_streamed_prompts_that_begin_alike_equal_cold_ones(policy: str, family: str) -> None:
+    """A hit inside a streamed prompt equals no hit: what is kept depends on the text alone."""
+    options = options_of(family, policy)
+    engine = make_engine(prefix_cache="exact", **options)
+    rng = random.Random(3)
+    text = [rng.randrange(128) for _ in range(200)]
+    prompts = [text, [*text[:199], 1, 2, 3], [*text, 4, 5, 6, *text[:60]], text]
+    hits = []
+    for prompt in prompts:
+        cold_engine = make_engine(**options)
+        positions, expected_positions = record_positions(engine), record_positions(cold_engine)
+        request = ask(engine, prompt, policy)
+        assert answers([request]) == answers([ask(cold_engine, prompt, policy)])
+        assert positions[0] == expected_positions[0]
+        hits.append(request.stats.num_cached_tokens)
+    assert (hits[0] == 0 and min(hits[1:]) >= 150) or policy.startswith("snapkv")
+
+
+def test_prompt_that_goes_on_from_an_answer_leaves_no_state_inside_it() -> None:
+    """What it keeps at the ends of its chunks depends on where the answer ended."""
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact")
+    turns = talk("h2o:budget=30,prefill=stream,chunk=24", partial(ask, engine), (60, 150))
+    edited = [*turns[1].prompt[:-1], 1 + turns[1].prompt[-1] % 100]
+    found = ask(engine, edited, "h2o:budget=30,prefill=stream,chunk=24")
+    assert found.stats.num_cached_tokens == len(turns[0].tokens) - 1

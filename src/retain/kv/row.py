@@ -81,6 +81,7 @@ class Row:
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.is_resumed = False  # whether it began with a selection of the text's tokens, in any order
+        self.depends_on_text_alone = True  # false where it went on from an answer: what is kept depends on turns
         self.text: SeenText | None = None  # in the history of the prefix cache
         self.begun_at = 0  # tokens that the row began with
         parts.rows[self.index] = self
@@ -143,6 +144,7 @@ class Row:
         for evictor, part, slots in zip(self.evictors, state.evictors, plan.slots, strict=True):
             evictor.resume(part, plan, slots)
         self.is_resumed = not state.evictors[0].is_dense
+        self.depends_on_text_alone = state.in_prompt
         cache.num_reused_tokens += state.position
         return FoundPrefix(state.position, text=cache.record_text(query))
 
@@ -223,6 +225,25 @@ class Row:
         if not self.evictors and not self.load and not self.is_sparse:
             entry = replace(entry, begun_at=self.begun_at)
             self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+
+    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
+        """Return whether a streamed prompt was just evicted from, where others may leave it.
+
+        That is the last such moment before the prompt's end, and before each rung of the ladder.
+        """
+        if not self.evictors or not self.policy.streamed_key or not self.depends_on_text_alone:
+            return False
+        evictor = self.evictors[0]
+        if not evictor.has_holes or not evictor.holes_from == num_computed_tokens >= evictor.first_eviction:
+            return False
+        end = evictor.policy.prompt_len
+        following = evictor.next_eviction
+        crossed = self.parts.prefix_cache.ladder.crossed(num_computed_tokens, following)
+        return num_computed_tokens < end and (following == end or bool(crossed))
+
+    def store_chunk_end(self, entry: PrefixEntry) -> None:
+        """Keep a copy of the state that the row has at the end of a chunk, for other texts that begin alike."""
+        self.parts.prefix_cache.store_state(entry, self.evictors, in_prompt=True)
 
     def _has_whole_state(self, entry: PrefixEntry) -> bool:
         """Return whether a budget has begun, no eviction is due, and all computed tokens are those of the entry."""

@@ -49,6 +49,7 @@ class BudgetPolicy(EvictionPolicy):
     instruction_ids: tuple[int, ...] = field(default=(), init=False)
     special_ids: frozenset[int] = field(default=frozenset(), init=False)
     resume_key: str = field(default="", init=False, repr=False, compare=False)
+    streamed_key: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -76,7 +77,11 @@ class BudgetPolicy(EvictionPolicy):
         self._copy_state(found)
         object.__setattr__(found, "prompt_len", prompt_len)
         key = f"{type(self).__module__} {self!r} {system_len if self.protects_system else 0}"
+        shares = [self.budget, self.demote.amount if self.demote else None]
+        in_tokens = all(amount is None or amount.tokens is not None for amount in shares)
+        is_streamed = self.prefill == "stream" and in_tokens and not self.protects_system
         object.__setattr__(found, "resume_key", key if self.resume == "on" else "")
+        object.__setattr__(found, "streamed_key", key if self.resume == "on" and is_streamed else "")
         return found
 
     def with_options(self, **changes: Any) -> Self:
@@ -248,6 +253,16 @@ class BudgetPolicy(EvictionPolicy):
     def supports_layerwise(self) -> bool:
         """Whether a layer can evict as soon as it has computed the prompt."""
         return not (self.ragged or self.scoring_chunk or self.scores_slots or self.demote)
+
+    def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
+        """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""
+        pos = np.arange(num_tokens, dtype=np.int32)
+        a, b = (policy.query_weights(pos, 1) for policy in (self, other))
+        if a is None or b is None:
+            return a is b
+        return np.array_equal(a.weights, b.weights) and (
+            a.tau is b.tau is None or (a.tau is not None and b.tau is not None and np.array_equal(a.tau, b.tau))
+        )
 
     @property
     def max_skippable_tokens(self) -> int:

@@ -56,13 +56,15 @@ class EvictorState:
 class EvictedState:
     """The state of a row after `position` tokens: of its policy, its unwindowed layers and its rings.
 
-    `evictors` are those of the groups that have unwindowed layers.
+    `evictors` are those of the groups that have unwindowed layers. `in_prompt`: it was taken at the end of a chunk of a
+    streamed prompt, and depends on the text alone.
     """
 
     position: int
     policy: BudgetPolicy  # resolved, with the budget that the slots hold
     evictors: tuple[EvictorState, ...]
     windows: SlidingWindows | None  # None without sliding layers
+    in_prompt: bool = False
 
     @property
     def min_resume_position(self) -> int:

@@ -56,6 +56,8 @@ def plan_resumption(state: EvictedState, policy: BudgetPolicy) -> Resumption | N
         largest = max(int(e.num_tokens.max()) for e in state.evictors)
         slots = [np.full_like(e.num_tokens, limit) for e in state.evictors]
         num_fresh = min(rest, limit - largest)
+        if largest + policy.chunk >= policy.budget_tokens:
+            num_fresh = min(num_fresh, policy.chunk)
         if num_fresh < 1:
             return None
     return Resumption(policy, state.policy, p, p + num_fresh, tuple(slots))

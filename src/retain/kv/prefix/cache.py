@@ -15,6 +15,7 @@ import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
@@ -32,7 +33,7 @@ from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.kv.prefix.resuming import capture_evicted_state, state_root
+from retain.kv.prefix.resuming import capture_evicted_state, copy_evicted_state, state_root
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.types import Ints
@@ -300,24 +301,36 @@ class PrefixCache:
 
         None where the pages of the text itself, which nothing was evicted from, reach as far.
         """
-        if not query.policy.resume_key:
-            return None
-        root = state_root(self.root_hash(query.salt, self.planner.windows(query.policy)), query.policy, query.seed)
-        match = self.tree.match_prefix(root, query.tokens, query.max_length, needs_snapshot=True)
-        state = match.snapshot if match else None
-        if not isinstance(state, EvictedState):
+        found = [self._match_state(query, in_prompt) for in_prompt in (False, True)]
+        state = max((s for s in found if s), key=lambda s: s.position, default=None)
+        if state is None:
             return None
         pages = self.match_prefix(query)
         return state if pages is None or pages.length < state.position else None
 
-    def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor]) -> None:
-        """Keep the state of a row that ends, for texts that go on from there."""
+    def _match_state(self, query: PrefixQuery, in_prompt: bool) -> EvictedState | None:
+        policy = query.policy
+        if not (policy.streamed_key if in_prompt else policy.resume_key):
+            return None
+        root = state_root(self.root_hash(query.salt, self.planner.windows(policy)), policy, query.seed, in_prompt)
+        match = self.tree.match_prefix(root, query.tokens, query.max_length, needs_snapshot=True)
+        state = match.snapshot if match else None
+        if not isinstance(state, EvictedState) or not isinstance(policy, BudgetPolicy):
+            return None
+        if in_prompt and not (state.position < policy.prompt_len and policy.weighs_alike(state.policy, state.position)):
+            return None
+        return state
+
+    def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False) -> None:
+        """Keep the state of a row that ends, for texts that go on from there; or one inside a prompt."""
         if not entry.policy.resume_key or self.config.keep != "all":
             return
         n = len(entry.tokens)
-        state = capture_evicted_state(self.groups, evictors, n)
+        capture = copy_evicted_state if in_prompt else capture_evicted_state
+        state = capture(self.groups, evictors, n)
         if state:
-            root = state_root(self.root_hash(entry.salt, self.planner.windows(entry.policy)), entry.policy, entry.seed)
+            root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
+            root = state_root(root, entry.policy, entry.seed, in_prompt)
             no_pages = np.zeros((0, -(-n // self.layout.block_size)), np.int32)
             self.tree.insert(root, entry.tokens, no_pages, state, entry.begun_at)
 

@@ -45,7 +45,9 @@ class NullPrefixCache:
     def find_state(self, query: PrefixQuery) -> EvictedState | None:  # noqa: D102
         return None
 
-    def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor]) -> None:  # noqa: D102
+    def store_state(  # noqa: D102
+        self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False
+    ) -> None:
         return
 
     def pin(  # noqa: D102

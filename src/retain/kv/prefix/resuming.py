@@ -7,25 +7,29 @@ salt, the windows, the policy as the user wrote it, and the seed of its noise.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import blake2b
 
 import numpy as np
 
-from retain.kv.eviction.evicted_state import EvictedState, used_pages
+from retain.kv.eviction.evicted_state import EvictedState, EvictorState, used_pages
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.resumption import Resumption
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
+from retain.kv.memory.page_store import PageStore
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.windows import capture_sliding_windows
+from retain.types import Ints
 
 
-def state_root(root_hash: bytes, policy: EvictionPolicy, seed: int) -> bytes:
+def state_root(root_hash: bytes, policy: EvictionPolicy, seed: int, in_prompt: bool = False) -> bytes:
     """Hash what every evicted state of this policy begins with; `root_hash` covers the salt and the windows."""
-    key = policy.resume_key.encode(errors="surrogatepass")
+    kind = b"streamed" if in_prompt else b"evicted"
+    key = (policy.streamed_key if in_prompt else policy.resume_key).encode(errors="surrogatepass")
     noise = seed.to_bytes(8, "little") if policy.uses_noise else b""
-    return blake2b(root_hash + b"evicted" + noise + key, digest_size=16).digest()
+    return blake2b(root_hash + kind + noise + key, digest_size=16).digest()
 
 
 def capture_evicted_state(
@@ -44,6 +48,47 @@ def capture_evicted_state(
     state = EvictedState(position, evictors[0].policy, tuple(e.capture_state(position) for e in evictors), windows)
     groups[0].pool.incref(state.own_pages)
     return state
+
+
+def copy_evicted_state(
+    groups: Sequence[BlockTables], evictors: Sequence[BudgetEvictor], position: int
+) -> EvictedState | None:
+    """Return the state of a row that goes on after `position` tokens of a streamed prompt, in pages of its own.
+
+    Its rings are shared from now on. None where it cannot go on, or the pool has no pages.
+    """
+    pool = groups[0].pool
+    held = capture_evicted_state(groups, evictors, position)
+    if held is None:
+        return None
+    if not pool.ensure_free(len(held.own_pages)):
+        pool.free(held.page_list)
+        return None
+    if held.windows:
+        for t in groups:
+            t.share_rings(evictors[0].row, position)
+    parts = tuple(_copy_part(e, part) for e, part in zip(evictors, held.evictors, strict=True))
+    pool.free(held.own_pages)
+    return replace(held, evictors=parts, in_prompt=True)
+
+
+def _copy_part(evictor: BudgetEvictor, part: EvictorState) -> EvictorState:
+    demoter = part.demoter
+    if demoter:
+        assert evictor.tables.demoted
+        pages = _copy_tables(evictor.tables.demoted.store, demoter.pages, demoter.counts)
+        scores = None if demoter.scores is None else demoter.scores.clone()
+        demoter = replace(demoter, pages=pages, scores=scores)
+    pages = _copy_tables(evictor.tables.store, part.pages, part.counts)
+    slot_scores, scored_pos = part.scores
+    return replace(part, pages=pages, scores=(slot_scores.clone(), scored_pos.clone()), demoter=demoter)
+
+
+def _copy_tables(store: PageStore, pages: Ints, counts: Ints) -> Ints:
+    """Return tables [M, G, n] of new pages with the content of these."""
+    found = np.zeros_like(pages)
+    found[np.arange(pages.shape[-1]) < counts[..., None]] = store.copy_of(used_pages(pages, counts))
+    return found
 
 
 def attach_evicted_state(
@@ -70,9 +115,7 @@ def attach_evicted_state(
         for t, part in zip(evicting, state.evictors, strict=True):
             layers = t.full_layers(row)
             width = part.pages.shape[-1]
-            tables = np.zeros_like(part.pages)
-            tables[np.arange(width) < part.counts[..., None]] = t.store.copy_of(used_pages(part.pages, part.counts))
-            t.pages[row, layers, :, :width] = tables
+            t.pages[row, layers, :, :width] = _copy_tables(t.store, part.pages, part.counts)
             t.counts[row, layers] = part.counts
             t.peaks[row] = t.counts[row]
             t.mark_dirty(row)
