@@ -124,6 +124,7 @@ class Schedule(RuleBasedStateMachine):
         drafter.attach(TargetModel(runner, self.cache, lambda *_: (runner, self.cache), lambda _: runner))
         self.engine = PlanningEngine(runner, self.cache, drafter)
         self.requests: list[Request] = []
+        self.specs: dict[int, str] = {}  # policies, by request
 
     @rule(
         prompt_len=st.integers(1, 120),
@@ -132,15 +133,25 @@ class Schedule(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
     )
     def add(self, prompt_len, max_tokens, policy, temperature):
+        self.add_request([1] * prompt_len, max_tokens, policy, temperature)
+
+    @rule(i=st.integers(0, 10**6), num_more=st.integers(1, 40), max_tokens=st.integers(1, 40))
+    def follow(self, i, num_more, max_tokens):
+        """Send prompt and answer of an earlier request and some more tokens, under its policy."""
+        earlier = [r for r in self.requests if r.finish_reason and len(r.tokens) + num_more + max_tokens <= 200]
+        if earlier:
+            request = earlier[i % len(earlier)]
+            self.add_request([*request.tokens, *[1] * num_more], max_tokens, self.specs[request.id], 1.0)
+
+    def add_request(self, prompt, max_tokens, policy, temperature):
         params = SamplingParams(temperature=temperature, ignore_eos=True)
-        request = Request(
-            RequestInput([1] * prompt_len, params, policies.parse(policy).resolve(prompt_len), max_tokens)
-        )
+        request = Request(RequestInput(prompt, params, policies.parse(policy).resolve(len(prompt)), max_tokens))
+        self.specs[request.id] = policy
         try:
             self.engine.add(request)
             self.requests.append(request)
         except ValueError:
-            length = prompt_len + max_tokens - 1
+            length = len(prompt) + max_tokens - 1
             assert self.cache.pages_needed(request.policy, length, length) > self.cache.total_pages
 
     @rule(num_steps=st.integers(1, 12))
@@ -157,10 +168,11 @@ class Schedule(RuleBasedStateMachine):
     def cancel(self, i):
         if self.requests:
             request = self.requests.pop(i % len(self.requests))
-            num_free, row = self.cache.free_pages, request.row
+            num_free = self.cache.free_pages
+            num_pages = request.row.num_pages if request.row else 0  # 0 too, where a prompt waits for a whole step
             self.engine.cancel(request)
             assert request.finish_reason and request.row is None
-            assert self.cache.free_pages > num_free or row is None or self.cache.prefix_cache.enabled
+            assert self.cache.free_pages > num_free or not num_pages or self.cache.prefix_cache.enabled
 
     @invariant()
     def accounts_balance(self):

@@ -116,6 +116,13 @@ class SimulatedRow:
         if end and not self.loads:
             self.cache.store(entry.tokens[:end], self.pages[: -(-end // S)])
 
+    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
+        """Return that nothing is kept inside a prompt."""
+        return False
+
+    def store_chunk_end(self, entry: PrefixEntry) -> None:
+        """Keep nothing."""
+
     def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
         """Return none: the simulated model needs no snapshots."""
         return ()

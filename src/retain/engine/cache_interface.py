@@ -57,6 +57,12 @@ class RequestRow(Protocol):
     def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
         """Return the positions after `begin`, up to `end`, where a long text keeps snapshots."""
 
+    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
+        """Return whether a streamed prompt was just evicted from, where others may leave it."""
+
+    def store_chunk_end(self, entry: PrefixEntry) -> None:
+        """Keep a copy of the state at the end of a chunk."""
+
     def rollback(self, num_computed_tokens: int) -> None:
         """Drop a chunk of a scoring pass."""
 

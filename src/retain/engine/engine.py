@@ -204,6 +204,9 @@ class Engine:
                 needed_logits |= self._select_logits(s, rows)
                 self._commit_request(s.request, s.num_tokens)
         self.cache.evict()
+        for request in (s.request for s in scheduled):
+            if request.row is not None and request.row.is_at_chunk_end(request.num_computed_tokens):
+                request.row.store_chunk_end(request.prefix_entry)
         return needed_logits
 
     def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:

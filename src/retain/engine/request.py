@@ -261,14 +261,21 @@ class Request:
         """What the request can begin with: as much as leaves one token to compute, and the logits that are needed."""
         reads = self.input.needs_logits or self.input.needs_prompt_logits
         limit = len(self.prompt) + self.num_logits_read if reads else len(self.tokens)
-        return PrefixQuery(self.policy, self.tokens, limit - 1, self.input.salt)
+        return PrefixQuery(self.policy, self.tokens, limit - 1, self.input.salt, self.noise_seed)
 
     @property
     def prefix_entry(self) -> PrefixEntry:
         """What the request leaves to others."""
         computed = self.tokens[: self.num_computed_tokens]
-        begun_at = self.stats.num_cached_tokens
-        return PrefixEntry(self.policy, computed, len(self.prompt), self.input.salt, begun_at=begun_at)
+        return PrefixEntry(
+            self.policy,
+            computed,
+            len(self.prompt),
+            self.input.salt,
+            self.noise_seed,
+            begun_at=self.stats.num_cached_tokens,
+            num_computed=self.num_computed_tokens,
+        )
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 

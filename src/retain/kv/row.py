@@ -20,17 +20,19 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.resumption import plan_resumption
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
 from retain.kv.memory.ring_snapshot import RingSnapshot
 from retain.kv.offload.loader import LayerLoader
-from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.cache import FoundPrefix, PrefixCache
 from retain.kv.prefix.diagnosis import PrefixDiagnosis, explain_prefix
 from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.resuming import attach_evicted_state
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.types import Ints
 
@@ -78,6 +80,8 @@ class Row:
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
+        self.is_resumed = False  # whether it began with a selection of the text's tokens, in any order
+        self.depends_on_text_alone = True  # false where it went on from an answer: what is kept depends on turns
         self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
         if policy.has_budget:
@@ -110,20 +114,45 @@ class Row:
         prefix_cache = self.parts.prefix_cache
         if explain:
             prefix_cache.keep_history()
-        found = prefix_cache.attach(self.index, query, was_preempted)
+        found = self._resume(query) or prefix_cache.attach(self.index, query, was_preempted)
         self.load = found.load
         self.is_sparse = found.is_sparse
         self.text = found.text
         why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
         return AttachedPrefix(found.length, found.branch_point, why)
 
+    def _resume(self, query: PrefixQuery) -> FoundPrefix | None:
+        """Begin with what an earlier row of the text kept under the same policy, where there is that and room for it.
+
+        The whole prompt must fit into the pool: a row that goes on computes it in all layers at once.
+        """
+        parts = self.parts
+        cache = parts.prefix_cache
+        state = cache.find_state(query) if self.evictors and isinstance(cache, PrefixCache) else None
+        plan = state and plan_resumption(state, cast(BudgetPolicy, self.policy))
+        if not state or not plan or not isinstance(cache, PrefixCache):
+            return None
+        n = max(plan.policy.prompt_len, plan.position)
+        if parts.planner.pages_needed(plan.policy, n, n) >= self.tables.pool.num_pages:
+            return None
+        if not attach_evicted_state(self.groups, cache.layout, self.index, state, plan):
+            return None
+        self.evictors = []
+        self._open_evictors(plan.policy)
+        for evictor, part, slots in zip(self.evictors, state.evictors, plan.slots, strict=True):
+            evictor.resume(part, plan, slots)
+        self.is_resumed = not state.evictors[0].is_dense
+        self.depends_on_text_alone = state.in_prompt
+        cache.num_reused_tokens += state.position
+        return FoundPrefix(state.position, text=cache.record_text(query))
+
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> Row | None:
         """Open a row that continues the text of this one under its own policy.
 
         Full pages that neither row will write are shared, the others copied. None where there is no row or no page, or
-        where this row holds only the important tokens of its prefix.
+        where this row holds only a selection of its text's tokens.
         """
-        if not self.tables.free_rows or self.is_sparse:
+        if not self.tables.free_rows or self.is_sparse or self.is_resumed:
             return None
         new = Row(self.parts, policy, num_computed_tokens)
         can_share = not self.evictors and not new.evictors
@@ -185,9 +214,40 @@ class Row:
         return True
 
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of the row's text for others, unless it evicts, or holds or waits for a part of them."""
+        """Keep the pages of the row's text for others, unless it holds or waits for a part of them.
+
+        A row that evicts leaves its state when it ends, where that is one of the whole text.
+        """
+        if self.evictors and not still_running and self._has_whole_state(entry):
+            self.parts.prefix_cache.store_state(entry, self.evictors)
         if not self.evictors and not self.load and not self.is_sparse:
             self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+
+    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
+        """Return whether a streamed prompt was just evicted from, where others may leave it.
+
+        That is the last such moment before the prompt's end, and before each rung of the ladder.
+        """
+        if not self.evictors or not self.policy.streamed_key or not self.depends_on_text_alone:
+            return False
+        evictor = self.evictors[0]
+        if not evictor.has_holes or not evictor.holes_from == num_computed_tokens >= evictor.first_eviction:
+            return False
+        end = evictor.policy.prompt_len
+        following = evictor.next_eviction
+        crossed = self.parts.prefix_cache.ladder.crossed(num_computed_tokens, following)
+        return num_computed_tokens < end and (following == end or bool(crossed))
+
+    def store_chunk_end(self, entry: PrefixEntry) -> None:
+        """Keep a copy of the state that the row has at the end of a chunk, for other texts that begin alike."""
+        self.parts.prefix_cache.store_state(entry, self.evictors, in_prompt=True)
+
+    def _has_whole_state(self, entry: PrefixEntry) -> bool:
+        """Return whether a budget has begun, no eviction is due, and all computed tokens are those of the entry."""
+        n = len(entry.tokens)
+        evictor = self.evictors[0]
+        is_whole = entry.num_computed == n and not evictor.has_shrunk
+        return is_whole and max(evictor.compacts_at, 1) <= n < evictor.next_eviction
 
     def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
         """Return the positions after `begin`, up to `end`, where a long text keeps snapshots, if it needs any."""

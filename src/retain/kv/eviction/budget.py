@@ -44,15 +44,19 @@ class BudgetPolicy(EvictionPolicy):
     protect: str = "none"  # or system: the system prompt is among the sinks
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
+    resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
     prompt_len: int = field(default=0, init=False)
     instruction_ids: tuple[int, ...] = field(default=(), init=False)
     special_ids: frozenset[int] = field(default=frozenset(), init=False)
+    resume_key: str = field(default="", init=False, repr=False, compare=False)
+    streamed_key: str = field(default="", init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_bounds(self)
         check_choice("prefill", self.prefill, "exact", "stream", "layers")
         check_choice("share", self.share, "none", "layer", "all")
         check_choice("protect", self.protect, "none", "system")
+        check_choice("resume", self.resume, "on", "off")
         if self.share != "none" and self.prefill == "stream":
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
         if self.demote and self.shrink:
@@ -72,6 +76,12 @@ class BudgetPolicy(EvictionPolicy):
         )
         self._copy_state(found)
         object.__setattr__(found, "prompt_len", prompt_len)
+        key = f"{type(self).__module__} {self!r} {system_len if self.protects_system else 0}"
+        shares = [self.budget, self.demote.amount if self.demote else None]
+        in_tokens = all(amount is None or amount.tokens is not None for amount in shares)
+        is_streamed = self.prefill == "stream" and in_tokens and not self.protects_system
+        object.__setattr__(found, "resume_key", key if self.resume == "on" else "")
+        object.__setattr__(found, "streamed_key", key if self.resume == "on" and is_streamed else "")
         return found
 
     def with_options(self, **changes: Any) -> Self:
@@ -117,6 +127,12 @@ class BudgetPolicy(EvictionPolicy):
             return None
         recent = max(self.recent.resolve(self.budget_tokens) * size // self.budget_tokens, 1)
         recent = min(recent, size - self.sinks)
+        return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=recent))
+
+    def with_budget(self, num_tokens: int) -> Self:
+        """Return the policy with a budget of at most so many tokens; resolved."""
+        size = max(min(num_tokens, self.budget_tokens), self.sinks + 1)
+        recent = min(self.recent.resolve(self.budget_tokens), size - self.sinks)
         return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=recent))
 
     # ---- sizes, resolved -----------------------------------------------------------------------------------------
@@ -237,6 +253,16 @@ class BudgetPolicy(EvictionPolicy):
     def supports_layerwise(self) -> bool:
         """Whether a layer can evict as soon as it has computed the prompt."""
         return not (self.ragged or self.scoring_chunk or self.scores_slots or self.demote)
+
+    def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
+        """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""
+        pos = np.arange(num_tokens, dtype=np.int32)
+        a, b = (policy.query_weights(pos, 1) for policy in (self, other))
+        if a is None or b is None:
+            return a is b
+        return np.array_equal(a.weights, b.weights) and (
+            a.tau is b.tau is None or (a.tau is not None and b.tau is not None and np.array_equal(a.tau, b.tau))
+        )
 
     @property
     def max_skippable_tokens(self) -> int:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.evicted_state import DemoterState, used_pages
 from retain.kv.eviction.operations import RowTables, Victims, allocate_budgets, rank_slots
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.device_tables import gather_tables
@@ -66,7 +67,7 @@ class Demoter:
         self.capacities = torch.full(shape, policy.demoted_tokens)
         self.head_budgets = torch.full(shape, policy.budget_tokens)
         self.has_begun = policy.prefill == "stream" or policy.prompt_len + policy.eviction_delay <= policy.budget_tokens
-        self.num_computed_tokens = 0  # at the last eviction
+        self.num_left = torch.zeros(shape, dtype=torch.long)  # tokens that have left each head's budget, so far
         # float32 [M, G, S], where the policy scores slots
         self.scores = torch.zeros(*shape, 0, device=tables.kv.device) if policy.scores_slots else None
 
@@ -98,6 +99,26 @@ class Demoter:
             return False
         self.spare = np.concatenate([self.spare, self.tables.store.allocate(missing)])
         return True
+
+    def capture_state(self) -> DemoterState:
+        """Return the demoted tokens, in the row's own pages, and what is known of each head."""
+        pages = self.tables.layer_tables(self.row, self.layers)
+        counts = self.tables.counts[self.row, self.layers]
+        return DemoterState(pages, counts, self.capacities, self.head_budgets, self.num_left, self.scores)
+
+    def resume(self, state: DemoterState, previous: BudgetPolicy) -> None:
+        """Go on from a state of a row with the policy `previous`, in copies of its pages. The pool has these.
+
+        A budget that is a share of the prompt has grown, for all heads alike.
+        """
+        store = self.tables.store
+        self.tables.allocate(self.row, self.layers, state.counts)
+        store.copy(used_pages(state.pages, state.counts), self.tables.page_list(self.row))
+        self.head_budgets = state.head_budgets + self.policy.budget_tokens - previous.budget_tokens
+        self.capacities = state.capacities + max(self.policy.demoted_tokens - previous.demoted_tokens, 0)
+        self.num_left = state.num_left
+        self.has_begun = True
+        self.scores = None if state.scores is None else state.scores.clone()
 
     def take(
         self, pages: Tensor, query_position: int, slot_scores: Tensor | None
@@ -150,7 +171,7 @@ class Demoter:
 
     def add(self, victims: Victims, query_position: int, slot_scores: Tensor | None) -> None:
         """Take the tokens that a budget has just evicted, or as many of them as a head demotes, the highest first."""
-        before = self._num_evicted(self.num_computed_tokens)
+        before = self.num_left
         device = victims.pos.device
         self._grow(query_position + 1)
         after = self._num_evicted(query_position + 1)
@@ -200,7 +221,7 @@ class Demoter:
         """Own the pages of all tokens that are demoted when so many are computed."""
         store = self.tables.store
         counts = self._page_counts(num_computed_tokens)
-        self.num_computed_tokens = num_computed_tokens
+        self.num_left = self._num_evicted(num_computed_tokens)
         if (counts == self.tables.counts[self.row, self.layers]).all():
             return
         self.release()

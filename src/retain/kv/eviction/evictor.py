@@ -15,12 +15,16 @@ from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demoter import Demoter
+from retain.kv.eviction.evicted_state import EvictorState
 from retain.kv.eviction.layerwise import LayerwisePrefill
-from retain.kv.eviction.operations import RowTables, compact, punch
+from retain.kv.eviction.operations import RowTables, compact, gather_slots, punch
+from retain.kv.eviction.resumption import Resumption
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
+
+MAX_LISTED_HOLES = 512  # of each head at a time, for a prompt that goes on: DeviceTables has them for every row
 
 
 @dataclass(frozen=True)
@@ -64,9 +68,15 @@ class BudgetEvictor:
         self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
         self.next_eviction = policy.next_eviction(0)  # computed tokens at that moment
         self.has_holes = False
+        self.has_shrunk = False  # whether the budget was halved
         self.holes_from = 0
+        self.num_held = self.head_budgets  # [M, G]: tokens in the slots at `holes_from`
         self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
         self._num_dropped = 0  # tokens of all heads that have left the budget, so far
+        self._num_inherited = 0  # of these, those that earlier rows of the text have evicted
+        self.first_eviction = 0  # of a row that resumes: before it `next_eviction` only lists more holes
+        self.resumes_at = 0  # computed tokens that it resumed with, where these are a selection
+        self.resumed_tokens: Ints | None = None  # [M, G]: how many of them each head has
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
         self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
@@ -87,7 +97,7 @@ class BudgetEvictor:
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
-        return self._num_dropped - (self.demoter.num_tokens if self.demoter else 0)
+        return self._num_dropped - self._num_inherited - (self.demoter.num_tokens if self.demoter else 0)
 
     def begin_reserve(self) -> bool:
         """Take scratch pages where the prompt goes layer by layer. False if there are too few.
@@ -121,6 +131,9 @@ class BudgetEvictor:
         compacted, and the layers never grow again. Later the slots of the interval fill up and are emptied.
         """
         policy = self.policy
+        if num_computed_tokens < self.first_eviction:
+            self._list_holes(num_computed_tokens)
+            return None
         self.next_eviction = policy.next_eviction(num_computed_tokens)
         if num_computed_tokens < policy.prompt_len:
             return [self._plan_chunk()]
@@ -134,6 +147,8 @@ class BudgetEvictor:
             return []
         # Fresh tokens go into holes from now on: `map_holes` replaces the slots that the ring's formula gives.
         self.tables.capacity[self.row, self.layers] = 1
+        if self.demoter and self.resumed_tokens is not None:
+            return self._plan_resumed_demotion(num_computed_tokens)
         # The last chunk of a streamed prompt is demoted as the others were.
         last_chunk = [self._plan_chunk()] if policy.prefill == "stream" and self.demoter else []
         return [*last_chunk, *([Compact(policy.interval)] if policy.prefill != "layers" else [])]
@@ -142,6 +157,18 @@ class BudgetEvictor:
         """Return the eviction of all tokens over the budget, behind a chunk of a streamed prompt."""
         owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
         return Punch(int(owned.min()) - self.policy.budget_tokens, owned)
+
+    def _plan_resumed_demotion(self, num_computed_tokens: int) -> list[Punch | Compact]:
+        """Return the eviction behind the prompt of a row that has demoted tokens before: heads keep their shares."""
+        assert self.demoter
+        budgets = self.demoter.head_budgets
+        if self.policy.prefill == "stream":
+            return [self._plan_chunk(), Compact(self.policy.interval, budgets)]
+        assert self.resumed_tokens is not None
+        filled = self.resumed_tokens + np.int32(num_computed_tokens - self.resumes_at)  # the first slots of each head
+        num_leaving = int((filled - budgets.numpy()).max())
+        punches: list[Punch | Compact] = [Punch(num_leaving, filled)] if num_leaving else []
+        return [*punches, Compact(self.policy.interval, budgets)]
 
     def finish_layer(self, layer: int) -> None:
         """Evict from a layer right after its attention, where the prompt goes layer by layer."""
@@ -162,6 +189,7 @@ class BudgetEvictor:
         protected = smaller.sinks + smaller.recent.resolve(smaller.budget_tokens)
         budgets = torch.from_numpy(self.head_budgets).long() * smaller.budget_tokens // self.policy.budget_tokens
         self.policy = smaller
+        self.has_shrunk = True
         compact_rows([self], [num_computed_tokens], [Compact(smaller.interval, budgets.clamp(min=protected))])
         self.next_eviction = num_computed_tokens + smaller.interval
         self.count_evicted(num_computed_tokens)
@@ -176,6 +204,81 @@ class BudgetEvictor:
         """Let the next tokens fill the holes that DeviceTables has, from this position on."""
         self.has_holes = True
         self.holes_from = position
+        self.num_held = self.head_budgets
+
+    # ---- resuming ------------------------------------------------------------------------------------------------
+
+    def capture_state(self, num_computed_tokens: int) -> EvictorState:
+        """Return the state of the layers after so many tokens, with the row's own pages. No budget is full then."""
+        t = self.tables
+        counts = t.counts[self.row, self.layers]
+        num_tokens = np.full_like(counts, num_computed_tokens)
+        if self.has_holes:
+            num_tokens = self.num_held + np.int32(num_computed_tokens - self.holes_from)
+        else:
+            counts = np.minimum(counts, -(-num_tokens // t.page_size))
+        return EvictorState(
+            pages=t.pages[self.row, self.layers, :, : int(counts.max())],
+            counts=counts,
+            num_tokens=num_tokens,
+            head_budgets=self.head_budgets,
+            is_dense=not self.has_holes,
+            next_eviction=self.next_eviction,
+            scores=self.slot_scores.get_state(),
+            demoter=self.demoter.capture_state() if self.demoter and self.has_holes else None,
+        )
+
+    def resume(self, state: EvictorState, plan: Resumption, slots: Ints) -> None:
+        """Go on from a state whose pages are the row's: the next tokens fill `slots` [M, G] of each head.
+
+        The pool has the pages that they lack.
+        """
+        t = self.tables
+        self.next_eviction = plan.first_eviction
+        self.slot_scores.set_state(state.scores)
+        if state.is_dense:
+            return
+        counts = t.counts[self.row, self.layers].copy()
+        wanted = np.maximum(-(-slots // t.page_size), counts)
+        places = np.arange(int(wanted.max()))
+        new = (places >= counts[..., None]) & (places < wanted[..., None])
+        tables = t.pages[self.row, self.layers, :, : len(places)]
+        tables[new] = np.sort(t.store.allocate(int(new.sum())))
+        t.pages[self.row, self.layers, :, : len(places)] = tables
+        t.counts[self.row, self.layers] = wanted
+        t.peaks[self.row] = np.maximum(t.peaks[self.row], t.counts[self.row])
+        t.capacity[self.row, self.layers] = 1  # holes replace the slots that the ring's formula gives
+        t.mark_dirty(self.row)
+        self.first_eviction = plan.first_eviction
+        if plan.position < self.policy.prompt_len:
+            self.resumes_at = plan.position
+            self.resumed_tokens = state.num_tokens
+        else:
+            self.head_budgets = state.head_budgets
+        if self.demoter and state.demoter:
+            self.demoter.resume(state.demoter, plan.previous)
+        self._num_dropped = plan.position * state.num_tokens.size - int(state.num_tokens.sum())
+        self._num_inherited = self.num_evicted
+        self.holes_from = plan.position
+        self.num_held = state.num_tokens
+        self._list_holes(plan.position)
+
+    def _list_holes(self, position: int) -> None:
+        """Let the next tokens fill the first holes of each head."""
+        t = self.tables
+        n = min(self.first_eviction - position, MAX_LISTED_HOLES)
+        pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]  # [M, G, pages]
+        is_used = t.kv.pos[pages].flatten(2) >= 0  # [M, G, S]
+        owned = torch.from_numpy(t.counts[self.row, self.layers]).to(t.kv.device) * t.page_size
+        is_used |= torch.arange(is_used.shape[-1], device=t.kv.device) >= owned[..., None]
+        places = is_used.byte().argsort(dim=-1, stable=True)[..., :n]
+        t.on_device.set_holes([self.row], self.layers, gather_slots(pages, places, t.page_size)[None])
+        num_held = self.num_held + np.int32(position - self.holes_from)
+        self.start_holes(position)
+        self.num_held = num_held
+        self.next_eviction = position + n
+
+    # ---- after an eviction ---------------------------------------------------------------------------------------
 
     def keep(self, head_budgets: Ints, places: Tensor) -> None:
         """Record a compaction: heads keep so many tokens [M, G], which were at these places [M, G, n]."""

@@ -58,6 +58,8 @@ class EvictionPolicy:
     """Keep every token. Higher `priority` stays."""
 
     has_budget = False  # whether slots are evicted by `priority`, rather than by position in closed form
+    resume_key = ""  # what requests have in common that may go on from each other's evicted states; "": from none
+    streamed_key = ""  # the same of states inside a prompt; "" where what is kept there depends on more than the text
     prefill = "exact"  # the whole prompt is in the cache before anything is evicted
 
     @property

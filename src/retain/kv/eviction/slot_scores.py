@@ -24,6 +24,14 @@ class SlotScores:
         self._scores = torch.zeros(0)  # float32 [M, G, S]
         self._pos = torch.zeros(0, dtype=torch.int32)  # [M, G, S]: the positions that were scored; -1 for none
 
+    def get_state(self) -> tuple[Tensor, Tensor]:
+        """Return the scores and the positions that were scored, both [M, G, S]."""
+        return self._scores, self._pos
+
+    def set_state(self, state: tuple[Tensor, Tensor]) -> None:
+        """Take over copies of what another row's slots at the same places have."""
+        self._scores, self._pos = (x.clone() for x in state)
+
     def update(self, policy: BudgetPolicy, pages: Tensor, query_position: int) -> Tensor | None:
         """Score the slots that are new, and return the scores of all slots of tables [M, G, pages].
 

@@ -30,7 +30,7 @@ class AttachPlan:
     """
 
     length: int
-    blocks: Ints  # [K, n]
+    blocks: Ints  # [K, n]; K is 0 where only sliding layers are attached
     sliding_windows: SlidingWindows | None
     span_ranges: Sequence[SpanRange] = ()
     offloaded_windows: SpanRange | None = None
@@ -97,7 +97,7 @@ def _attach_group(
     """Put shared pages [M, G, n], and pages of the row's own, into the tables of a group; add what is to be loaded."""
     S = t.page_size
     G = t.counts.shape[2]
-    full_layers = t.full_layers(row)
+    full_layers = t.full_layers(row)[: len(shared)]
     t.ring_base[row] = [_first_visible_page(length, w, S) * S for w in t.window[row].tolist()]
     t.pages[row, full_layers, :, : shared.shape[-1]] = shared
     t.counts[row, full_layers] = shared.shape[-1]
@@ -141,7 +141,7 @@ def _page_sources(
         end_page = -(-plan.length // t.page_size)
         matched = min(plan.blocks.shape[-1] * r, end_page)
         shared = num_shared * r
-        for m, layer in enumerate(t.full_layers(row).tolist()):
+        for m, layer in enumerate(t.full_layers(row)[: len(blocks)].tolist()):
             if matched > shared:
                 yield PageSource(g, layer, shared, matched - shared, blocks[m, :, shared:matched])
             if plan.selective:

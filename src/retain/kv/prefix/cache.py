@@ -15,6 +15,9 @@ import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.evicted_state import EvictedState
+from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
@@ -30,6 +33,7 @@ from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.prefix.resuming import capture_evicted_state, copy_evicted_state, state_root
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.types import Ints
@@ -79,6 +83,8 @@ class PrefixCache:
     def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
         """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
         assert self.offloader and node.parent
+        if isinstance(node.snapshot, EvictedState) or not len(node.pages) + bool(node.snapshot):
+            return  # tiers have no evicted states
         B = self.layout.block_size
         windows = node.snapshot if isinstance(node.snapshot, SlidingWindows) else None
         if len(node.tokens) == len(node.block_hashes) * B:
@@ -142,7 +148,7 @@ class PrefixCache:
         """
         S = self.layout.block_size
         evicts = query.policy.has_budget
-        text = self._record_text(query)
+        text = self.record_text(query)
         match = self.match_prefix(query)
         selective = self.offloader is not None and self.offloader.probe_config is not None
         plan = None if was_preempted and selective else self._plan_load(query, match)
@@ -163,7 +169,7 @@ class PrefixCache:
         self.num_reused_tokens += length
         return FoundPrefix(length, branch_point, load, load is not None and plan.selective, text)
 
-    def _record_text(self, query: PrefixQuery) -> SeenText | None:
+    def record_text(self, query: PrefixQuery) -> SeenText | None:
         """Remember a text that a row begins to compute, where there is a history."""
         if not self.tree.history:
             return None
@@ -295,6 +301,46 @@ class PrefixCache:
             B = self.layout.block_size
             stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
             self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
+
+    # ---- evicted states ------------------------------------------------------------------------------------------
+
+    def find_state(self, query: PrefixQuery) -> EvictedState | None:
+        """Return the latest state that an earlier row of the text left under the same policy, if there is one.
+
+        None where the pages of the text itself, which nothing was evicted from, reach as far.
+        """
+        found = [self._match_state(query, in_prompt) for in_prompt in (False, True)]
+        state = max((s for s in found if s), key=lambda s: s.position, default=None)
+        if state is None:
+            return None
+        pages = self.match_prefix(query)
+        return state if pages is None or pages.length < state.position else None
+
+    def _match_state(self, query: PrefixQuery, in_prompt: bool) -> EvictedState | None:
+        policy = query.policy
+        if not (policy.streamed_key if in_prompt else policy.resume_key):
+            return None
+        root = state_root(self.root_hash(query.salt, self.planner.windows(policy)), policy, query.seed, in_prompt)
+        match = self.tree.match_prefix(root, query.tokens, query.max_length, needs_snapshot=True)
+        state = match.snapshot if match else None
+        if not isinstance(state, EvictedState) or not isinstance(policy, BudgetPolicy):
+            return None
+        if in_prompt and not (state.position < policy.prompt_len and policy.weighs_alike(state.policy, state.position)):
+            return None
+        return state
+
+    def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False) -> None:
+        """Keep the state of a row that ends, for texts that go on from there; or one inside a prompt."""
+        if not entry.policy.resume_key or self.config.keep != "all":
+            return
+        n = len(entry.tokens)
+        capture = copy_evicted_state if in_prompt else capture_evicted_state
+        state = capture(self.groups, evictors, n)
+        if state:
+            root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
+            root = state_root(root, entry.policy, entry.seed, in_prompt)
+            no_pages = np.zeros((0, -(-n // self.layout.block_size)), np.int32)
+            self.tree.insert(root, entry.tokens, no_pages, state, entry.begun_at)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 

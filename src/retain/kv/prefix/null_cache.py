@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from retain.kv.eviction.evicted_state import EvictedState
+from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import FoundPrefix
@@ -37,6 +39,14 @@ class NullPrefixCache:
 
     def store(  # noqa: D102
         self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
+    ) -> None:
+        return
+
+    def find_state(self, query: PrefixQuery) -> EvictedState | None:  # noqa: D102
+        return None
+
+    def store_state(  # noqa: D102
+        self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False
     ) -> None:
         return
 

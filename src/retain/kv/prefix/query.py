@@ -16,6 +16,7 @@ class PrefixQuery:
     tokens: Sequence[int]
     max_length: int
     salt: str = ""
+    seed: int = 0  # of a policy's noise
 
     @property
     def max_skipped_tokens(self) -> int:
@@ -28,16 +29,21 @@ class PrefixQuery:
 class PrefixEntry:
     """The tokens of a text that a row has computed, whose first `length` are to be cached.
 
-    The first `prompt_len` tokens are the prompt. The request first began with `begun_at` cached tokens.
+    The first `prompt_len` tokens are the prompt. The request first began with `begun_at` cached tokens. The row has
+    computed `num_computed`: more than those of a text whose end was dropped.
     """
 
     policy: EvictionPolicy
     tokens: Sequence[int]
     prompt_len: int
     salt: str = ""
+    seed: int = 0  # of a policy's noise
     length: int = -1  # all of them
     begun_at: int = 0
+    num_computed: int = -1  # as many as there are tokens
 
     def __post_init__(self) -> None:
         if self.length < 0:
             object.__setattr__(self, "length", len(self.tokens))
+        if self.num_computed < 0:
+            object.__setattr__(self, "num_computed", len(self.tokens))

@@ -73,6 +73,7 @@ class RadixTree:
         if needs_snapshot:
             ends = [(min(full_length, self._end_position(n)), n, False) for n, _ in path]
             ends += [(min(full_length + k, self._end_position(n)), n, True) for n, k in partial]
+            ends += [(self._end_position(n), n, False) for n in self._passed_ends(path, text)]
             usable = [(end, n, i) for end, n, i in ends if n.snapshot and n.snapshot.min_resume_position <= end]
             length, holder, is_partial = max(usable, key=lambda x: x[0], default=(0, None, False))
             tail = holder if is_partial else None
@@ -133,6 +134,15 @@ class RadixTree:
         )
         found = [(c, num_equal) for c, page in pages if (num_equal := common_prefix_length(page, rest))]
         return sorted(found, key=lambda x: (-x[1], x[0].snapshot is None))
+
+    def _passed_ends(self, path: Sequence[tuple[Node, int]], tokens: Ints) -> Iterator[Node]:
+        """Yield the nodes of less than a page that lie on a path: texts that a longer one has repeated."""
+        for parent, n in path:
+            begin = self._end_position(parent)
+            for node in _children(parent) if n == len(parent.block_hashes) else ():
+                end = begin + len(node.tokens)
+                if end % self.page_size and end <= len(tokens) and np.array_equal(node.tokens, tokens[begin:end]):
+                    yield node
 
     def _end_position(self, node: Node) -> int:
         """Return the number of tokens of the text up to the node's end."""

@@ -34,6 +34,7 @@ class Policy(AttentionScoredPolicy):
     rereads: PositiveInt = 1024  # tokens at a time; a head needs as many more slots for a moment
     ask: str = "none"  # or repeat: in the model's own chat form
     first: NonNegativeInt = 0  # tokens of the answer before anything is evicted; what they attend to counts, too
+    resume: str = "off"  # the whole prompt is read again
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,6 +42,8 @@ class Policy(AttentionScoredPolicy):
         check_choice("ask", self.ask, "none", "repeat")
         if self.prefill == "stream":
             raise ValueError("reread reads the whole prompt again: it does not go with prefill=stream")
+        if self.resume == "on":
+            raise ValueError("reread reads the whole prompt again: it does not go with resume=on")
         if self.first and (self.heads, self.scope) != ("kv-sum", "layer"):
             raise ValueError("first goes with heads=kv-sum and scope=layer")
 

@@ -1,0 +1,70 @@
+"""Going on from an evicted state: how large the budget is, when it evicts first, and the slots of tokens until then.
+
+A row that resumes is like a row with a streamed prompt in its middle. Its tokens so far are a selection, at any places,
+and the next ones fill the holes of each head. A budget that is a share of the prompt grows with the text, but never
+beyond the tokens that are there: what an earlier turn forgot does not come back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.evicted_state import EvictedState
+from retain.types import Ints
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """How a row goes on after `position` tokens under a resolved policy, and evicts at `first_eviction` tokens.
+
+    `slots` [M, G] of each evictor are those that its heads need until then, and when they have evicted.
+    """
+
+    policy: BudgetPolicy
+    previous: BudgetPolicy  # of the state
+    position: int
+    first_eviction: int
+    slots: tuple[Ints, ...]
+
+
+def plan_resumption(state: EvictedState, policy: BudgetPolicy) -> Resumption | None:
+    """Plan how a row of this policy goes on from a state; None where that would not be as if it had never paused."""
+    p = state.position
+    policy = policy.with_full_prefill()
+    is_dense = state.evictors[0].is_dense
+    if p >= policy.prompt_len:  # the answer of a request that was preempted goes on
+        if state.policy.prompt_len != policy.prompt_len:
+            return None
+        policy = state.policy.with_full_prefill()
+        slots = [e.num_tokens if is_dense else e.counts * 0 for e in state.evictors]
+        return Resumption(policy, state.policy, p, state.evictors[0].next_eviction, tuple(slots))
+    if is_dense:
+        slots = [e.num_tokens for e in state.evictors]
+        first = policy.next_eviction(p)
+        if policy.prefill == "stream":  # an earlier answer may have filled slots that a chunk would need
+            first = min(first, policy.prefill_slots)
+        return Resumption(policy, state.policy, p, first, tuple(slots)) if first > p else None
+    rest = policy.prompt_len - p
+    policy = policy.with_budget(min(_mean_tokens(e.num_tokens, policy) for e in state.evictors) + rest)
+    limit = policy.prefill_slots
+    slots = [np.minimum(e.num_tokens + rest + policy.interval, limit) for e in state.evictors]
+    num_fresh = rest
+    if policy.prefill == "stream":  # as many as fit beside what is kept
+        largest = max(int(e.num_tokens.max()) for e in state.evictors)
+        slots = [np.full_like(e.num_tokens, limit) for e in state.evictors]
+        num_fresh = min(rest, limit - largest)
+        if largest + policy.chunk >= policy.budget_tokens:
+            num_fresh = min(num_fresh, policy.chunk)
+        if num_fresh < 1:
+            return None
+    return Resumption(policy, state.policy, p, p + num_fresh, tuple(slots))
+
+
+def _mean_tokens(num_tokens: Ints, policy: BudgetPolicy) -> int:
+    """Return the tokens of each head that may be kept: of those that share budgets the mean, else the fewest."""
+    if policy.share == "all":
+        return int(num_tokens.mean())
+    return int(num_tokens.mean(axis=1).min()) if policy.share == "layer" else int(num_tokens.min())
