@@ -209,7 +209,7 @@ class SimulatedCache:
 
     def match_prefix(self, query: PrefixQuery) -> PrefixMatch | None:
         """Return what the tree has of a text, or None."""
-        return self.tree.match_prefix(ROOT_HASH, query.tokens, query.max_skipped_tokens, has_sliding_layers=False)
+        return self.tree.match_prefix(ROOT_HASH, query.tokens, query.max_skipped_tokens, needs_snapshot=False)
 
     def plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> tuple[dict[SimulatedTier, list[bytes]], int]:
         """Return the pages to read behind the match, by tier, and the page at which they end; none where it is slower.
