@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from retain.options import Fraction, PositiveInt, Size, check_bounds
+from retain.options import Fraction, PositiveFloat, PositiveInt, Size, check_bounds
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class PrefixBenchConfig:
     chat_len: PositiveInt = field(default=600, metadata={"help": "chats and edits: tokens before the first turn"})
     user_len: PositiveInt = field(default=8, metadata={"help": "chats and edits: tokens of a message"})
     answer_len: PositiveInt = field(default=32, metadata={"help": "chats and edits: tokens of an answer"})
-    pool_multiples: tuple[float, ...] = field(
+    pool_multiples: tuple[PositiveFloat, ...] = field(
         default=(1.0, 2.0, 4.0),
         metadata={
             "help": "chats and edits: sizes of the pool, times what all chats need, comma-separated",
