@@ -84,7 +84,7 @@ def _rereads(tokenizer: Tokenizer) -> Callable[[list[int]], list[Sequence[int]]]
     if tokenizer.chat_template is None:
         return lambda prompt: [prompt]
     policy = reread.Policy(budget=Amount(tokens=1), ask="repeat")
-    policy = policy.with_instruction(tokenizer.encode_next_turn(reread.REPEAT), tokenizer.special_token_ids)
+    policy = policy.with_instruction(tokenizer.encode_next_turn(reread.Policy.REPEAT), tokenizer.special_token_ids)
     return lambda prompt: [p.tokens for p in policy.scoring_passes(prompt, max_chunk=2**30)]
 
 

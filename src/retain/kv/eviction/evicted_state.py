@@ -48,6 +48,7 @@ class EvictorState:
     head_budgets: Ints  # [M, G]
     is_dense: bool
     next_eviction: int  # computed tokens at that moment, if the same answer goes on
+    hole_places: Tensor  # int64 [M, G, n]: the holes of its tokens until then, in this order, by place in the tables
     scores: tuple[Tensor, Tensor]  # see SlotScores
     demoter: DemoterState | None
 

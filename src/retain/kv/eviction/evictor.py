@@ -224,9 +224,21 @@ class BudgetEvictor:
             head_budgets=self.head_budgets,
             is_dense=not self.has_holes,
             next_eviction=self.next_eviction,
+            hole_places=self._hole_places(num_computed_tokens),
             scores=self.slot_scores.get_state(),
             demoter=self.demoter.capture_state() if self.demoter and self.has_holes else None,
         )
+
+    def _hole_places(self, position: int) -> Tensor:
+        """Return the places of the holes that tokens from this position on would fill, int64 [M, G, n]."""
+        t = self.tables
+        if not self.has_holes:
+            return torch.zeros(*self.head_budgets.shape, 0, dtype=torch.long, device=t.kv.device)
+        begin = position - self.holes_from
+        slots = t.on_device.get_holes(self.row, self.layers, begin, self.next_eviction - self.holes_from).long()
+        pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]  # [M, G, pages]
+        is_page = pages[..., None] == (slots // t.page_size)[:, :, None]  # [M, G, pages, n]
+        return is_page.byte().argmax(2) * t.page_size + slots % t.page_size
 
     def resume(self, state: EvictorState, plan: Resumption, slots: Ints) -> None:
         """Go on from a state whose pages are the row's: the next tokens fill `slots` [M, G] of each head.
@@ -261,7 +273,10 @@ class BudgetEvictor:
         self._num_inherited = self.num_evicted
         self.holes_from = plan.position
         self.num_held = state.num_tokens
-        self._list_holes(plan.position)
+        if plan.position < self.policy.prompt_len:
+            self._list_holes(plan.position)
+        else:  # the same answer goes on: its tokens fill the same holes, for sums depend on the order of slots
+            self._set_holes(state.hole_places, plan.position)
 
     def _list_holes(self, position: int) -> None:
         """Let the next tokens fill the first holes of each head."""
@@ -271,12 +286,17 @@ class BudgetEvictor:
         is_used = t.kv.pos[pages].flatten(2) >= 0  # [M, G, S]
         owned = torch.from_numpy(t.counts[self.row, self.layers]).to(t.kv.device) * t.page_size
         is_used |= torch.arange(is_used.shape[-1], device=t.kv.device) >= owned[..., None]
-        places = is_used.byte().argsort(dim=-1, stable=True)[..., :n]
+        self._set_holes(is_used.byte().argsort(dim=-1, stable=True)[..., :n], position)
+        self.next_eviction = position + n
+
+    def _set_holes(self, places: Tensor, position: int) -> None:
+        """Let the tokens from this position on fill the slots at these places [M, G, n]."""
+        t = self.tables
+        pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]
         t.on_device.set_holes([self.row], self.layers, gather_slots(pages, places, t.page_size)[None])
         num_held = self.num_held + np.int32(position - self.holes_from)
         self.start_holes(position)
         self.num_held = num_held
-        self.next_eviction = position + n
 
     # ---- after an eviction ---------------------------------------------------------------------------------------
 

@@ -67,6 +67,10 @@ class DeviceTables:
             self.holes = larger
         self.holes[self._to_device(np.array(rows))[:, None], self._to_device(layers).long(), :, :n] = holes
 
+    def get_holes(self, row: int, layers: Ints, begin: int, end: int) -> Tensor:
+        """Return the holes from number `begin` to `end` of a row in these layers, int32 [M, G, n]."""
+        return self.holes[row, self._to_device(layers).long(), :, begin:end]
+
     def map_holes(
         self,
         slots: Ints,

@@ -23,13 +23,12 @@ from retain.kv.eviction.view import CacheView
 from retain.options import NonNegativeInt, PositiveInt
 from retain.plugins import check_choice
 
-REPEAT = "Repeat the previous context exactly."
-
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(AttentionScoredPolicy):
     """Rank by the attention of the prompt read again."""
 
+    REPEAT = "Repeat the previous context exactly."
     mix: str = "none"  # or h2o
     rereads: PositiveInt = 1024  # tokens at a time; a head needs as many more slots for a moment
     ask: str = "none"  # or repeat: in the model's own chat form
@@ -40,17 +39,15 @@ class Policy(AttentionScoredPolicy):
         super().__post_init__()
         check_choice("mix", self.mix, "none", "h2o")
         check_choice("ask", self.ask, "none", "repeat")
-        if self.prefill == "stream":
-            raise ValueError("reread reads the whole prompt again: it does not go with prefill=stream")
-        if self.resume == "on":
-            raise ValueError("reread reads the whole prompt again: it does not go with resume=on")
+        if (option := "prefill=stream" if self.prefill == "stream" else f"resume={self.resume}") != "resume=off":
+            raise ValueError(f"reread reads the whole prompt again: it does not go with {option}")
         if self.first and (self.heads, self.scope) != ("kv-sum", "layer"):
             raise ValueError("first goes with heads=kv-sum and scope=layer")
 
     @property
     def instruction(self) -> str:
         """See EvictionPolicy."""
-        return REPEAT if self.ask == "repeat" else ""
+        return self.REPEAT if self.ask == "repeat" else ""
 
     @property
     def scoring_chunk(self) -> int:
