@@ -251,8 +251,9 @@ class Row:
 
     def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
         """Return the positions after `begin`, up to `end`, where a long text keeps snapshots, if it needs any."""
-        slides = any(len(t.ring_layers(self.index)) for t in self.groups)
-        return self.parts.prefix_cache.ladder.crossed(begin, end) if slides and not self.evictors else ()
+        positions = self.parts.prefix_cache.ladder.crossed(begin, end)  # most steps cross none: nothing else is asked
+        slides = positions and any(len(t.ring_layers(self.index)) for t in self.groups)
+        return positions if slides and not self.evictors else ()
 
     def rollback(self, num_computed_tokens: int) -> None:
         """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""

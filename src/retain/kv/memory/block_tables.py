@@ -114,10 +114,14 @@ class BlockTables:
         mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
         return mask
 
+    def ring_mask(self, row: int) -> NDArray[np.bool_]:
+        """Mark the entries of a row's tables that are pages of its rings, [L, G, n]."""
+        mask: NDArray[np.bool_] = self.owned(row) & (self.window[row] < NO_WINDOW)[:, None, None]
+        return mask
+
     def ring_pages(self, row: int) -> Ints:
         """List the pages of a row's rings."""
-        rings = self.owned(row) & (self.window[row] < NO_WINDOW)[:, None, None]
-        found: Ints = self.pages[row][rings]
+        found: Ints = self.pages[row][self.ring_mask(row)]
         return found
 
     def page_list(self, rows: Sequence[int]) -> Ints:

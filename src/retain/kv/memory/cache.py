@@ -16,6 +16,8 @@ prompt the pages with live tokens come first, the others are freed, and nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
@@ -27,6 +29,19 @@ def ring_capacities(windows: Ints, fresh: int, page_size: int, block_size: int) 
     """Slots that a head of each layer may own when `fresh` tokens are written at a time, [L]."""
     slots = windows.astype(np.int64) + max(fresh, block_size) - 1
     return np.minimum(-(-slots // page_size) * page_size, UNBOUNDED).astype(np.int32)
+
+
+def ensure_pages(caches: Sequence[KVCache], row: int, upto: int) -> bool:
+    """Return whether the pool has the pages that the row must take for all positions below `upto`, in these groups.
+
+    If it has too few, snapshots that hold pages of the row are evicted: then it may write into these.
+    """
+    pool = caches[0].tables.pool
+    if pool.ensure_free(sum(cache.num_missing_pages(row, upto) for cache in caches)):
+        return True
+    for cache in caches:
+        cache.release_shared_pages(row, upto)
+    return pool.ensure_free(sum(cache.num_missing_pages(row, upto) for cache in caches))
 
 
 class KVCache:
@@ -48,7 +63,7 @@ class KVCache:
         S = self.tables.page_size
         if upto <= t.allocated_upto[row]:
             return True
-        if not self._ensure_pages(row, upto):
+        if not ensure_pages([self], row, upto):
             return False
         if t.rings_shared[row]:
             self._replace_shared_pages(row, upto)
@@ -80,14 +95,6 @@ class KVCache:
             return 0
         missing = int((self._wanted_pages(row, upto) - t.counts[row]).sum())
         return missing + (len(self._shared_ring_pages(row, upto)[0]) if t.rings_shared[row] else 0)
-
-    def _ensure_pages(self, row: int, upto: int) -> bool:
-        """Return whether the pool has the pages that the row must take; what is cached goes if it has too few."""
-        pool = self.tables.pool
-        if pool.ensure_free(self.num_missing_pages(row, upto)):
-            return True
-        self.release_shared_pages(row, upto)
-        return pool.ensure_free(self.num_missing_pages(row, upto))
 
     def release_shared_pages(self, row: int, upto: int) -> None:
         """Let cached snapshots go that hold pages which the row writes over: there are none to take instead."""

@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.memory.cache import KVCache
+from retain.kv.memory.cache import KVCache, ensure_pages
 from retain.types import Ints
 
 T = TypeVar("T")
@@ -43,15 +43,7 @@ class GroupedKVCache:
         """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
         if len(self.groups) == 1:
             return self.groups[0].reserve(row, upto)
-        if not self._ensure_free(row, upto):
-            for group in self.groups:
-                group.release_shared_pages(row, upto)
-            if not self._ensure_free(row, upto):
-                return False
-        return all(group.reserve(row, upto) for group in self.groups)
-
-    def _ensure_free(self, row: int, upto: int) -> bool:
-        return self.pool.ensure_free(sum(group.num_missing_pages(row, upto) for group in self.groups))
+        return ensure_pages(self.groups, row, upto) and all(group.reserve(row, upto) for group in self.groups)
 
     def fork_row(self, src: int, dst: int, num_computed_tokens: int, can_share: bool) -> bool:
         """Give the open row `dst` the first `num_computed_tokens` of `src`: shared where allowed, else copied.

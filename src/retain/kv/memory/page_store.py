@@ -66,6 +66,12 @@ class PageStore:
         self.copy(pages.ravel(), copies.ravel())
         return copies
 
+    def punch_from(self, pages: Pages, position: int) -> None:
+        """Turn the slots of pages that hold tokens from a position on into holes."""
+        index = self.kv.to_index(pages)
+        pos = self.kv.pos[index]
+        self.kv.pos[index] = pos.masked_fill_(pos >= position, -1)
+
     def copy(self, src: Pages, dst: Pages) -> None:
         """Copy K, V, positions and mass of pages, both [n]."""
         self.backend.copy(self.kv, self.kv.to_index(src), self.kv.to_index(dst))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from retain.kernels.api import NO_WINDOW
 from retain.kv.memory.block_tables import BlockTables
 from retain.types import Ints
 
@@ -16,7 +15,7 @@ class RingSnapshot:
         """Hold the pages once more, and let the row write into none of them."""
         self.tables = tables
         self.row = row
-        self.rings = tables.owned(row) & (tables.window[row] < NO_WINDOW)[:, None, None]
+        self.rings = tables.ring_mask(row)
         self.counts = tables.counts[row].copy()
         self.pages: Ints = tables.pages[row][self.rings]
         tables.pool.incref(self.pages)
@@ -34,9 +33,7 @@ class RingSnapshot:
         t.counts[row, layers] = self.counts[layers]
         t.mark_dirty(row)
         t.note_shared_rings(row, self.num_computed_tokens)
-        pages = t.kv.to_index(t.pages[row][t.owned(row)])
-        pos = t.kv.pos[pages]
-        t.kv.pos[pages] = pos.masked_fill_(pos >= position, -1)
+        t.store.punch_from(t.pages[row][t.owned(row)], position)
 
     def free(self) -> None:
         """Hold the pages no more."""

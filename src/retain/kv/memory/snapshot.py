@@ -8,9 +8,9 @@ from retain.types import Ints
 
 
 class Snapshot(Protocol):
-    """Pages that a position of a text needs beside those of the blocks before it. Whoever has it holds each page once.
+    """Pages that a position of a text needs beside those of the blocks before it. The holder counts each page once.
 
-    Pages are held by reference: whoever writes over one that a snapshot holds takes another page for that.
+    Pages are held by reference: a row copies a page that a snapshot holds before it writes into it.
     """
 
     @property

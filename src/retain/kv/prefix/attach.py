@@ -172,6 +172,4 @@ def _first_visible_page(position: int, window: int, page_size: int) -> int:
 def _copy_pages(tables: BlockTables, src: Ints, dst: Ints, end: int) -> None:
     """Copy pages; tokens from position `end` on become holes."""
     tables.store.copy(src, dst)
-    index = tables.kv.to_index(dst)
-    pos = tables.kv.pos[index]
-    tables.kv.pos[index] = pos.masked_fill_(pos >= end, -1)
+    tables.store.punch_from(dst, end)

@@ -62,7 +62,5 @@ def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -
 def _copies_before(store: PageStore, pages: Ints, end: int) -> Ints:
     """Return copies of pages, in which tokens from position `end` on are holes."""
     copies = store.copy_of(pages)
-    index = store.kv.to_index(copies.ravel())
-    pos = store.kv.pos[index]
-    store.kv.pos[index] = pos.masked_fill_(pos >= end, -1)
+    store.punch_from(copies.ravel(), end)
     return copies
