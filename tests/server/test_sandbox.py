@@ -21,13 +21,17 @@ pytestmark = pytest.mark.slow
 
 NO_MESSAGES: dict[str, Any] = {"messages": [], "add_generation_prompt": True, "tools": None, "variables": {}}
 HANG_GUARD_S = 120
-# Workers as scripts: they start, and then do one thing to a request.
+# Workers as scripts: they start, read the request to its end, and then do one thing to it. A worker that answers and
+# ends before its parent has written all is lost, rightly.
 PREAMBLE = """
 import os, signal, sys, time
 def write(data):
     os.write(1, len(data).to_bytes(4, "big") + data)
 write(b"S")
-header = os.read(0, 4)
+"""
+READ = """
+length = int.from_bytes(sys.stdin.buffer.read(4), "big")
+sys.stdin.buffer.read(length)
 """
 ANSWER = "write(b'Rfine')"
 LOSE = {  # how a worker is lost by nothing that the input did
@@ -71,8 +75,8 @@ def nothing_left() -> Iterator[None]:
 class ScriptedSandbox(Sandbox):
     """A sandbox whose workers run these scripts, in this order."""
 
-    def __init__(self, *scripts: str):
-        self.scripts = [PREAMBLE + script for script in scripts]
+    def __init__(self, *scripts: str, read: str = READ):
+        self.scripts = [PREAMBLE + read + script for script in scripts]
         self.num_started = 0
         super().__init__(0.2)
 
@@ -119,7 +123,7 @@ def test_a_failure_of_our_own_is_neither(nothing_left: None) -> None:
 
 def test_a_worker_that_reads_nothing_ends_the_wait(nothing_left: None) -> None:
     """The pipe is full then: also a write has an end."""
-    sandbox = ScriptedSandbox(LOSE["silent"], "while os.read(0, 2**20)[-1:] != b']': pass\n" + ANSWER)
+    sandbox = ScriptedSandbox(LOSE["silent"], READ + ANSWER, read="")
     messages = [{"role": "user", "content": "x" * 2**20}]
     try:
         assert sandbox.render("", {}, **NO_MESSAGES | {"messages": messages}) == "fine"
