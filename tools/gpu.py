@@ -206,6 +206,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     """Launch the kernels of a program of one layer."""
     from retain.kernels.api import GroupInputs
     from retain.kernels.attention_params import AttentionParams
+    from retain.kernels.experts import Experts, Router
     from retain.kernels.rope import Rope
     from retain.kernels.triton import forward
     from retain.kernels.triton.plan import plan_attention
@@ -217,6 +218,8 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     p.norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True)
     p.activation(x, y, "silu", 2048, gated=True)
     p.activation(y, y, "gelu_tanh", 2048)
+    scores = p.buffer("scores", 8)
+    p.experts(y, scores, y, Experts(8, torch.ones(8 * 256, 2048), torch.ones(8 * 2048, 128), Router(2), "silu"))
     qkv, out = p.buffer("qkv", (R + 1) * G * D + G * kv.v_dim), p.buffer("o", R * G * kv.v_dim)
     rope = Rope(torch.ones(D // 2)) if slopes is None else None
     p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)), rope)
@@ -231,6 +234,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     )
     widths = 4096, (R + 1) * G * D + G * kv.v_dim
     step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
+    step.buffers[scores] = torch.ones(T, 8, dtype=dtype)
     for to, compute in p._ops:
         step.buffers[to] = compute(step)
 

@@ -28,6 +28,10 @@ VARIANTS: dict[str, list[Changes]] = {
         {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     ],
     "qwen3": [{"attention_bias": True, "tie_word_embeddings": False}, {"num_key_value_heads": 4, "head_dim": 8}],
+    "qwen3_moe": [
+        {"norm_topk_prob": True, "tie_word_embeddings": True, "num_experts_per_tok": 3},
+        {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8, "attention_bias": True},
+    ],
     "gemma3_text": [
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 8},
         {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},

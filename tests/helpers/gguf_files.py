@@ -8,6 +8,7 @@ The converter's changes to tensors are implemented here independently, after lla
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ GGUF_ARCHS = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3_moe": "qwen3moe",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
@@ -86,6 +88,8 @@ def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
     """Create a tiny checkpoint without the options that a GGUF file of its architecture cannot store."""
     if model_type == "gemma3_text":  # files store no other pattern
         return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
+    if model_type == "qwen3_moe":  # llama.cpp normalizes weights
+        return tiny_checkpoint(model_type, norm_topk_prob=True)
     if model_type == "qwen2":
         return tiny_checkpoint(model_type, use_sliding_window=False)
     return tiny_checkpoint(model_type)
@@ -107,12 +111,13 @@ def write_gguf(
         if value is not None:
             add_metadata(w, key, value)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
-    for name in checkpoint.names():
+    converted = {n: convert_tensor(arch, n, checkpoint.read(n), checkpoint.config) for n in checkpoint.names()}
+    for name, x in stack_experts(converted).items():
         stem, _, leaf = name.rpartition(".")
         gguf_stem = names.get_name(stem)
         assert gguf_stem, name
-        x = convert_tensor(arch, name, checkpoint.read(name), checkpoint.config)
-        tensor_type = GGMLQuantizationType[ggml_type] if x.ndim == 2 else GGMLQuantizationType.F32
+        is_vector = x.ndim == 1 or gguf_stem.endswith("ffn_gate_inp")  # routers stay exact
+        tensor_type = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType[ggml_type]
         w.add_tensor(f"{gguf_stem}.{leaf}", gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
     for name, values in (tensors or {}).items():
         w.add_tensor(name, values)
@@ -121,6 +126,15 @@ def write_gguf(
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def stack_experts(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """Stack the matrices of all experts of a layer: [n, out, in]."""
+    stacks: dict[str, dict[int, NDArray[np.float32]]] = {}
+    for name in list(tensors):
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
+            stacks.setdefault(f"{found[1]}.{found[3]}", {})[int(found[2])] = tensors.pop(name)
+    return tensors | {name: np.stack([parts[e] for e in sorted(parts)]) for name, parts in stacks.items()}
 
 
 def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
@@ -148,7 +162,13 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
         "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
         "attention.head_count": heads,
     }
-    if arch in ("llama", "qwen2", "qwen3", "gemma3"):
+    if arch == "qwen3moe":
+        values |= {
+            "expert_count": c["num_experts"],
+            "expert_used_count": c["num_experts_per_tok"],
+            "expert_feed_forward_length": c["moe_intermediate_size"],
+        }
+    if arch in ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3"):
         values |= {
             "attention.head_count_kv": c["num_key_value_heads"],
             "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],

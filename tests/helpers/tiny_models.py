@@ -58,6 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": {**LLAMA, "sliding_window": 8},
     "qwen2": {**LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {**LLAMA, "head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
     "gemma3_text": GEMMA,
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
     "gpt2": GPT,
@@ -141,13 +142,13 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
         yield p + "self_attn.o_proj.weight", (E, H)
         if c.get("attention_bias"):
             yield p + "self_attn.o_proj.bias", (E,)
-        if model_type in ("qwen3", "gemma3_text"):
+        if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
-        for name, shape in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F))):
-            yield f"{p}mlp.{name}_proj.weight", shape
-            if c.get("mlp_bias"):
-                yield f"{p}mlp.{name}_proj.bias", shape[:1]
+        if model_type == "qwen3_moe" and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
+            yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
+        else:
+            yield from mlp_shapes(p + "mlp.", E, F, c.get("mlp_bias", False))
         yield p + "input_layernorm.weight", (E,)
         yield p + "post_attention_layernorm.weight", (E,)
         if model_type == "gemma3_text":
@@ -156,6 +157,17 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     yield prefix + "norm.weight", (E,)
     if not c.get("tie_word_embeddings"):
         yield "lm_head.weight", (V, E)
+
+
+def mlp_shapes(prefix: str, E: int, F: int, bias: bool = False) -> Shapes:
+    for name, shape in (("gate", (F, E)), ("up", (F, E)), ("down", (E, F))):
+        yield from linear_shapes(f"{prefix}{name}_proj", *shape, bias)
+
+
+def expert_shapes(prefix: str, num_experts: int, E: int, F: int) -> Shapes:
+    yield prefix + "gate.weight", (num_experts, E)
+    for e in range(num_experts):
+        yield from mlp_shapes(f"{prefix}experts.{e}.", E, F)
 
 
 def gemma3_shapes(c: dict[str, Any]) -> Shapes:
@@ -263,6 +275,7 @@ TENSOR_SHAPES = {
     "mistral": llama_shapes,
     "qwen2": llama_shapes,
     "qwen3": llama_shapes,
+    "qwen3_moe": llama_shapes,
     "gemma3_text": llama_shapes,
     "gemma3": gemma3_shapes,
     "gpt2": gpt2_shapes,

@@ -42,6 +42,7 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
         "norm",
         "activation",
         "rope",
+        "grouped_linear",
     }
     assert {line["PART"] for line in lines if line["kernel"] == "attention_fwd"} == {0, 1, 2}
     assert any(line["DEMOTED_PAGE_BLOCKS"] for line in lines if line["kernel"] == "merge_splits")

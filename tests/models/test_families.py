@@ -45,10 +45,25 @@ def build_transformers_model(checkpoint: TinyCheckpoint) -> Any:
     if model_type == "gemma3":
         config, auto = {**config, "vision_config": VISION, "mm_tokens_per_image": 4}, AutoModelForImageTextToText
     model = auto.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager").eval()
-    result = model.load_state_dict({name: checkpoint.read(name) for name in checkpoint.names()}, strict=False)
+    tensors = stack_experts({name: checkpoint.read(name) for name in checkpoint.names()})
+    result = model.load_state_dict(tensors, strict=False)
     missing = {name for name in result.missing_keys if "vision_tower" not in name and "projector" not in name}
     assert not result.unexpected_keys and missing <= {"lm_head.weight"}
     return model
+
+
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Stack the experts of each layer, as transformers does when it reads a published file."""
+    by_layer: dict[str, dict[tuple[int, str], Tensor]] = {}
+    for name in list(tensors):
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
+            by_layer.setdefault(found[1], {})[int(found[2]), found[3]] = tensors.pop(name)
+    for prefix, parts in by_layer.items():
+        n = len({e for e, _ in parts})
+        gate_up = [torch.cat((parts[e, "gate"], parts[e, "up"])) for e in range(n)]
+        tensors[prefix + ".gate_up_proj"] = torch.stack(gate_up)
+        tensors[prefix + ".down_proj"] = torch.stack([parts[e, "down"] for e in range(n)])
+    return tensors
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:

@@ -10,7 +10,7 @@ from retain import models
 from retain.kernels.api import ACTIVATIONS
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
-from retain.kernels.reference.program import ACTIVATION_FUNCTIONS, linear
+from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
 from retain.kernels.weight import Weight
 from retain.models.layers import Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
@@ -93,7 +93,8 @@ def test_linear_layer_multiplies_quantized_weights_in_float32() -> None:
 
 def test_activation_aliases_resolve_to_one_name() -> None:
     names = {"silu": "silu swish", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast"}
-    assert list(names) == list(ACTIVATIONS) == list(ACTIVATION_FUNCTIONS)
+    names |= {"sigmoid": "sigmoid", "swiglu_oai": "swiglu_oai"}
+    assert list(names) == list(ACTIVATIONS) == [*ACTIVATION_FUNCTIONS, "swiglu_oai"]
     for name, others in names.items():
         assert {resolve_activation(other) for other in others.split()} == {name}
     assert get_activation("gpt2") == get_activation("gptj") == get_activation("gemma3_text") == "gelu_tanh"

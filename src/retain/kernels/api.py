@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.experts import Experts
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.reinterpret import PageFormat
 from retain.kernels.rope import Rope
@@ -51,7 +52,8 @@ from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh")  # of a program; in C++ and Triton they are numbers, in this order
+# Of a program; in C++ and Triton they are numbers, in this order. The last one exists only with gates.
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", "sigmoid", "swiglu_oai")
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,14 @@ class Program(Protocol):
         """Set out = x weight^T + bias; weight [out width, x width]."""
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
-        """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS."""
+        """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS.
+
+        "swiglu_oai" is that of gpt-oss, where g = min(x[:n], 7) and u = x[n : 2 n] between -7 and 7:
+        g sigmoid(1.702 g) (u + 1).
+        """
+
+    def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
+        """Set out = the weighted sum of the experts that the router chooses by `scores`; see kernels/experts.py."""
 
     def clip(self, x: int, limit: float) -> None:
         """Clamp x between -limit and limit, in place."""

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.experts import TILE_ROWS, Experts
 from retain.kernels.rope import Rope
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
@@ -55,9 +56,30 @@ class BufferShapes:
         check_equal("the input of a linear layer", columns, self.widths[x])
         check_equal("the output of a linear layer", rows, self.widths[out], rows if bias is None else bias)
 
-    def check_activation(self, x: int, out: int, n: int, gated: bool) -> None:
+    def check_activation(self, x: int, out: int, act: str, n: int, gated: bool) -> None:
         """Check an activation of n numbers a row, followed by n gates if `gated`."""
+        if act == "swiglu_oai" and not gated:
+            raise ValueError(f"the activation {act} needs gates")
         check_equal("an activation", n, self.widths[x] // (2 if gated else 1), self.widths[out])
+
+    def check_experts(self, x: int, scores: int, out: int, experts: Experts) -> None:
+        """Check the experts of a layer, and their router. Raises ValueError for sizes that no backend packs."""
+        n = experts.num_experts
+        width = experts.intermediate_size
+        router = experts.router
+        check_equal("the input of experts", experts.hidden_size, self.widths[x], self.widths[out])
+        check_equal("the scores of experts", n, self.widths[scores])
+        check_equal("the gates of experts", experts.gate_up.shape[0], n * 2 * width)
+        check_equal("the output of experts", experts.down.shape[0], n * self.widths[out])
+        check_equal("a bias of experts", numel_or_none(experts.gate_up_bias) or n * 2 * width, n * 2 * width)
+        check_equal("a bias of experts", numel_or_none(experts.down_bias) or n * self.widths[out], n * self.widths[out])
+        check_equal("the bias of a router", numel_or_none(router.bias) or n, n)
+        for size in (2 * width, self.widths[out]):
+            if size % TILE_ROWS:
+                raise WidthError(f"experts of {width} by {self.widths[out]}: sizes must be multiples of {TILE_ROWS}")
+        num_usable = n // router.num_groups * router.top_groups
+        if not 1 <= router.top_k <= num_usable or n % router.num_groups or router.top_groups > router.num_groups:
+            raise WidthError(f"a router that takes {router.top_k} of {num_usable} experts is not possible")
 
     def check_scale(self, x: int, num_factors: int) -> None:
         """Check a product of the first numbers with factors."""

@@ -65,6 +65,12 @@ class Weights:
         self._on_read(matrix.shape.numel())
         return matrix
 
+    def load_stack(self, name: str) -> Weight:
+        """Load matrices [n, out, in] of one tensor, one below the other: [n out, in]. See load_matrix."""
+        tensor = self.checkpoint.read(self.full_name(name)).flatten(0, 1)
+        self._on_read(tensor.numel())
+        return self._to_kind(name, tensor, embedding=False)
+
     def scope(self, prefix: str) -> Weights:
         """Return the same weights with `prefix` put before every name."""
         scoped = copy(self)
@@ -108,7 +114,9 @@ class Weights:
         if (blocks := self.checkpoint.read_blocks(name, transposed)) is not None:
             return replace(blocks, kind=self._choose_kind(blocks.kind, embedding))
         tensor = self.checkpoint.read(name)
-        dense = tensor.T.contiguous() if transposed else tensor  # [out, in]
+        return self._to_kind(name, tensor.T.contiguous() if transposed else tensor, embedding)
+
+    def _to_kind(self, name: str, dense: Tensor, embedding: bool) -> Weight:
         kind = self._choose_kind(self.dtype, embedding)
         try:
             return to_kind(dense, kind if isinstance(kind, torch.dtype) or is_quantizable(dense) else self.dtype)

@@ -69,7 +69,7 @@ class GGUFCheckpoint:
 
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
-        infos = {}
+        infos: dict[str, tuple[str, TensorInfo]] = {}
         for ggml_type in {info.ggml_type for info in self._reader.tensors.values()}:
             if not is_supported(ggml_type):
                 raise UnsupportedError(f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported")
@@ -77,14 +77,24 @@ class GGUFCheckpoint:
             if name == "rope_freqs.weight":
                 self._apply_rope_factors(info)
             elif not name.endswith(IGNORED_TENSORS):
-                hf_name = self._arch.to_hf_name(name, self.config["num_hidden_layers"])
-                if hf_name is None:
-                    raise UnsupportedError(
-                        f"the tensor {quote(name)} is not known in a {self.config['model_type']} model"
-                    )
-                infos[hf_name] = (name.split(".")[-2], info)
+                infos |= self._map_name(name, info)
         self._names = frozenset(infos)
         return infos
+
+    def _map_name(self, name: str, info: TensorInfo) -> dict[str, tuple[str, TensorInfo]]:
+        """Map a tensor, or each matrix of a tensor of all experts. Raises UnsupportedError for an unknown name."""
+        stem = name.split(".")[-2]
+        num_layers = self.config["num_hidden_layers"]
+        if expert_names := self._arch.expert_names(name, self.config.get("num_experts", 0), num_layers):
+            if info.shape[0] != len(expert_names):
+                raise ValueError(
+                    f"the tensor {quote(name)} has the shape {info.shape}, not of {len(expert_names)} experts"
+                )
+            return {hf_name: (stem, part) for hf_name, part in zip(expert_names, info.split(), strict=True)}
+        hf_name = self._arch.to_hf_name(name, num_layers)
+        if hf_name is None:
+            raise UnsupportedError(f"the tensor {quote(name)} is not known in a {self.config['model_type']} model")
+        return {hf_name: (stem, info)}
 
     def _apply_rope_factors(self, info: TensorInfo) -> None:
         """Put a tensor of divisors of the rope frequencies (Llama 3.1 and later) into the config."""

@@ -13,6 +13,8 @@ from retain.files import quote
 from retain.formats.errors import UnsupportedError
 
 HFConfig = dict[str, Any]
+EXPERT_ARCHITECTURES = ("qwen3moe",)
+MAX_EXPERTS = 4096
 T = TypeVar("T")
 
 
@@ -57,8 +59,8 @@ def _common_config(meta: GGUFMetadata) -> HFConfig:
     layers = meta.get_positive("block_count")
     if layers > len(meta.tensor_shapes):
         raise ValueError(f"{meta.arch}.block_count is {layers}, but there are only {len(meta.tensor_shapes)} tensors")
-    if meta.get("expert_count", 0):
-        raise UnsupportedError("mixtures of experts are not supported")
+    if meta.get("expert_count", 0) and meta.arch not in EXPERT_ARCHITECTURES:
+        raise UnsupportedError(f"mixtures of experts are not supported in the architecture {meta.arch}")
     if "token_embd.weight" not in meta.tensor_shapes:
         raise ValueError("there is no tensor 'token_embd.weight'")
     return {
@@ -96,6 +98,20 @@ def llama_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "attention_bias": "blk.0.attn_q.bias" in meta.tensor_shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in meta.tensor_shapes,
     }
+
+
+def qwen3_moe_config(meta: GGUFMetadata) -> HFConfig:
+    """Return the config of Qwen 3 with experts. All layers have experts, and llama.cpp normalizes their weights."""
+    c = llama_config(meta, "qwen3_moe") | _expert_config(meta)
+    return c | {"norm_topk_prob": True, "moe_intermediate_size": meta.get_positive("expert_feed_forward_length")}
+
+
+def _expert_config(meta: GGUFMetadata) -> HFConfig:
+    """Return how many experts a layer has, and a token. Raises ValueError for too many, which bounds loops."""
+    num_experts = meta.get_positive("expert_count")
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"{meta.arch}.expert_count is {num_experts}")
+    return {"num_experts": num_experts, "num_experts_per_tok": meta.get_positive("expert_used_count")}
 
 
 def _rope_scaling(meta: GGUFMetadata) -> HFConfig | None:

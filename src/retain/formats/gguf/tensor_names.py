@@ -7,7 +7,7 @@ way back. A new architecture is one more entry in ARCHITECTURES.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from retain.formats.gguf.config import (
     gpt_neox_config,
     llama_config,
     mpt_config,
+    qwen3_moe_config,
 )
 
 
@@ -37,6 +38,8 @@ class Architecture:
     biases: frozenset[str] | None = None  # tensors that may have a bias; None: all
     norm_offset: float = 0.0  # added to the weights of norms by the converter
     transposed: frozenset[str] = frozenset()  # matrices [in, out] in Hugging Face, [out, in] in llama.cpp
+    # Of the matrices of all experts, which llama.cpp stacks [n, out, in]; {} is the number of the expert.
+    expert_tensors: Mapping[str, str] = field(default_factory=dict)
     row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # see _llama_row_order
 
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
@@ -51,6 +54,16 @@ class Architecture:
         if blk == "blk" and stem in self.layer_tensors and number in map(str, range(num_layers)):
             return f"{self.layer_prefix.format(number)}.{self.layer_tensors[stem]}.{leaf}"
         return None
+
+    def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:
+        """Return the Hugging Face names of the matrices in a tensor of all experts; None for any other tensor."""
+        stem, _, leaf = name.rpartition(".")
+        blk, _, rest = stem.partition(".")
+        number, _, stem = rest.partition(".")
+        if blk != "blk" or stem not in self.expert_tensors or number not in map(str, range(num_layers)):
+            return None
+        prefix = self.layer_prefix.format(number)
+        return [f"{prefix}.{self.expert_tensors[stem].format(e)}.{leaf}" for e in range(num_experts)]
 
     def to_hf_tensor(self, stem: str, x: Tensor, config: HFConfig) -> Tensor:
         """Convert a tensor to Hugging Face's layout. Raises RuntimeError where it does not fit the config."""
@@ -92,6 +105,11 @@ LLAMA_LAYER_TENSORS = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+EXPERT_TENSORS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
 QKV_BIASES = frozenset(("attn_q", "attn_k", "attn_v"))
 ATTENTION_BIASES = QKV_BIASES | {"attn_output"}
 QK_NORM_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
@@ -123,6 +141,14 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         "model.layers.{}",
         LLAMA_LAYER_TENSORS | QK_NORM_TENSORS,
         biases=ATTENTION_BIASES,
+    ),
+    "qwen3moe": Architecture(
+        qwen3_moe_config,
+        LLAMA_GLOBAL_TENSORS,
+        "model.layers.{}",
+        LLAMA_LAYER_TENSORS | QK_NORM_TENSORS | {"ffn_gate_inp": "mlp.gate"},
+        biases=ATTENTION_BIASES,
+        expert_tensors=EXPERT_TENSORS,
     ),
     "gemma3": Architecture(
         gemma3_config,

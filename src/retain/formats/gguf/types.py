@@ -36,3 +36,10 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     stop: int
+
+    def split(self) -> list[TensorInfo]:
+        """Return the places of the tensors [shape[1], ..] that this one stacks."""
+        n = self.shape[0]
+        size = (self.stop - self.start) // n
+        starts = [self.start + i * size for i in range(n)]
+        return [TensorInfo(self.ggml_type, self.shape[1:], start, start + size) for start in starts]

@@ -14,6 +14,7 @@ from torch import Tensor
 import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.experts import Experts
 from retain.kernels.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
@@ -63,6 +64,15 @@ def to_c_params(params: AttentionParams, address: Callable[[Tensor], int] = Tens
     """Convert the parameters of attention. C++ has their fields in the same order, and 0 for what is absent."""
     values = [getattr(params, f.name) for f in fields(params)]
     return _C.AttentionParams(*(address(x) if isinstance(x, Tensor) else x or 0 for x in values))
+
+
+def to_c_router(experts: Experts, address: Callable[[Tensor], int]) -> _C.Router:
+    """Convert the router of a layer's experts. `address` keeps a tensor alive and returns its address."""
+    r = experts.router
+    bias = 0 if r.bias is None else address(r.bias)
+    return _C.Router(
+        experts.num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups
+    )  # fmt: skip
 
 
 def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.AttentionScoring:

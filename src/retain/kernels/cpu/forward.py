@@ -18,6 +18,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
+from retain.kernels.experts import Experts
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.weight import ConvertedWeights, Weight
@@ -83,8 +84,22 @@ class CpuProgram:
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""
-        self._shapes.check_activation(x, out, n, gated)
+        self._shapes.check_activation(x, out, act, n, gated)
         self._program.activation(x, out, ACTIVATIONS.index(act), n, gated)
+
+    def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
+        """Emit a mixture of experts."""
+        self._shapes.check_experts(x, scores, out, experts)
+        k = experts.router.top_k
+        width = 2 * k * experts.intermediate_size
+        hidden = self.buffer(f"hidden of experts {width}", width)
+        outputs = self.buffer(f"outputs of experts {k}", k * experts.hidden_size)
+        c_experts = _C.Experts(
+            ffi.to_c_router(experts, self._keep_alive), self._weights.get(experts.gate_up).c_args,
+            self._weights.get(experts.down).c_args, self._keep_alive(experts.gate_up_bias),
+            self._keep_alive(experts.down_bias), ACTIVATIONS.index(experts.act),
+        )  # fmt: skip
+        self._program.experts(x, scores, out, hidden, outputs, c_experts, add)
 
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""

@@ -7,9 +7,8 @@ program's dtype; a quantized weight is multiplied in float32.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Generic, TypeVar
 
 import torch
@@ -18,16 +17,13 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Batch
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.experts import Experts
+from retain.kernels.reference.experts import ExpertWeights, mix_experts
+from retain.kernels.reference.rows import activate, linear, replace_columns, rms_norm, select_indices, split_heads
 from retain.kernels.rope import Angles, Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, unpack
 
-ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "relu": F.relu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-}
 # (layer, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to the cache of another one.
 Attend = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
@@ -118,12 +114,18 @@ class TorchProgram(Generic[S]):
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""
-        self._shapes.check_activation(x, out, n, gated)
-        function = ACTIVATION_FUNCTIONS[act]
-        if gated:
-            self._emit(out, lambda s: function(s.buffers[x][:, :n]) * s.buffers[x][:, n:])
-        else:
-            self._emit(out, lambda s: function(s.buffers[x]))
+        self._shapes.check_activation(x, out, act, n, gated)
+        self._emit(out, lambda s: activate(s.buffers[x], act, n, gated))
+
+    def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
+        """Emit a mixture of experts."""
+        self._shapes.check_experts(x, scores, out, experts)
+        gate_up = self._weights.get(experts.gate_up)
+        down = self._weights.get(experts.down)
+        gate_up_bias = self._to_dtype(experts.gate_up_bias)
+        down_bias = self._to_dtype(experts.down_bias)
+        mixture = ExpertWeights(experts, gate_up, down, gate_up_bias, down_bias)
+        self._emit(out, lambda s: self._mix_experts(s.buffers[x], s.buffers[scores], mixture), add)
 
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
@@ -179,6 +181,9 @@ class TorchProgram(Generic[S]):
         for out, compute in self._ops:
             s.buffers[out] = compute(s)
         return s.buffers[LOGITS_BUFFER].float()
+
+    def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
+        return mix_experts(x, scores, w)
 
     def _look_up(self, index: Tensor, weight: UnpackedWeight) -> Tensor:
         if isinstance(weight, Tensor):
@@ -262,30 +267,3 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
             return o
 
         return self.compute(batch.input_ids, batch.positions, batch.logits_indices, attend)
-
-
-def linear(x: Tensor, weight: UnpackedWeight, bias: Tensor | None) -> Tensor:
-    """Compute x W^T + b. A quantized weight is multiplied in float32: slow, and what kernels must match."""
-    if isinstance(weight, Tensor):
-        return F.linear(x, weight, bias)
-    return F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Compute x / rms(x) * weight in float32 (arXiv 1910.07467), over the last dimension."""
-    return F.rms_norm(x.float(), weight.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
-
-
-def split_heads(rows: Tensor, num_heads: int) -> Tensor:
-    """View rows [T, width] as heads [T, num_heads, width / num_heads]."""
-    return rows.view(len(rows), num_heads, rows.shape[1] // num_heads)
-
-
-def select_indices(rows: Tensor, indices: Tensor) -> Tensor:
-    """Return the rows of ascending indices: all of them without a copy, if there are as many."""
-    return rows if len(indices) == len(rows) else rows[indices]
-
-
-def replace_columns(rows: Tensor, first: Tensor) -> Tensor:
-    """Return rows [T, width] whose first columns are those of `first` [T, n]."""
-    return torch.cat((first, rows[:, first.shape[1] :]), 1)

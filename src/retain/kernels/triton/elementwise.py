@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SILU, RELU, GELU, GELU_TANH = (tl.constexpr(i) for i in range(4))
+SILU, RELU, GELU, GELU_TANH, SIGMOID, SWIGLU_OAI = (tl.constexpr(i) for i in range(6))
 
 
 @triton.jit
@@ -48,8 +48,14 @@ def activation(
     if ACT == GELU_TANH:
         u = 0.7978845608028654 * (y + 0.044715 * y * y * y)
         y = y - y / (1.0 + tl.exp(2.0 * u))  # = y (1 + tanh u) / 2
+    if ACT == SIGMOID:
+        y = 1.0 / (1.0 + tl.exp(-y))
+    if ACT == SWIGLU_OAI:
+        y = tl.minimum(y, 7.0)
+        y = y / (1.0 + tl.exp(-1.702 * y))
     if GATED:
-        y *= tl.load(x + t * x_row + n + i, mask=valid, other=0.0).to(tl.float32)
+        gate = tl.load(x + t * x_row + n + i, mask=valid, other=0.0).to(tl.float32)
+        y *= tl.maximum(tl.minimum(gate, 7.0), -7.0) + 1.0 if ACT == SWIGLU_OAI else gate
     tl.store(out + t * n + i, y.to(out.dtype.element_ty), mask=valid)
 
 

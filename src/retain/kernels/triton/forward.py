@@ -14,11 +14,13 @@ from torch import Tensor
 
 from retain.kernels.api import ACTIVATIONS, Batch
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.reference.program import TorchProgram, split_heads
+from retain.kernels.reference.experts import ExpertWeights
+from retain.kernels.reference.program import TorchProgram
+from retain.kernels.reference.rows import split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
 from retain.kernels.transfers import to_device
-from retain.kernels.triton import attention, elementwise, fresh_tokens
+from retain.kernels.triton import attention, elementwise, experts, fresh_tokens
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.plan import plan_attention
@@ -72,7 +74,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, with the product of a gated one in the same kernel."""
-        self._shapes.check_activation(x, out, n, gated)
+        self._shapes.check_activation(x, out, act, n, gated)
         kind, block = ACTIVATIONS.index(act), min(triton.next_power_of_2(n), 1024)
 
         def compute(s: DeviceStep) -> Tensor:
@@ -159,6 +161,9 @@ class TritonProgram(TorchProgram[DeviceStep]):
             after_attention=batch.after_attention,
         )
         return self._run_ops(step)
+
+    def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
+        return experts.mix_experts(x, scores, w)
 
     def _convert_weight(self, weight: Weight) -> Tensor:
         """Return the dense weight on the device, a copy, so a mapped file can be closed."""

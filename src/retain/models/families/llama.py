@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,9 +11,9 @@ import torch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import uniform_layers
 from retain.kernels.rope import Rope
-from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, scope_base_model
+from retain.models.decoder import Attention, Decoder, DecoderLayer, ModelSpec, PreNormLayer, scope_base_model
 from retain.models.family_config import add_defaults
-from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
+from retain.models.layers import Embedding, GatedMLP, Layer, RMSNorm, load_linear, load_lm_head
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
@@ -66,18 +66,24 @@ def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpe
     )
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: OptionalTensors) -> PreNormLayer:
-    """Build one layer from the weights in layers.<i>."""
+def load_mlp(w: Weights, bias: bool = False) -> GatedMLP:
+    """Load a gated MLP from gate_proj, up_proj and down_proj."""
+    gate_up = load_linear(w, "gate_proj", "up_proj", bias=bias)
+    return GatedMLP(gate_up, load_linear(w, "down_proj", bias=bias), w.config["hidden_act"])
+
+
+def build_layer(
+    w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: OptionalTensors, mlp: Layer | None = None
+) -> PreNormLayer:
+    """Build one layer from the weights in layers.<i>, with this MLP or its own."""
     eps = w.config["rms_norm_eps"]
-    bias = tensors.mlp_bias
     norm1, norm2 = (RMSNorm(w[f"{n}.weight"], eps) for n in ("input_layernorm", "post_attention_layernorm"))
-    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=bias)
-    mlp = GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=bias), w.config["hidden_act"])
-    return PreNormLayer(norm1, build_attention(w.scope("self_attn."), i, s, rope, tensors), norm2, mlp)
+    attention = build_attention(w.scope("self_attn."), i, s, rope, tensors)
+    return PreNormLayer(norm1, attention, norm2, mlp or load_mlp(w.scope("mlp."), tensors.mlp_bias))
 
 
 def build_attention(
-    w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: OptionalTensors, norm_offset: float = 0.0
+    w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: OptionalTensors, norm_offset: float = 0.0
 ) -> Attention:
     """Build the attention of one layer. Norms of q and k heads, if any, multiply by w + `norm_offset`."""
     norm = None
@@ -97,8 +103,10 @@ def build(w: Weights) -> Decoder:
     return build_decoder(w, spec_from_config(w.config), tensors)
 
 
-def build_decoder(w: Weights, s: ModelSpec, tensors: OptionalTensors) -> Decoder:
-    """Build a decoder of such layers from weights whose config has its family's defaults."""
+def build_decoder(
+    w: Weights, s: ModelSpec, tensors: OptionalTensors, build: Callable[..., DecoderLayer] = build_layer
+) -> Decoder:
+    """Build a decoder from weights whose config has its family's defaults. `build` builds a layer, as build_layer."""
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, w.config)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
     table = m.load_matrix("embed_tokens.weight", embedding=True)
@@ -106,7 +114,7 @@ def build_decoder(w: Weights, s: ModelSpec, tensors: OptionalTensors) -> Decoder
     return Decoder(
         s,
         Embedding(table),
-        lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope, tensors),
+        lambda i: build(m.scope(f"layers.{i}."), i, s, rope, tensors),
         RMSNorm(m["norm.weight"], w.config["rms_norm_eps"]),
         load_lm_head(w, "lm_head", table, tied_to),
         [rope],

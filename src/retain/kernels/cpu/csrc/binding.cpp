@@ -3,6 +3,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "program.h"
@@ -26,6 +27,12 @@ static PackedWeight packed_weight(Address data, int out, int in, int format) {
   return {ptr<char>(data), out, in, WeightFormat(format)};
 }
 
+using WeightArgs = std::tuple<Address, int, int, int>;
+
+static PackedWeight packed_weight(const WeightArgs& w) {
+  return packed_weight(std::get<0>(w), std::get<1>(w), std::get<2>(w), std::get<3>(w));
+}
+
 static void bind_structs(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
       .def("__init__", [](Pool* p) { new (p) Pool{}; })  // without memory
@@ -47,6 +54,17 @@ static void bind_structs(nb::module_& m) {
                           Address sink_logits) {
         new (p) AttentionParams{scale, ptr<float>(alibi_slopes), ptr<float>(key_offset), softcap,
                                 ptr<float>(sink_logits)};
+      });
+  nb::class_<Router>(m, "Router")
+      .def("__init__", [](Router* r, int num_experts, int top_k, bool is_sigmoid, bool normalize, float scale,
+                          Address bias, int num_groups, int top_groups) {
+        new (r) Router{num_experts, top_k, is_sigmoid, normalize, scale, ptr<float>(bias), num_groups, top_groups};
+      });
+  nb::class_<Experts>(m, "Experts")
+      .def("__init__", [](Experts* e, const Router& router, WeightArgs gate_up, WeightArgs down, Address gate_up_bias,
+                          Address down_bias, int act) {
+        new (e) Experts{router, packed_weight(gate_up), packed_weight(down), ptr<float>(gate_up_bias),
+                        ptr<float>(down_bias), Activation(act)};
       });
   nb::class_<PageTables>(m, "PageTables")
       .def("__init__", [](PageTables* t) { new (t) PageTables{}; })
@@ -96,6 +114,7 @@ static void bind_program(nb::module_& m) {
            [](Program& p, int in, int out, int kind, int n, bool gated) {
              p.activation(in, out, Activation(kind), n, gated);
            })
+      .def("experts", &Program::experts)
       .def("clip", &Program::clip)
       .def("scale",
            [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })

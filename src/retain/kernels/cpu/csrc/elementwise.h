@@ -66,9 +66,16 @@ INLINE F sigmoid(F x) {  // from e^-|x|, which cannot overflow
   return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
 
+INLINE F min(F x, F y) { return x < y ? x : y; }
+
 template <Activation A>
 INLINE F activation(F x) {
   if constexpr (A == Activation::relu) return max(x, F{});
+  if constexpr (A == Activation::sigmoid) return sigmoid(x);
+  if constexpr (A == Activation::swiglu_oai) {
+    x = min(x, splat(7.0f));
+    return x * sigmoid(x * 1.702f);
+  }
   if constexpr (A == Activation::silu) return x * sigmoid(x);
   if constexpr (A == Activation::gelu_tanh)  // (1 + tanh y) / 2 = sigmoid(2 y)
     return x * sigmoid(x * (x * x * 0.044715f + 1.0f) * 1.5957691216057308f);
@@ -83,7 +90,11 @@ template <Activation A>
 INLINE void activate_row(const float* x, const float* gate, int n, float* out) {
   for (int i = 0; i < n; i += WIDTH) {
     F y = activation<A>(load_tail(x + i, n - i));
-    if (gate) y *= load_tail(gate + i, n - i);
+    if (gate) {
+      F g = load_tail(gate + i, n - i);
+      if constexpr (A == Activation::swiglu_oai) g = max(min(g, splat(7.0f)), splat(-7.0f)) + 1.0f;
+      y *= g;
+    }
     store_tail(out + i, n - i, y);
   }
 }

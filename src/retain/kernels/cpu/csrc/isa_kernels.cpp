@@ -110,6 +110,8 @@ void activate(Activation kind, const float* x, const float* gate, int n, float* 
     case Activation::relu: return activate_row<Activation::relu>(x, gate, n, out);
     case Activation::gelu: return activate_row<Activation::gelu>(x, gate, n, out);
     case Activation::gelu_tanh: return activate_row<Activation::gelu_tanh>(x, gate, n, out);
+    case Activation::sigmoid: return activate_row<Activation::sigmoid>(x, gate, n, out);
+    case Activation::swiglu_oai: return activate_row<Activation::swiglu_oai>(x, gate, n, out);
   }
 }
 

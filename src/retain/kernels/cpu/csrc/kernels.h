@@ -136,4 +136,49 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
                  const OutputView&, ThreadTeam::Member&);
 
+// How a token chooses experts (kernels/experts.py).
+struct Router {
+  int num_experts, top_k;
+  bool is_sigmoid, normalize;
+  float scale;
+  const float* bias;  // [num_experts] or null
+  int num_groups, top_groups;
+};
+
+// The experts of a layer, one below the other.
+struct Experts {
+  Router router;
+  PackedWeight gate_up, down;               // [n 2 I, E], [n E, I]
+  const float *gate_up_bias, *down_bias;    // [n 2 I], [n E]; or null
+  Activation act;
+
+  int width() const { return down.in; }
+  // Bytes of prepared activations for each token: one row for itself and each of its experts, and spare ones.
+  int64_t prepared_bytes() const {
+    const int k = router.top_k;
+    return std::max((k + 2) * gate_up.activation_bytes(), (k + 1) * down.activation_bytes());
+  }
+};
+
+// T tokens, and memory for them. A choice is one of the k experts of a token.
+struct ExpertsArgs {
+  const float *x, *scores;  // [T, E], [T, n]
+  int T;
+  float *hidden, *y;  // [T k, 2 I], [T k, E]: a row for each choice
+  OutputView out;
+};
+
+// What the experts of a step share between threads; reused by all layers.
+struct ExpertsWorkspace {
+  std::vector<int> experts;           // [T, k]: the choices of each token
+  std::vector<float> weights;         // [T, k]
+  std::vector<int> rows;              // [T, k]: the place of each choice when they are sorted by expert
+  std::vector<int> active, row_begin;  // the experts that were chosen; the first row of each, and the end
+};
+
+// Every member of a team calls this, and the result is complete after the next barrier. `prepared` has room for
+// prepared_bytes() of each token, with the number of tokens rounded up to MAX_PADDED_ROWS.
+void mix_experts(const Experts&, const ExpertsArgs&, ExpertsWorkspace&, AlignedVector<char>& prepared,
+                 ThreadTeam::Member&);
+
 }  // namespace retain

@@ -104,6 +104,19 @@ struct Program::ActivationOp {
   }
 };
 
+struct Program::ExpertsOp {
+  int in, scores, out, hidden, y;
+  Experts experts;
+  bool add;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    Program& p = state.program;
+    const OutputView to = {state.data(out), state.width(out), nullptr, add};
+    mix_experts(experts, {state.data(in), state.data(scores), state.rows, state.data(hidden), state.data(y), to},
+                p.experts_, p.prepared_, member);
+  }
+};
+
 struct Program::ClipOp {
   int buffer;
   float limit;
@@ -253,6 +266,10 @@ void Program::linear(int in, int out, const PackedWeight& weight, const float* b
 }
 void Program::activation(int in, int out, Activation kind, int n, bool gated) {
   push(ActivationOp{in, out, kind, n, gated});
+}
+void Program::experts(int in, int scores, int out, int hidden, int y, const Experts& experts, bool add) {
+  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, experts.prepared_bytes());
+  push(ExpertsOp{in, scores, out, hidden, y, experts, add});
 }
 void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
 void Program::scale(int buffer, const float* factors, int n) { push(ScaleOp{buffer, factors, n}); }

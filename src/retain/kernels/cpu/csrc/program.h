@@ -54,6 +54,8 @@ class Program {
   void norm(int in, int out, const NormParams&, int n, int heads, bool add);
   void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
   void activation(int in, int out, Activation, int n, bool gated);
+  // Rows of `hidden` have k 2 I numbers, those of `y` k E: see ExpertsArgs.
+  void experts(int in, int scores, int out, int hidden, int y, const Experts&, bool add);
   void clip(int buffer, float limit);
   void scale(int buffer, const float* factors, int n);
   void rope(int buffer, int table, int heads, int D);
@@ -76,6 +78,7 @@ class Program {
   struct NormOp;
   struct LinearOp;
   struct ActivationOp;
+  struct ExpertsOp;
   struct ClipOp;
   struct ScaleOp;
   struct RopeOp;
@@ -107,6 +110,7 @@ class Program {
   std::vector<float*> buffers_;
   AlignedVector<char> prepared_;
   AttentionWorkspace attention_;
+  ExpertsWorkspace experts_;
 };
 
 }  // namespace retain

@@ -1,0 +1,63 @@
+"""Mixtures of experts: the weights of a layer's experts, and how a token chooses among them (arXiv 2101.03961).
+
+    y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
+
+What a backend computes is defined in reference/experts.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from retain.kernels.weight import Weight
+
+TILE_ROWS = 16  # outputs of an expert come in multiples of it, so that no packed tile has rows of two experts
+
+
+@dataclass(frozen=True, eq=False)
+class Router:
+    """Choose `top_k` experts of a token, and weigh them, by its n scores.
+
+    Scores become probabilities p: their softmax, or the sigmoid of each (`is_sigmoid`). The experts with the highest
+    p + bias are chosen; weights are p alone, divided by their sum if `normalize`, times `scale`. Of equal experts the
+    first are chosen.
+
+    With groups, only the best `top_groups` of `num_groups` take part. A group counts as much as its two best experts
+    (DeepSeek-V3, arXiv 2412.19437).
+    """
+
+    top_k: int
+    is_sigmoid: bool = False
+    normalize: bool = True
+    scale: float = 1.0
+    bias: Tensor | None = None  # float32 [n]
+    num_groups: int = 1
+    top_groups: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Experts:
+    """The n experts of a layer, one below the other: gates and up projections, down projections, their router.
+
+    I is the intermediate size of an expert. `act` is one of ACTIVATIONS, and gated.
+    """
+
+    num_experts: int
+    gate_up: Weight  # [n 2 I, E]: of each expert the rows of its gate, then those of its up projection
+    down: Weight  # [n E, I]
+    router: Router
+    act: str
+    gate_up_bias: Tensor | None = None  # [n 2 I]
+    down_bias: Tensor | None = None  # [n E]
+
+    @property
+    def intermediate_size(self) -> int:
+        """Return I."""
+        return self.down.shape[1]
+
+    @property
+    def hidden_size(self) -> int:
+        """Return E."""
+        return self.gate_up.shape[1]

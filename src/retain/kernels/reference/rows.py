@@ -1,0 +1,58 @@
+"""Functions of rows in torch: what the operations of a program compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.kernels.weight import UnpackedWeight
+
+ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
+SWIGLU_LIMIT = 7.0  # of gpt-oss
+SWIGLU_FACTOR = 1.702
+
+
+def activate(x: Tensor, act: str, n: int, gated: bool) -> Tensor:
+    """Return act(x[:n]), times x[n : 2 n] if `gated`, for rows x. See Program.activation."""
+    if act == "swiglu_oai":
+        gate = x[:, :n].clamp(max=SWIGLU_LIMIT)
+        return gate * torch.sigmoid(SWIGLU_FACTOR * gate) * (x[:, n:].clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT) + 1)
+    function = ACTIVATION_FUNCTIONS[act]
+    return function(x[:, :n]) * x[:, n:] if gated else function(x)
+
+
+def linear(x: Tensor, weight: UnpackedWeight, bias: Tensor | None) -> Tensor:
+    """Compute x W^T + b. A quantized weight is multiplied in float32: slow, and what kernels must match."""
+    if isinstance(weight, Tensor):
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute x / rms(x) * weight in float32 (arXiv 1910.07467), over the last dimension."""
+    return F.rms_norm(x.float(), weight.shape[-1:], eps=eps).mul_(weight).to(x.dtype)
+
+
+def split_heads(rows: Tensor, num_heads: int) -> Tensor:
+    """View rows [T, width] as heads [T, num_heads, width / num_heads]."""
+    return rows.view(len(rows), num_heads, rows.shape[1] // num_heads)
+
+
+def select_indices(rows: Tensor, indices: Tensor) -> Tensor:
+    """Return the rows of ascending indices: all of them without a copy, if there are as many."""
+    return rows if len(indices) == len(rows) else rows[indices]
+
+
+def replace_columns(rows: Tensor, first: Tensor) -> Tensor:
+    """Return rows [T, width] whose first columns are those of `first` [T, n]."""
+    return torch.cat((first, rows[:, first.shape[1] :]), 1)
