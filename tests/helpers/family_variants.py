@@ -32,6 +32,10 @@ VARIANTS: dict[str, list[Changes]] = {
         {"norm_topk_prob": True, "tie_word_embeddings": True, "num_experts_per_tok": 3},
         {"decoder_sparse_step": 2, "use_sliding_window": True, "sliding_window": 8, "attention_bias": True},
     ],
+    "gpt_oss": [
+        {"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}, "num_experts_per_tok": 3},
+        {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": False},
+    ],
     "gemma3_text": [
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 8},
         {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},

@@ -27,6 +27,7 @@ GGUF_ARCHS = {
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3moe",
+    "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
@@ -112,11 +113,11 @@ def write_gguf(
             add_metadata(w, key, value)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
     converted = {n: convert_tensor(arch, n, checkpoint.read(n), checkpoint.config) for n in checkpoint.names()}
-    for name, x in stack_experts(converted).items():
-        stem, _, leaf = name.rpartition(".")
+    for name, x in stack_experts(split_stacks(converted)).items():
+        stem, _, leaf = (name, "", "weight") if name.endswith(".sinks") else name.rpartition(".")
         gguf_stem = names.get_name(stem)
         assert gguf_stem, name
-        is_vector = x.ndim == 1 or gguf_stem.endswith("ffn_gate_inp")  # routers stay exact
+        is_vector = x.ndim == 1 or leaf == "bias" or gguf_stem.endswith("ffn_gate_inp")  # routers stay exact
         tensor_type = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType[ggml_type]
         w.add_tensor(f"{gguf_stem}.{leaf}", gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
     for name, values in (tensors or {}).items():
@@ -126,6 +127,22 @@ def write_gguf(
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def split_stacks(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+    """Name the experts of gpt-oss one by one: gates and up projections apart, matrices [out, in]."""
+    found = {}
+    for name, x in tensors.items():
+        prefix, is_stack, rest = name.partition(".experts.")
+        if not is_stack or rest[0].isdigit():
+            found[name] = x
+            continue
+        leaf = "bias" if rest.endswith("_bias") else "weight"
+        parts = {"gate_proj": x[..., ::2], "up_proj": x[..., 1::2]} if "gate_up" in rest else {"down_proj": x}
+        for part, stack in parts.items():
+            for e, own in enumerate(stack):
+                found[f"{prefix}.experts.{e}.{part}.{leaf}"] = np.ascontiguousarray(own.T)
+    return found
 
 
 def stack_experts(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
@@ -162,13 +179,13 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
         "feed_forward_length": c.get("intermediate_size") or 4 * hidden,
         "attention.head_count": heads,
     }
-    if arch == "qwen3moe":
+    if arch in ("qwen3moe", "gpt-oss"):
         values |= {
-            "expert_count": c["num_experts"],
+            "expert_count": c.get("num_experts") or c["num_local_experts"],
             "expert_used_count": c["num_experts_per_tok"],
-            "expert_feed_forward_length": c["moe_intermediate_size"],
+            "expert_feed_forward_length": c.get("moe_intermediate_size") or c["intermediate_size"],
         }
-    if arch in ("llama", "qwen2", "qwen3", "qwen3moe", "gemma3"):
+    if arch in ("llama", "qwen2", "qwen3", "qwen3moe", "gpt-oss", "gemma3"):
         values |= {
             "attention.head_count_kv": c["num_key_value_heads"],
             "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
@@ -178,8 +195,10 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
         }
     else:
         values["attention.layer_norm_epsilon"] = 1e-5
-    if arch == "gemma3":
+    if arch in ("gemma3", "gpt-oss"):
         values["attention.sliding_window"] = c["sliding_window"]
+    if arch == "gemma3":
+        values["rope.freq_base_swa"] = c["rope_local_base_freq"]
     if arch == "gptneox":
         values["rope.dimension_count"] = int(c["rotary_pct"] * hidden // heads)
         values["use_parallel_residual"] = c.get("use_parallel_residual", True)

@@ -59,6 +59,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2": {**LLAMA, "use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "qwen3": {**LLAMA, "head_dim": 32, "tie_word_embeddings": True},
     "qwen3_moe": {**LLAMA, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+    "gpt_oss": {
+        **LLAMA,
+        "sliding_window": 8,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 32,
+        "rope_theta": 150000.0,
+    },
     "gemma3_text": GEMMA,
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
     "gpt2": GPT,
@@ -119,6 +127,8 @@ class TinyCheckpoint:
             return y - 1 if is_gemma else y
         if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
             return x / 8 if is_gemma else x  # Gemma multiplies by the root of E, which is 8
+        if len(shape) == 3:  # [experts, in, out]
+            return x * 2 / shape[1] ** 0.5
         in_dim = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
         if name.endswith("k_proj.weight"):  # smaller in a quarter of the rotary pairs, so keys and queries are balanced
             x[1::4] /= 4
@@ -137,15 +147,18 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
         p = f"{prefix}layers.{i}."
         for name, out in (("q", H), ("k", G), ("v", G)):
             yield f"{p}self_attn.{name}_proj.weight", (out, E)
-            if model_type == "qwen2" or c.get("attention_bias"):
+            if model_type == "qwen2" or c.get("attention_bias", model_type == "gpt_oss"):
                 yield f"{p}self_attn.{name}_proj.bias", (out,)
         yield p + "self_attn.o_proj.weight", (E, H)
-        if c.get("attention_bias"):
+        if c.get("attention_bias", model_type == "gpt_oss"):
             yield p + "self_attn.o_proj.bias", (E,)
         if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
-        if model_type == "qwen3_moe" and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
+        if model_type == "gpt_oss":
+            yield p + "self_attn.sinks", (c["num_attention_heads"],)
+            yield from stacked_expert_shapes(p + "mlp.", c["num_local_experts"], E, F)
+        elif model_type == "qwen3_moe" and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
             yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
         else:
             yield from mlp_shapes(p + "mlp.", E, F, c.get("mlp_bias", False))
@@ -168,6 +181,14 @@ def expert_shapes(prefix: str, num_experts: int, E: int, F: int) -> Shapes:
     yield prefix + "gate.weight", (num_experts, E)
     for e in range(num_experts):
         yield from mlp_shapes(f"{prefix}experts.{e}.", E, F)
+
+
+def stacked_expert_shapes(prefix: str, num_experts: int, E: int, F: int) -> Shapes:
+    yield from linear_shapes(prefix + "router", num_experts, E)
+    yield prefix + "experts.gate_up_proj", (num_experts, E, 2 * F)  # transposed, unlike in other families
+    yield prefix + "experts.gate_up_proj_bias", (num_experts, 2 * F)
+    yield prefix + "experts.down_proj", (num_experts, F, E)
+    yield prefix + "experts.down_proj_bias", (num_experts, E)
 
 
 def gemma3_shapes(c: dict[str, Any]) -> Shapes:
@@ -276,6 +297,7 @@ TENSOR_SHAPES = {
     "qwen2": llama_shapes,
     "qwen3": llama_shapes,
     "qwen3_moe": llama_shapes,
+    "gpt_oss": llama_shapes,
     "gemma3_text": llama_shapes,
     "gemma3": gemma3_shapes,
     "gpt2": gpt2_shapes,

@@ -9,10 +9,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from retain.files import quote, read_json_object, shorten
+from retain.formats import mxfp4
 from retain.formats.config_limits import check_config_file
+from retain.kernels.block_weight import BlockRows, BlockWeight
 
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
@@ -30,8 +33,9 @@ class SafetensorsCheckpoint:
             self.config = {key: value for key, value in text_config.items() if key not in SHARED_KEYS}
             self.config |= {key: config[key] for key in SHARED_KEYS if key in config}
         check_config_file(self.config, path / "config.json")
-        if quantization := config.get("quantization_config"):
-            method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        quantization = config.get("quantization_config")
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+        if method and method != "mxfp4":
             raise ValueError(
                 f"{path}: weights quantized by {quote(method)} are not supported: use a .gguf file, or the original"
             )
@@ -43,7 +47,10 @@ class SafetensorsCheckpoint:
                     raise ValueError(f"{file}: damaged: it lacks the tensor {quote(stored)}, which the index lists")
                 if name := _language_model_name(stored) if is_multimodal else stored:
                     self._locations[name] = opened, stored
-        self._names = frozenset(self._locations)
+        stems = {name.removesuffix("_blocks") for name in self._locations if name.endswith("_blocks")}
+        self._mxfp4 = frozenset(stem for stem in stems if f"{stem}_scales" in self._locations)
+        parts = {f"{stem}_{part}" for stem in self._mxfp4 for part in ("blocks", "scales")}
+        self._names = frozenset(self._locations.keys() - parts) | self._mxfp4
 
     def names(self) -> frozenset[str]:
         """See Checkpoint."""
@@ -51,19 +58,37 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """See Checkpoint. Raises ValueError for a tensor of integers, too."""
+        if blocks := self.read_blocks(name):
+            return blocks.dequantize()
+        tensor = self._read_stored(name)
+        if not tensor.is_floating_point():
+            raise ValueError(
+                f"{self.path}: the tensor {quote(name)} is of {tensor.dtype}: quantized models are not supported"
+            )
+        return tensor
+
+    def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
+        """See Checkpoint. The matrices of all experts in MXFP4 are stacked: [n out, in]."""
+        if name not in self._mxfp4:
+            return None
+        blocks = self._read_stored(f"{name}_blocks")
+        scales = self._read_stored(f"{name}_scales")
+        is_mxfp4 = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape == (*scales.shape, mxfp4.GROUP // 2)
+        if not is_mxfp4 or blocks.ndim < 3:
+            shapes = f"{list(blocks.shape)} and {list(scales.shape)}"
+            raise ValueError(f"{self.path}: the tensor {quote(name)} has blocks and scales of the shapes {shapes}")
+        n = scales.shape[-1]
+        raw = mxfp4.to_ggml_blocks(blocks.reshape(-1, n, mxfp4.GROUP // 2).numpy(), scales.reshape(-1, n).numpy())
+        label = f"{self.path}: the tensor {quote(name)}"
+        return BlockWeight.from_rows(BlockRows(label, mxfp4.GGML_TYPE, (len(raw), n * mxfp4.GROUP), raw))
+
+    def _read_stored(self, name: str) -> Tensor:
         opened, stored = self._locations[name]
         try:
             tensor: Tensor = opened.get_tensor(stored)
         except Exception as e:
             raise ValueError(f"{self.path}: the tensor {quote(stored)} is damaged: {shorten(e)}") from e
-        if not tensor.is_floating_point():
-            raise ValueError(
-                f"{self.path}: the tensor {quote(stored)} is of {tensor.dtype}: quantized models are not supported"
-            )
         return tensor
-
-    def read_blocks(self, name: str, transposed: bool = False) -> None:
-        """Return None: nothing here is quantized."""
 
     def _list_files(self) -> dict[Path, set[str] | None]:
         """Return the files with weights, and which tensors to read from each; None stands for all."""

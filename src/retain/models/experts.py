@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from retain.kernels.api import Program
 from retain.kernels.experts import Experts, Router
-from retain.kernels.weight import Weight, concat_rows
+from retain.kernels.weight import concat_rows
 from retain.models.layers import Linear, resolve_activation
 from retain.models.weights import Weights
 
@@ -27,15 +29,20 @@ class MixtureOfExperts:
 
 
 def load_experts(w: Weights, num_experts: int, router: Router, act: str) -> Experts:
-    """Load experts without biases from experts.<e>, as published files have them.
+    """Load experts without biases, as published files have them, or stacked, as transformers has them in memory."""
+    if "experts.gate_up_proj" not in w:
+        return load_published_experts(w, num_experts, router, act)
+    gate_up = w.load_stack("experts.gate_up_proj")
+    return Experts(num_experts, gate_up, w.load_stack("experts.down_proj"), router, resolve_activation(act))
 
-    Files that transformers has converted stack all experts of a layer in one tensor.
-    """
-    if "experts.gate_up_proj" in w:
-        gate_up: Weight = w.load_stack("experts.gate_up_proj")
-        down: Weight = w.load_stack("experts.down_proj")
-    else:
-        own = [w.scope(f"experts.{e}.") for e in range(num_experts)]
-        gate_up = concat_rows([x.load_matrix(f"{name}.weight") for x in own for name in ("gate_proj", "up_proj")])
-        down = concat_rows([x.load_matrix("down_proj.weight") for x in own])
-    return Experts(num_experts, gate_up, down, router, resolve_activation(act))
+
+def load_published_experts(w: Weights, num_experts: int, router: Router, act: str, bias: bool = False) -> Experts:
+    """Load the experts of a layer, each from gate_proj, up_proj and down_proj in experts.<e>."""
+    own = [w.scope(f"experts.{e}.") for e in range(num_experts)]
+    gate_up = concat_rows([x.load_matrix(f"{name}.weight") for x in own for name in ("gate_proj", "up_proj")])
+    down = concat_rows([x.load_matrix("down_proj.weight") for x in own])
+    experts = Experts(num_experts, gate_up, down, router, resolve_activation(act))
+    if not bias:
+        return experts
+    gate_up_bias = torch.cat([x[f"{name}.bias"] for x in own for name in ("gate_proj", "up_proj")])
+    return replace(experts, gate_up_bias=gate_up_bias, down_bias=torch.cat([x["down_proj.bias"] for x in own]))

@@ -65,9 +65,15 @@ class Weights:
         self._on_read(matrix.shape.numel())
         return matrix
 
-    def load_stack(self, name: str) -> Weight:
-        """Load matrices [n, out, in] of one tensor, one below the other: [n out, in]. See load_matrix."""
-        tensor = self.checkpoint.read(self.full_name(name)).flatten(0, 1)
+    def load_stack(self, name: str, transposed: bool = False) -> Weight:
+        """Load matrices [n, out, in] of one tensor, one below the other: [n out, in]. See load_matrix.
+
+        `transposed`: dense ones are stored [n, in, out]; blocks never are.
+        """
+        if (blocks := self.checkpoint.read_blocks(self.full_name(name))) is not None:
+            return replace(blocks, kind=self._choose_kind(blocks.kind, embedding=False))
+        tensor = self.checkpoint.read(self.full_name(name))
+        tensor = (tensor.transpose(1, 2) if transposed else tensor).flatten(0, 1)
         self._on_read(tensor.numel())
         return self._to_kind(name, tensor, embedding=False)
 

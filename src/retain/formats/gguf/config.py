@@ -13,7 +13,7 @@ from retain.files import quote
 from retain.formats.errors import UnsupportedError
 
 HFConfig = dict[str, Any]
-EXPERT_ARCHITECTURES = ("qwen3moe",)
+EXPERT_ARCHITECTURES = ("qwen3moe", "gpt-oss")
 MAX_EXPERTS = 4096
 T = TypeVar("T")
 
@@ -104,6 +104,17 @@ def qwen3_moe_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of Qwen 3 with experts. All layers have experts, and llama.cpp normalizes their weights."""
     c = llama_config(meta, "qwen3_moe") | _expert_config(meta)
     return c | {"norm_topk_prob": True, "moe_intermediate_size": meta.get_positive("expert_feed_forward_length")}
+
+
+def gpt_oss_config(meta: GGUFMetadata) -> HFConfig:
+    """Return the config of gpt-oss. Every second layer is full; YaRN's bounds are no whole numbers, as published."""
+    c = llama_config(meta, "gpt_oss") | _expert_config(meta)
+    if c["rope_scaling"] and c["rope_scaling"]["rope_type"] == "yarn":
+        c["rope_scaling"]["truncate"] = False
+    return c | {
+        "intermediate_size": meta.get_positive("expert_feed_forward_length"),
+        "sliding_window": meta.get_positive("attention.sliding_window", 128),
+    }
 
 
 def _expert_config(meta: GGUFMetadata) -> HFConfig:

@@ -18,6 +18,7 @@ from retain.formats.gguf.config import (
     gemma3_config,
     gpt2_config,
     gpt_neox_config,
+    gpt_oss_config,
     llama_config,
     mpt_config,
     qwen3_moe_config,
@@ -40,6 +41,7 @@ class Architecture:
     transposed: frozenset[str] = frozenset()  # matrices [in, out] in Hugging Face, [out, in] in llama.cpp
     # Of the matrices of all experts, which llama.cpp stacks [n, out, in]; {} is the number of the expert.
     expert_tensors: Mapping[str, str] = field(default_factory=dict)
+    bare: frozenset[str] = frozenset()  # tensors that are no `.weight` in Hugging Face
     row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # see _llama_row_order
 
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
@@ -52,7 +54,8 @@ class Architecture:
         blk, _, rest = stem.partition(".")
         number, _, stem = rest.partition(".")
         if blk == "blk" and stem in self.layer_tensors and number in map(str, range(num_layers)):
-            return f"{self.layer_prefix.format(number)}.{self.layer_tensors[stem]}.{leaf}"
+            hf_stem = f"{self.layer_prefix.format(number)}.{self.layer_tensors[stem]}"
+            return hf_stem if stem in self.bare else f"{hf_stem}.{leaf}"
         return None
 
     def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:
@@ -149,6 +152,19 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         LLAMA_LAYER_TENSORS | QK_NORM_TENSORS | {"ffn_gate_inp": "mlp.gate"},
         biases=ATTENTION_BIASES,
         expert_tensors=EXPERT_TENSORS,
+    ),
+    "gpt-oss": Architecture(
+        gpt_oss_config,
+        LLAMA_GLOBAL_TENSORS,
+        "model.layers.{}",
+        LLAMA_LAYER_TENSORS
+        | {
+            "post_attention_norm": "post_attention_layernorm",
+            "attn_sinks": "self_attn.sinks",
+            "ffn_gate_inp": "mlp.router",
+        },
+        expert_tensors=EXPERT_TENSORS,
+        bare=frozenset(("attn_sinks",)),
     ),
     "gemma3": Architecture(
         gemma3_config,

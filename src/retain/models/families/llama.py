@@ -104,10 +104,17 @@ def build(w: Weights) -> Decoder:
 
 
 def build_decoder(
-    w: Weights, s: ModelSpec, tensors: OptionalTensors, build: Callable[..., DecoderLayer] = build_layer
+    w: Weights,
+    s: ModelSpec,
+    tensors: OptionalTensors,
+    build: Callable[..., DecoderLayer] = build_layer,
+    rope: Rope | None = None,
 ) -> Decoder:
-    """Build a decoder from weights whose config has its family's defaults. `build` builds a layer, as build_layer."""
-    rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, w.config)
+    """Build a decoder from weights whose config has its family's defaults.
+
+    `build` builds a layer, as build_layer. Without `rope` layers rotate whole heads as the config says.
+    """
+    rope = rope or get_whole_head_rope(s.kv_cache.attention(0).k_dim, w.config)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
     table = m.load_matrix("embed_tokens.weight", embedding=True)
     tied_to = m.full_name("embed_tokens.weight") if w.config["tie_word_embeddings"] else None

@@ -1,0 +1,152 @@
+"""Experts: the router against its definition in words, and every backend against the reference."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retain.kernels import cpu, reference
+from retain.kernels.api import CPU, Backend, Batch, GroupInputs, Tables
+from retain.kernels.experts import Experts, Router
+from retain.kernels.quantized import quantize_int4, quantize_int8
+from retain.kernels.reference.experts import ExpertWeights, mix_experts, route
+from retain.kernels.shape_checks import WidthError
+from retain.kernels.weight import Weight
+from tests.helpers.backend_variants import ISAS, use_isa
+
+E, I, N = 64, 32, 12
+ROUTERS = {
+    "softmax": Router(3, normalize=False),
+    "normalized": Router(4),
+    "one": Router(1, scale=2.5),
+    "all": Router(N),
+    "sigmoid": Router(3, is_sigmoid=True, scale=1.8, bias=torch.linspace(-0.5, 0.5, N)),
+    "groups": Router(3, is_sigmoid=True, bias=torch.linspace(0.4, -0.4, N), num_groups=4, top_groups=2),
+    "groups of one": Router(2, num_groups=N, top_groups=5),
+}
+each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def make_experts(router: Router, kind: str = "float32", biases: bool = False, act: str = "silu") -> Experts:
+    convert: dict[str, Any] = {
+        "float32": torch.Tensor.float, "bfloat16": torch.Tensor.bfloat16, "int8": quantize_int8, "int4": quantize_int4
+    }  # fmt: skip
+    gate_up: Weight = convert[kind](random(N * 2 * I, E, seed=1) / E**0.5)
+    down: Weight = convert[kind](random(N * E, I, seed=2) / I**0.5)
+    experts = Experts(N, gate_up, down, router, act)
+    if not biases:
+        return experts
+    return replace(experts, gate_up_bias=random(N * 2 * I, seed=3), down_bias=random(N * E, seed=4))
+
+
+def words(scores: list[float], router: Router) -> dict[int, float]:
+    """The chosen experts and their weights by Router's docstring, one number at a time, in float64."""
+    x = torch.tensor(scores, dtype=torch.float64)
+    p = (x.sigmoid() if router.is_sigmoid else x.softmax(0)).tolist()
+    bias = [0.0] * len(p) if router.bias is None else router.bias.tolist()
+    chosen_by = [a + b for a, b in zip(p, bias, strict=True)]
+    size = len(p) // router.num_groups
+    groups = [list(range(g * size, (g + 1) * size)) for g in range(router.num_groups)]
+    groups.sort(key=lambda g: -sum(sorted((chosen_by[e] for e in g), reverse=True)[:2]))
+    usable = [e for g in groups[: router.top_groups] for e in g]
+    best = sorted(usable, key=lambda e: -chosen_by[e])[: router.top_k]
+    total = sum(p[e] for e in best) if router.normalize else 1.0
+    return {e: router.scale * p[e] / total for e in best}
+
+
+@each_router
+@given(st.lists(st.integers(-40, 40), min_size=N, max_size=N, unique=True))
+def test_the_router_does_what_its_description_says(router: Router, tenths: list[int]) -> None:
+    scores = [x / 10 for x in tenths]
+    experts, weights = route(torch.tensor([scores]), router)
+    found = dict(zip(experts[0].tolist(), weights[0].tolist(), strict=True))
+    assert found == pytest.approx(words(scores, router), abs=1e-5)
+
+
+def test_of_equal_experts_the_first_are_chosen() -> None:
+    experts, _ = route(torch.zeros(1, N), Router(3))
+    assert experts.tolist() == [[0, 1, 2]]
+
+
+class MixtureProgram:
+    """A program of one mixture: embeds token ids, mixes experts by random scores, and returns rows as logits."""
+
+    def __init__(self, backend: Backend, experts: Experts, num_tokens: int):
+        self.kv = backend.allocate(2, 32, 64, torch.float32)
+        self.program = p = backend.program(torch.float32, CPU)
+        x, scores, y = p.buffer("x", E), p.buffer("scores", N), p.buffer("y", E)
+        p.embedding(x, random(num_tokens, E, seed=5))
+        p.embedding(y, random(num_tokens, E, seed=6))
+        p.linear(x, scores, random(N, E, seed=7))
+        p.experts(x, scores, y, experts, add=True)
+        last = p.buffer("last", E)
+        p.gather_rows(y, last)
+        p.linear(last, p.logits_buffer(E), torch.eye(E))
+        p.finalize()
+
+    def run(self, ids: Tensor) -> Tensor:
+        """The rows [T, E] of one request; no layer attends."""
+        T = len(ids)
+        tables = Tables(
+            pages=torch.zeros(1, 1, 1, 1, dtype=torch.int32),
+            counts=torch.zeros(1, 1, 1, dtype=torch.int32),
+            windows=torch.zeros(1, 1, dtype=torch.int32),
+            rows=torch.zeros(1, dtype=torch.int32),
+            query_start_loc=torch.tensor([0, T], dtype=torch.int32),
+        )
+        group = GroupInputs(self.kv, tables, torch.zeros(1, 1, T, dtype=torch.int32))
+        positions = torch.arange(T, dtype=torch.int32)
+        return self.program.run(Batch([group], [(0, 0)], ids, positions, torch.arange(T))).clone()
+
+
+@each_router
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("num_tokens", [1, 5, 70])
+def test_cpu_equals_the_reference(router: Router, kind: str, num_tokens: int) -> None:
+    act = "swiglu_oai" if router.top_k == 4 else "silu"
+    experts = make_experts(router, kind, biases=num_tokens == 5, act=act)
+    ids = torch.arange(num_tokens)
+    expected = MixtureProgram(reference, experts, num_tokens).run(ids)
+    tolerance = 1e-5 if kind == "float32" else 0.06  # activations are rounded, too
+    for isa in ISAS:
+        with use_isa(isa):
+            program = MixtureProgram(cpu, experts, num_tokens)
+            found = program.run(ids)
+            torch.testing.assert_close(found, expected, atol=tolerance * float(expected.std()), rtol=0)
+            alone = torch.cat([program.run(ids[i : i + 1]) for i in range(0, num_tokens, 7)])
+            assert torch.equal(alone, found[::7]), f"{isa}: a token's bits depend on its company"
+
+
+def test_a_mixture_is_the_sum_of_its_experts() -> None:
+    """Each expert by itself, without a router."""
+    experts = make_experts(ROUTERS["normalized"], biases=True)
+    assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
+    x, scores = random(6, E, seed=8), random(6, N, seed=9)
+    weights = ExpertWeights(experts, experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
+    found = mix_experts(x, scores, weights)
+    assert experts.gate_up_bias is not None and experts.down_bias is not None
+    for t in range(len(x)):
+        expected = torch.zeros(E)
+        for e, share in words(scores[t].tolist(), experts.router).items():
+            gate_up = experts.gate_up.view(N, 2 * I, E)[e] @ x[t] + experts.gate_up_bias.view(N, -1)[e]
+            hidden = torch.nn.functional.silu(gate_up[:I]) * gate_up[I:]
+            expected += share * (experts.down.view(N, E, I)[e] @ hidden + experts.down_bias.view(N, -1)[e])
+        torch.testing.assert_close(found[t], expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "router", [Router(0), Router(N + 1), Router(1, num_groups=5), Router(4, num_groups=6, top_groups=1)]
+)
+def test_impossible_routers_are_refused(router: Router) -> None:
+    with pytest.raises(WidthError, match=r"a router that takes \d+ of \d+ experts is not possible"):
+        MixtureProgram(reference, make_experts(router), 1)
