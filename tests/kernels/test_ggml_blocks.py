@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retain.kernels import cpu
 from retain.kernels.block_weight import BlockRows, BlockWeight
-from retain.kernels.quantized import Int4, Int8, Kind
+from retain.kernels.quantized import IQ4, MXFP4, Int4, Int8, Kind
 from retain.kernels.weight import Weight, concat_rows
 
 pytestmark = [
@@ -19,8 +19,10 @@ pytestmark = [
     pytest.mark.usefixtures("isa"),
 ]
 
-TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"]  # the last by Python
+TYPES = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4"]
 KINDS: list[Kind] = [Int4, Int8, torch.bfloat16, torch.float32]
+CODEBOOKS: dict[str, Kind] = {"IQ4_NL": IQ4, "IQ4_XS": IQ4, "MXFP4": MXFP4}
+CASES = [(name, kind) for name in TYPES for kind in KINDS] + list(CODEBOOKS.items())
 HALVES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # where the float16 lie in a block; elsewhere at its start
 
 
@@ -31,6 +33,10 @@ def make_rows(name: str, rows: int, seed: int, largest: float = 4.0) -> BlockRow
     rng = np.random.default_rng(seed)
     raw = rng.integers(0, 256, (rows, 512 // block_size, block_bytes), dtype=np.uint8)
     scales = (largest * rng.uniform(-1, 1, raw.shape[:2]) * rng.choice([1, 1e-2, 1e-6, 0], raw.shape[:2])).astype("<f2")
+    if name == "MXFP4":  # scales are powers of two
+        size = np.where(np.isfinite(scales), np.log2(np.abs(scales.astype(np.float64)) + 1e-9), 127)
+        raw[:, :, 0] = 128 + size.astype(int)
+        return BlockRows(name, ggml_type, (rows, 512), raw.reshape(rows, -1))
     for at in HALVES.get(name, [0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
         raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
     return BlockRows(name, ggml_type, (rows, 512), raw.reshape(rows, -1))
@@ -46,8 +52,7 @@ def pack(weight: Weight) -> Tensor:
     return pack_weight(weight, arena).data
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize(("name", "kind"), CASES, ids=str)
 def test_packed_blocks_equal_the_definition(name: str, kind: Kind) -> None:
     for rows, seed in ((16, 0), (3, 1), (37, 2)):
         weight = BlockWeight((make_rows(name, rows, seed),), kind)
@@ -65,7 +70,15 @@ def test_stacked_blocks_share_tiles(kind: Kind) -> None:
 def test_stacked_kinds_become_the_widest() -> None:
     four, eight = (BlockWeight.from_rows(make_rows(name, 4, 0)) for name in ("Q4_K", "Q6_K"))
     assert four.kind is Int4 and eight.kind is Int8
-    for parts, kind in (([four, four], Int4), ([four, eight], Int8), ([eight], Int8)):
+    codebook = BlockWeight.from_rows(make_rows("IQ4_XS", 4, 0))
+    cases = [
+        ([four, four], Int4),
+        ([four, eight], Int8),
+        ([eight], Int8),
+        ([codebook] * 2, IQ4),
+        ([codebook, four], Int8),
+    ]
+    for parts, kind in cases:
         stacked = concat_rows(parts)
         assert isinstance(stacked, BlockWeight) and stacked.kind is kind
     narrow = BlockRows("narrow", GGMLQuantizationType.Q8_0, (2, 32), np.zeros((2, 34), np.uint8))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu
-from retain.kernels.quantized import quantize_int4, quantize_int8
+from retain.kernels.quantized import IQ4, MXFP4, Codebook4, quantize_int4, quantize_int8
 from retain.kernels.weight import Weight
 
 pytestmark = [
@@ -15,11 +15,16 @@ pytestmark = [
     pytest.mark.usefixtures("isa"),
 ]
 
-WEIGHT_DTYPES = ["float32", "bfloat16", "int8", "int4"]
+CODEBOOKS: dict[str, type[Codebook4]] = {"iq4": IQ4, "mxfp4": MXFP4}
+WEIGHT_DTYPES = ["float32", "bfloat16", "int8", "int4", *CODEBOOKS]
 
 
 def make_weight(dtype: str, out: int, columns: int) -> Weight:
-    w = torch.randn(out, columns, generator=torch.Generator().manual_seed(out + columns))
+    rng = torch.Generator().manual_seed(out + columns)
+    w = torch.randn(out, columns, generator=rng)
+    if codebook := CODEBOOKS.get(dtype):
+        q = torch.randint(16, (out, columns), generator=rng, dtype=torch.uint8)
+        return codebook(q, w[:, : columns // 32].half())
     if dtype == "int4":
         return quantize_int4(w)
     return quantize_int8(w) if dtype == "int8" else w.to(getattr(torch, dtype))
@@ -92,7 +97,7 @@ def test_non_finite_inputs_propagate(dtype: str, value: float) -> None:
     assert not run_linear(weight, x).isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", *CODEBOOKS])
 def test_zeros_and_extremes(dtype: str) -> None:
     weight = make_weight(dtype, 16, 64)
     assert torch.equal(run_linear(weight, torch.zeros(2, 64)), torch.zeros(2, 16))

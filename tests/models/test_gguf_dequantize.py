@@ -16,7 +16,7 @@ from retain.config import Config
 from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
 from retain.kernels.ggml_blocks import convert_blocks, dequantize_blocks, is_supported, stored_kind
-from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
+from retain.kernels.quantized import Codebook4, Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.weight import unpack
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
@@ -30,7 +30,7 @@ EXACT_TYPES = {"Q4_0": Int4, "Q4_1": Int4, "Q5_0": Int8, "Q8_0": Int8}
 BLOCK_TYPES = [t for t in FLOAT_TYPES if GGML_BLOCK_SIZES[t][0] > 1 and is_supported(t)]
 SCALE_OFFSETS = {  # of the float16 scales in a block, in bytes
     **{"Q4_0": [0], "Q4_1": [0, 2], "Q5_0": [0], "Q5_1": [0, 2], "Q8_0": [0], "Q2_K": [80, 82], "Q3_K": [108]},
-    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0]},
+    **{"Q4_K": [0, 2], "Q5_K": [0, 2], "Q6_K": [208], "IQ4_NL": [0], "IQ4_XS": [0], "MXFP4": []},
 }
 
 
@@ -40,6 +40,8 @@ def random_blocks(ggml_type: GGMLQuantizationType, count: int, random_scales: bo
     raw = rng.integers(0, 256, (count, block_bytes), dtype=np.uint8)
     for at in [] if random_scales else SCALE_OFFSETS[ggml_type.name]:
         raw[:, at : at + 2] = rng.normal(size=(count, 1)).astype(np.float16).view(np.uint8)
+    if ggml_type.name == "MXFP4" and not random_scales:
+        raw[:, 0] = rng.integers(110, 140, count)  # exponents
     return raw.reshape(-1)
 
 
@@ -56,6 +58,11 @@ def test_unpacked_values_equal_the_dequantized_ones(name: str) -> None:
     assert not isinstance(matrix, Tensor) and matrix.shape == shape and expected.abs().max() > 1
     if name in EXACT_TYPES:
         assert isinstance(matrix, EXACT_TYPES[name]) and torch.equal(matrix.dequantize(), expected)
+    elif name in ("IQ4_NL", "MXFP4"):
+        assert isinstance(matrix, Codebook4) and torch.equal(matrix.dequantize(), expected)
+    elif name == "IQ4_XS":
+        assert isinstance(matrix, Codebook4)
+        torch.testing.assert_close(matrix.dequantize(), expected, rtol=2**-11, atol=2**-16)
     elif name == "Q4_K":
         assert isinstance(matrix, Int4)
         steps = expand_groups(15 * matrix.scale.float().abs() + matrix.shift.float().abs())

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.ggml_blocks import convert_blocks, stored_kind
-from retain.kernels.quantized import Int4, Int8, Kind, QuantizedWeight, concat_matrices
+from retain.kernels.quantized import Kind, QuantizedWeight, concat_matrices, widest_kind
 
 
 def keep_rows(begin: int, end: int) -> None:
@@ -76,12 +76,11 @@ class BlockWeight:
 
 
 def concat_blocks(weights: Sequence[BlockWeight]) -> BlockWeight:
-    """Stack matrices by rows. Of several kinds the result has the widest: Int4 < Int8 < a dtype.
+    """Stack matrices by rows. Of several kinds the result has the widest, see widest_kind.
 
     Raises ValueError for matrices that differ in `in`: a backend would read beyond the rows of the narrower one.
     """
     if len({w.shape[1] for w in weights}) > 1:
         raise ValueError(f"matrices of the shapes {', '.join(str(tuple(w.shape)) for w in weights)} cannot be stacked")
-    kinds = [w.kind for w in weights]
-    widest = next((k for k in kinds if isinstance(k, torch.dtype)), Int8 if Int8 in kinds else Int4)
-    return BlockWeight(tuple(part for w in weights for part in w.parts), widest)
+    kind = widest_kind([w.kind for w in weights])
+    return BlockWeight(tuple(part for w in weights for part in w.parts), kind)

@@ -16,7 +16,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.quantized import Int4, Int8, Kind, QuantizedWeight, check_finite, to_kind
+from retain.kernels.quantized import IQ4, MXFP4, Codebook4, Int4, Int8, Kind, QuantizedWeight, check_finite, to_kind
 
 DENSE_DTYPES = {0: torch.float32, 1: torch.float16, 30: torch.bfloat16}  # ggml types that torch has too
 SIMPLE_BLOCKS = {  # 32 elements: a scale d, in some types a shift m, and values q of 8 bits, or of 4 in two halves
@@ -28,9 +28,16 @@ Q5_0 = np.dtype([("d", "<f2"), ("high", "u1", 4), ("q", "u1", 16)])  # `high`: t
 Q4_K = np.dtype([("d", "<f2"), ("m", "<f2"), ("six", "u1", 12), ("q", "u1", (4, 32))])  # 256 elements in 8 groups
 
 
-# Types with the groups of Int4 (Q4_0, Q4_1, Q4_K) and of Int8 (Q5_0, Q8_0).
+IQ4_NL = np.dtype([("d", "<f2"), ("q", "u1", 16)])
+# 256 elements in 8 groups, whose scales have 6 bits: four in `low`, two in `high`.
+IQ4_XS = np.dtype([("d", "<f2"), ("high", "<u2"), ("low", "u1", 4), ("q", "u1", (8, 16))])
+MXFP4_BLOCK = np.dtype([("e", "u1"), ("q", "u1", 16)])
+
+# Types with the groups of Int4 (Q4_0, Q4_1, Q4_K), of Int8 (Q5_0, Q8_0), and of codebooks.
 INT4_TYPES = (2, 3, 12)
 INT8_TYPES = (6, 8)
+CODEBOOK_TYPES: dict[int, type[Codebook4]] = {20: IQ4, 23: IQ4, 39: MXFP4}
+KEPT_TYPES = (*INT4_TYPES, *INT8_TYPES, *CODEBOOK_TYPES)
 
 
 def convert_blocks(
@@ -40,7 +47,7 @@ def convert_blocks(
 
     Raises ValueError for scales that are not finite in float16.
     """
-    if kind is stored_kind(ggml_type) and ggml_type in INT4_TYPES + INT8_TYPES:
+    if kind is stored_kind(ggml_type) and ggml_type in KEPT_TYPES:
         return _unpack(raw, ggml_type, shape)
     return to_kind(dequantize_blocks(raw, ggml_type, shape), kind)
 
@@ -57,9 +64,9 @@ def is_supported(ggml_type: int) -> bool:
     return True
 
 
-def stored_kind(ggml_type: int) -> type[Int4] | type[Int8]:
+def stored_kind(ggml_type: int) -> Kind:
     """Return the kind that is nearest to a type of blocks."""
-    return Int4 if ggml_type in INT4_TYPES else Int8
+    return CODEBOOK_TYPES.get(ggml_type) or (Int4 if ggml_type in INT4_TYPES else Int8)
 
 
 def dequantize_blocks(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, ...]) -> Tensor:
@@ -92,8 +99,11 @@ def _dequantize_simple(blocks: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _unpack(raw: NDArray[np.uint8], ggml_type: int, shape: tuple[int, int]) -> QuantizedWeight:
-    """Convert a matrix's bytes to Int4 or Int8 with the file's own values."""
+    """Convert a matrix's bytes with the file's own values."""
     with np.errstate(all="ignore"):  # an overflow is not finite, which check_finite refuses
+        if codebook := CODEBOOK_TYPES.get(ggml_type):
+            q, scale = _unpack_codebook(raw, ggml_type)
+            return codebook(torch.from_numpy(q).view(shape), _group_values(shape, scale))
         if ggml_type == 12:
             return _make_int4(shape, *_unpack_q4_k(raw.view(Q4_K)))
         if ggml_type == 6:
@@ -128,6 +138,21 @@ def _unpack_nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     np.bitwise_and(q, 15, out=out[:, 0])
     np.right_shift(q, 4, out=out[:, 1])
     return out
+
+
+def _unpack_codebook(raw: NDArray[np.uint8], ggml_type: int) -> tuple[NDArray[np.uint8], NDArray[Any]]:
+    """Unpack places in a codebook uint8 [n, 2, 16], and the scales of groups [n]."""
+    if ggml_type == 39:
+        mxfp4 = raw.view(MXFP4_BLOCK)
+        return _unpack_nibbles(mxfp4["q"]), np.ldexp(np.float32(1), mxfp4["e"].astype(np.int32) - 128)
+    if ggml_type == 20:
+        blocks = raw.view(IQ4_NL)
+        return _unpack_nibbles(blocks["q"]), blocks["d"]
+    blocks = raw.view(IQ4_XS)
+    low = np.stack((blocks["low"] & 15, blocks["low"] >> 4), -1).reshape(-1, 8)
+    high = blocks["high"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
+    factors = (low | high.astype(np.uint8) << 4).astype(np.int8) - 32
+    return _unpack_nibbles(blocks["q"].reshape(-1, 16)), blocks["d"].astype(np.float32)[:, None] * factors
 
 
 def _unpack_q5_0(blocks: NDArray[Any]) -> NDArray[np.int8]:

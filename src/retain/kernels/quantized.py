@@ -7,7 +7,8 @@ packs them in a layout of its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -68,8 +69,48 @@ class Int8:
         return Int8(self.q, _to_float16(self.scale.float() * factors[:, None]))
 
 
-QuantizedWeight = Int4 | Int8
-Kind = torch.dtype | type[Int4] | type[Int8]  # of a matrix; a dtype is that of a dense one
+@dataclass(frozen=True, eq=False)
+class Codebook4:
+    """A matrix w = scale * CODEBOOK[q] of a file; nothing is quantized to it here. q takes one byte a number."""
+
+    CODEBOOK: ClassVar[tuple[int, ...]]
+
+    q: Tensor  # uint8 [out, in], 0 to 15
+    scale: Tensor  # float16 [out, in / 32]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (out, in)."""
+        return self.q.shape
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
+        numbers = torch.tensor(self.CODEBOOK, dtype=torch.float32)[self.q.long()]
+        return _split_groups(numbers).mul_(_expand_groups(self.scale)).flatten(-2).to(dtype)
+
+    def select_rows(self, index: Tensor) -> Self:
+        """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
+        return replace(self, q=self.q[index], scale=self.scale[index])
+
+    def scale_rows(self, factors: Tensor) -> Self:
+        """Multiply each row by its factor, float32 [out]; round scales again."""
+        return replace(self, scale=_to_float16(self.scale.float() * factors[:, None]))
+
+
+class IQ4(Codebook4):
+    """The numbers of IQ4_NL and IQ4_XS: closer together around 0."""
+
+    CODEBOOK = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+
+class MXFP4(Codebook4):
+    """The numbers of MXFP4, floats of four bits, doubled (OCP Microscaling Formats 1.0)."""
+
+    CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+
+
+QuantizedWeight = Int4 | Int8 | Codebook4
+Kind = torch.dtype | type[Int4] | type[Int8] | type[Codebook4]  # of a matrix; a dtype is that of a dense one
 
 
 def quantize_int4(weight: Tensor) -> Int4:
@@ -100,10 +141,17 @@ def quantize_int8(weight: Tensor) -> Int8:
 
 
 def to_kind(dense: Tensor, kind: Kind) -> Tensor | QuantizedWeight:
-    """Convert a dense matrix. Raises ValueError as quantize_int4 and quantize_int8 do."""
+    """Convert a dense matrix; to int8 where a codebook is asked for. Raises ValueError as quantize_int8 does."""
     if isinstance(kind, torch.dtype):
         return dense.to(kind)
     return quantize_int4(dense) if kind is Int4 else quantize_int8(dense)
+
+
+def widest_kind(kinds: Sequence[Kind]) -> Kind:
+    """Return the kind of stacked matrices: their own where it is one, else Int8, or the dtype of a dense one."""
+    if len(set(kinds)) == 1:
+        return kinds[0]
+    return next((kind for kind in kinds if isinstance(kind, torch.dtype)), Int8)
 
 
 def is_quantizable(weight: Tensor) -> bool:
@@ -114,7 +162,7 @@ def is_quantizable(weight: Tensor) -> bool:
 def concat_matrices(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | QuantizedWeight:
     """Stack matrices of equal `in` by rows: [sum of out, in]. A single matrix is returned as it is.
 
-    Matrices of one kind keep it. Of several kinds the result has the widest: Int4 < Int8 < the dtype of a tensor.
+    Matrices of one kind keep it; of several kinds the result has the widest, see widest_kind.
     """
     if len(weights) == 1:
         return weights[0]
@@ -127,7 +175,11 @@ def concat_matrices(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | Qua
             scale=torch.cat([w.scale for w in int4]),
             shift=torch.cat([w.shift for w in int4]),
         )
-    int8 = [quantize_int8(w.dequantize()) if isinstance(w, Int4) else w for w in weights if not isinstance(w, Tensor)]
+    if isinstance(first := weights[0], Codebook4):
+        same = [w for w in weights if isinstance(w, type(first))]
+        if len(same) == len(weights):
+            return replace(first, q=torch.cat([w.q for w in same]), scale=torch.cat([w.scale for w in same]))
+    int8 = [w if isinstance(w, Int8) else quantize_int8(w.dequantize()) for w in weights if not isinstance(w, Tensor)]
     return Int8(q=torch.cat([w.q for w in int8]), scale=torch.cat([w.scale for w in int8]))
 
 

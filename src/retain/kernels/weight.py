@@ -9,12 +9,12 @@ from weakref import ref
 from torch import Tensor
 
 from retain.kernels.block_weight import BlockWeight, concat_blocks
-from retain.kernels.quantized import Int4, Int8, concat_matrices
+from retain.kernels.quantized import Codebook4, Int4, Int8, concat_matrices
 
-Weight = Tensor | Int4 | Int8 | BlockWeight  # a Tensor is dense, [out, in]
+Weight = Tensor | Int4 | Int8 | Codebook4 | BlockWeight  # a Tensor is dense, [out, in]
 
 
-UnpackedWeight = Tensor | Int4 | Int8
+UnpackedWeight = Tensor | Int4 | Int8 | Codebook4
 T = TypeVar("T")
 
 

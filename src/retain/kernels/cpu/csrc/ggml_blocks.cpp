@@ -55,7 +55,7 @@ static INLINE void split_factors(const uint8_t* b, float d, float m, float* scal
   }
 }
 
-// N numbers in BYTES; GROUP numbers share a scale. NATIVE is the format of a tile that holds q, scale and shift as they
+// N numbers in BYTES; GROUP numbers share a scale. Where the native format has a codebook, `decode` gives places in it. NATIVE is the format of a tile that holds q, scale and shift as they
 // are; float32 where there is none.
 template <int N_, int BYTES_, int GROUP_, int ZERO_, bool HAS_SHIFT_, WeightFormat NATIVE_>
 struct Layout {
@@ -168,6 +168,33 @@ struct Q6_K : Layout<256, 210, 16, 32, false, NONE> {
   }
 };
 
+struct IQ4_NL : Layout<32, 18, 32, 0, false, WeightFormat::iq4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    scale[0] = load_half(b);
+    split_nibbles(b + 2, 16, q);
+  }
+};
+
+struct IQ4_XS : Layout<256, 136, 32, 0, false, WeightFormat::iq4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    const float d = load_half(b);
+    const int high = b[2] | b[3] << 8;
+    for (int g = 0; g < 8; ++g) {
+      const int low = b[4 + g / 2] >> 4 * (g % 2) & 15;
+      scale[g] = d * float((low | (high >> 2 * g & 3) << 4) - 32);
+      split_nibbles(b + 8 + 16 * g, 16, q + 32 * g);
+    }
+  }
+};
+
+// The scale is a power of two, halved as the codebook is doubled.
+struct MXFP4 : Layout<32, 17, 32, 0, false, WeightFormat::mxfp4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    scale[0] = float_of(b[0] < 2 ? 0x00200000u << b[0] : uint32_t(b[0] - 1) << 23);
+    split_nibbles(b + 1, 16, q);
+  }
+};
+
 static INLINE F load_floats(const int8_t* p) {
 #if RETAIN_WIDTH == 16 && defined(__AVX512F__)  // compilers would widen bytes one by one
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
@@ -240,10 +267,10 @@ static INLINE void store_group(const int8_t* q, uint16_t scale, uint16_t shift, 
   uint32_t* to = reinterpret_cast<uint32_t*>(group) + lane;
   uint16_t* scales = reinterpret_cast<uint16_t*>(group + group_number_bytes(F)) + lane;
   scales[0] = scale;
-  if (F == WeightFormat::int8) {
+  if constexpr (F == WeightFormat::int8) {
     for (int j = 0; j < QUANT_GROUP / 4; ++j) to[j * TILE_OUT] = load32(q + 4 * j) ^ 0x80808080;  // plus 128
   } else {
-    scales[TILE_OUT] = shift;
+    if constexpr (F == WeightFormat::int4) scales[TILE_OUT] = shift;
     for (int j = 0; j < QUANT_GROUP / 8; ++j) to[j * TILE_OUT] = load32(q + 8 * j) | load32(q + 8 * j + 4) << 4;
   }
 }
@@ -261,11 +288,13 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
         if (F == WeightFormat::int8)
           for (int i = 0; i < QUANT_GROUP; ++i) q[g * QUANT_GROUP + i] -= B::ZERO;
         const uint16_t s = float_to_half(scale[g]), m = float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]);
-        finite &= is_finite(s) && (F == WeightFormat::int8 || is_finite(m));
+        finite &= is_finite(s) && (F != WeightFormat::int4 || is_finite(m));
         store_group<F>(q + g * QUANT_GROUP, s, m, tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
       }
       continue;
     }
+    if constexpr (has_codebook(B::NATIVE))
+      for (int8_t& number : q) number = int8_t(codebook_of(B::NATIVE)[int(number)] - 128);
     dequantize<B>(q, scale, shift, x);
     if (F == WeightFormat::float32) {
       float* to = reinterpret_cast<float*>(tile) + begin * TILE_OUT + lane;
@@ -296,6 +325,10 @@ static bool pack_rows(const BlockRows& rows, int begin, int end, const PackedWei
       case WeightFormat::bfloat16: finite &= pack_row<B, WeightFormat::bfloat16>(block, w.in, tile, lane); break;
       case WeightFormat::int8: finite &= pack_row<B, WeightFormat::int8>(block, w.in, tile, lane); break;
       case WeightFormat::int4: finite &= pack_row<B, WeightFormat::int4>(block, w.in, tile, lane); break;
+      case WeightFormat::iq4:
+      case WeightFormat::mxfp4:  // no other type is converted to these
+        if constexpr (has_codebook(B::NATIVE)) finite &= w.format == B::NATIVE && pack_row<B, B::NATIVE>(block, w.in, tile, lane);
+        break;
     }
   }
   return finite;
@@ -313,6 +346,9 @@ bool pack_blocks(const BlockRows& rows, int begin, int end, const PackedWeight& 
     case GgmlType::Q4_K: return pack_rows<Q4_K>(rows, begin, end, w, tile, lane);
     case GgmlType::Q5_K: return pack_rows<Q5_K>(rows, begin, end, w, tile, lane);
     case GgmlType::Q6_K: return pack_rows<Q6_K>(rows, begin, end, w, tile, lane);
+    case GgmlType::IQ4_NL: return pack_rows<IQ4_NL>(rows, begin, end, w, tile, lane);
+    case GgmlType::IQ4_XS: return pack_rows<IQ4_XS>(rows, begin, end, w, tile, lane);
+    case GgmlType::MXFP4: return pack_rows<MXFP4>(rows, begin, end, w, tile, lane);
   }
   return false;
 }

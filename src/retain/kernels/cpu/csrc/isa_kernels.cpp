@@ -87,6 +87,8 @@ void packed_gemm(const PackedWeight& w, int begin, int end, const char* prepared
     case WeightFormat::bfloat16: return gemm_tiles<WeightFormat::bfloat16>(w, begin, end, prepared, rows, out);
     case WeightFormat::int8: return gemm_tiles<WeightFormat::int8>(w, begin, end, prepared, rows, out);
     case WeightFormat::int4: return gemm_tiles<WeightFormat::int4>(w, begin, end, prepared, rows, out);
+    case WeightFormat::iq4: return gemm_tiles<WeightFormat::iq4>(w, begin, end, prepared, rows, out);
+    case WeightFormat::mxfp4: return gemm_tiles<WeightFormat::mxfp4>(w, begin, end, prepared, rows, out);
   }
 }
 

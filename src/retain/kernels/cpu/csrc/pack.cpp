@@ -33,7 +33,7 @@ static void pack_tile(const UnpackedWeight& unpacked, const PackedWeight& w, int
         for (int i = 0; i < QUANT_GROUP; ++i) to[i / 4 * 4 * TILE_OUT + i % 4] = q[i] ^ 0x80;  // signed, plus 128
         continue;
       }
-      scales[TILE_OUT] = unpacked.shift[row * w.num_groups() + g];
+      if (w.format == WeightFormat::int4) scales[TILE_OUT] = unpacked.shift[row * w.num_groups() + g];
       for (int i = 0; i < QUANT_GROUP; i += 8)
         for (int j = 0; j < 4; ++j) to[i / 8 * 4 * TILE_OUT + j] = uint8_t(q[i + j] | q[i + j + 4] << 4);
     }

@@ -7,6 +7,7 @@
 //   bfloat16   [in / 2][16][2]: pairs of inputs, for the pairwise dot product
 //   int4       for each group of 32 inputs [4][16][4] bytes: inputs 8i .. 8i+3 in low nibbles, 8i+4 .. 8i+7 in high;
 //              then scale [16] and shift [16] in float16:   w = scale * q + shift
+//   iq4, mxfp4 as int4, but q is a place in a codebook, and there is no shift:   w = scale * codebook[q]
 //   int8       for each group of 32 inputs [8][16][4] bytes: q + 128, because the instruction multiplies unsigned by
 //              signed numbers; then scale [16] in float16:   w = scale * q
 //
@@ -32,7 +33,7 @@ constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == Wei
 constexpr int max_rows(WeightFormat format, int tiles) {
   if (HAS_TILES && format != WeightFormat::float32) return 3;  // more rows are computed by tiles
   if (FEW_REGISTERS) return 4;
-  return tiles == 2 && (format == WeightFormat::int4 || format == WeightFormat::int8) ? 6 : 12;
+  return tiles == 2 && format >= WeightFormat::int8 ? 6 : 12;
 }
 
 // The groups of a prepared row follow its quantized numbers.
@@ -121,7 +122,7 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
 
 template <WeightFormat FORMAT, int TILES, int ROWS>
 INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
-  constexpr bool INT4 = FORMAT == WeightFormat::int4;
+  constexpr bool INT4 = FORMAT == WeightFormat::int4, NIBBLES = has_nibbles(FORMAT);
   constexpr int STEP = 4 * TILE_OUT, STEPS = group_number_bytes(FORMAT) / STEP;  // bytes of a step; steps of a group
   const char* group = tile;
   const int64_t stride = w.activation_bytes(), tile_stride = w.tile_bytes();
@@ -138,9 +139,13 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
     EACH(i, STEPS) {
       Bytes x[TILES];
       EACH(t, TILES) x[t] = load_bytes(b + i * STEP + t * tile_stride);
-      if constexpr (INT4) {
+      if constexpr (NIBBLES) {
         Bytes low[TILES], high[TILES];
         EACH(t, TILES) low[t] = low_nibbles(x[t]), high[t] = high_nibbles(x[t]);
+        if constexpr (has_codebook(FORMAT)) EACH(t, TILES) {
+            low[t] = look_up(codebook_of(FORMAT), low[t]);
+            high[t] = look_up(codebook_of(FORMAT), high[t]);
+          }
         EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], low[t], a + r * stride + 8 * i);
         EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], high[t], a + r * stride + 8 * i + 4);
       } else {
@@ -186,7 +191,7 @@ INLINE void gemm_block(const PackedWeight& w, int t, const char* rows, const Out
     F sum[TILES][ROWS] = {};
     if constexpr (FORMAT == WeightFormat::float32) dot_float32(w, tile, vector, rows, sum);
     if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
-    if constexpr (FORMAT == WeightFormat::int8 || FORMAT == WeightFormat::int4)
+    if constexpr (FORMAT >= WeightFormat::int8)
       dot_groups<FORMAT>(w, tile, vector, rows, sum);
     for (int i = 0; i < TILES; ++i) store_outputs(w, (t + i) * TILE_OUT + vector * WIDTH, out, sum[i], ROWS);
   }
@@ -234,7 +239,9 @@ INLINE float unpack_number(const PackedWeight& w, const char* tile, int o, int i
   const int k = i % QUANT_GROUP;
   if (w.format == WeightFormat::int8) return to_float(scales[0]) * (int(q[k / 4 * 4 * TILE_OUT + 4 * o + k % 4]) - 128);
   const uint8_t byte = q[k / 8 * 4 * TILE_OUT + 4 * o + k % 4];
-  return to_float(scales[0]) * (k % 8 < 4 ? byte & 15 : byte >> 4) + to_float(scales[TILE_OUT]);
+  const int number = k % 8 < 4 ? byte & 15 : byte >> 4;
+  if (has_codebook(w.format)) return to_float(scales[0]) * (codebook_of(w.format)[number] - 128);
+  return to_float(scales[0]) * number + to_float(scales[TILE_OUT]);
 }
 
 }  // namespace retain::RETAIN_ISA

@@ -64,7 +64,7 @@ INLINE void gemm_bfloat16(const PackedWeight& w, int begin, int end, const char*
   });
 }
 
-// ---- int8 and int4 ----------------------------------------------------------------------------------------------
+// ---- int8 and 4 bits --------------------------------------------------------------------------------------------
 
 // Groups begin .. end - 1 of one tile of weights.
 struct GroupPanel {
@@ -74,11 +74,13 @@ struct GroupPanel {
   int begin, end;
 };
 
-INLINE void unpack_int4(const char* groups, int n, char* panel) {
-  for (int g = 0; g < n; ++g, groups += group_bytes(WeightFormat::int4), panel += group_number_bytes(WeightFormat::int8))
+template <WeightFormat FORMAT>
+INLINE void unpack_nibbles(const char* groups, int n, char* panel) {
+  for (int g = 0; g < n; ++g, groups += group_bytes(FORMAT), panel += group_number_bytes(WeightFormat::int8))
     for (int i = 0; i < 4; ++i) {
       const Bytes x = load_bytes(reinterpret_cast<const uint8_t*>(groups) + 64 * i);
-      const Bytes low = low_nibbles(x), high = high_nibbles(x);
+      Bytes low = low_nibbles(x), high = high_nibbles(x);
+      if constexpr (has_codebook(FORMAT)) low = look_up(codebook_of(FORMAT), low), high = look_up(codebook_of(FORMAT), high);
       memcpy(panel + 128 * i, &low, 64);
       memcpy(panel + 128 * i + 64, &high, 64);
     }
@@ -112,7 +114,7 @@ INLINE void add_group(const GroupPanel& p, int g, const ActivationGroup* groups,
     const char* row_group = reinterpret_cast<const char*>(groups + g) + r * stride;
     const ActivationGroup& x = *reinterpret_cast<const ActivationGroup*>(row_group);
     I group_sum = load_ints(c + r * TILE_OUT);
-    if constexpr (FORMAT == WeightFormat::int8) group_sum += splat(x.offset);
+    if constexpr (FORMAT != WeightFormat::int4) group_sum += splat(x.offset);
     sum[r] += __builtin_convertvector(group_sum, F) * (scale * x.scale);
     if constexpr (FORMAT == WeightFormat::int4) sum[r] += shift * x.sum;
   }
@@ -156,8 +158,8 @@ INLINE void gemm_groups(const PackedWeight& w, int begin, int end, const char* r
         const char* groups = tile + g * group_bytes(FORMAT);
         const int panel_end = g + PANEL_GROUPS < w.num_groups() ? g + PANEL_GROUPS : w.num_groups();
         GroupPanel panel = {groups + group_number_bytes(FORMAT), groups, group_bytes(FORMAT), g, panel_end};
-        if constexpr (FORMAT == WeightFormat::int4) {
-          unpack_int4(groups, panel_end - g, unpacked);
+        if constexpr (has_nibbles(FORMAT)) {
+          unpack_nibbles<FORMAT>(groups, panel_end - g, unpacked);
           panel.numbers = unpacked, panel.number_step = group_number_bytes(WeightFormat::int8);
         }
         for (int r = 0; r < block; r += TILE_ROWS) {
@@ -186,6 +188,8 @@ INLINE bool gemm_by_tiles(const PackedWeight& w, int begin, int end, const char*
       return true;
     case WeightFormat::int8: gemm_groups<WeightFormat::int8>(w, begin, end, rows, n, out); return true;
     case WeightFormat::int4: gemm_groups<WeightFormat::int4>(w, begin, end, rows, n, out); return true;
+    case WeightFormat::iq4: gemm_groups<WeightFormat::iq4>(w, begin, end, rows, n, out); return true;
+    case WeightFormat::mxfp4: gemm_groups<WeightFormat::mxfp4>(w, begin, end, rows, n, out); return true;
   }
   return false;
 }

@@ -158,6 +158,9 @@ using Bytes = __m512i;
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 INLINE Bytes low_nibbles(Bytes x) { return _mm512_and_si512(x, _mm512_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x, 4), _mm512_set1_epi8(15)); }
+INLINE Bytes look_up(const uint8_t* codebook, Bytes places) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codebook)), places);
+}
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
@@ -168,6 +171,9 @@ using Bytes = __m256i;
 INLINE Bytes load_bytes(const uint8_t* p) { return _mm256_loadu_si256((const __m256i*)p); }
 INLINE Bytes low_nibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(15)); }
 INLINE Bytes high_nibbles(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
+INLINE Bytes look_up(const uint8_t* codebook, Bytes places) {
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codebook)), places);
+}
 // Two products overflow 16 bits where x is above 127, so the top bit of x is multiplied separately.
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
@@ -191,6 +197,7 @@ using Bytes = uint8x16_t;
 INLINE Bytes load_bytes(const uint8_t* p) { return vld1q_u8(p); }
 INLINE Bytes low_nibbles(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
 INLINE Bytes high_nibbles(Bytes x) { return vshrq_n_u8(x, 4); }
+INLINE Bytes look_up(const uint8_t* codebook, Bytes places) { return vqtbl1q_u8(vld1q_u8(codebook), places); }
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
@@ -219,6 +226,10 @@ INLINE Bytes low_nibbles(Bytes x) {
 INLINE Bytes high_nibbles(Bytes x) {
   for (uint8_t& b : x.data) b >>= 4;
   return x;
+}
+INLINE Bytes look_up(const uint8_t* codebook, Bytes places) {
+  for (uint8_t& b : places.data) b = codebook[b];
+  return places;
 }
 INLINE I dot(I sum, const Bytes& x, const char* a) {
   for (int l = 0; l < WIDTH; ++l)
