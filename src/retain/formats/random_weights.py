@@ -31,6 +31,13 @@ LLAMA_3_1_8B: HFConfig = {
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192},
 }  # fmt: skip
+# A scaled Qwen 3 with experts, and a dense model that reads as many weights for a token.
+QWEN3_MOE: HFConfig = {
+    "model_type": "qwen3_moe", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 4096,
+    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True,
+}  # fmt: skip
 CONFIGS: dict[str, HFConfig] = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.2-1b": {
@@ -41,6 +48,8 @@ CONFIGS: dict[str, HFConfig] = {
     "mpt-7b": {
         "model_type": "mpt", "vocab_size": 50432, "d_model": 4096, "n_heads": 32, "n_layers": 32, "max_seq_len": 65536,
     },
+    "qwen3-moe-1.4b-a0.3b": QWEN3_MOE,
+    "qwen3-0.3b": {**QWEN3_MOE, "model_type": "qwen3"},
     "tiny": {
         **LLAMA_3_1_8B, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
@@ -101,7 +110,7 @@ class RandomCheckpoint:
 
 
 def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of a Llama model's tensors."""
+    """Yield the names and shapes of the tensors of a Llama, or of a Qwen 3 with experts or without."""
     E = c["hidden_size"]
     M = c["intermediate_size"]
     D = c["head_dim"]
@@ -115,10 +124,17 @@ def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         prefix = f"model.layers.{i}."
         for name, out_dim, in_dim in (("q", q, E), ("k", kv, E), ("v", kv, E), ("o", E, q)):
             yield f"{prefix}self_attn.{name}_proj.weight", (out_dim, in_dim)
-        for name, out_dim, in_dim in (("gate", M, E), ("up", M, E), ("down", E, M)):
-            yield f"{prefix}mlp.{name}_proj.weight", (out_dim, in_dim)
+        experts = [f"experts.{e}." for e in range(c["num_experts"])] if c["model_type"] == "qwen3_moe" else [""]
+        size = c["moe_intermediate_size"] if len(experts) > 1 else M
+        for expert in experts:
+            for name, out_dim, in_dim in (("gate", size, E), ("up", size, E), ("down", E, size)):
+                yield f"{prefix}mlp.{expert}{name}_proj.weight", (out_dim, in_dim)
+        if len(experts) > 1:
+            yield f"{prefix}mlp.gate.weight", (len(experts), E)
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}{name}.weight", (E,)
+        for name in ("q_norm", "k_norm") if c["model_type"].startswith("qwen3") else ():
+            yield f"{prefix}self_attn.{name}.weight", (D,)
 
 
 def mpt_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -136,4 +152,4 @@ def mpt_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}{name}.weight", (E,)
 
 
-TENSOR_SHAPES = {"llama": llama_shapes, "mpt": mpt_shapes}
+TENSOR_SHAPES = {"llama": llama_shapes, "qwen3": llama_shapes, "qwen3_moe": llama_shapes, "mpt": mpt_shapes}
