@@ -36,6 +36,16 @@ VARIANTS: dict[str, list[Changes]] = {
         {"rope_scaling": {"rope_type": "yarn", **YARN, "truncate": False}, "num_experts_per_tok": 3},
         {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "attention_bias": False},
     ],
+    "seed_oss": [{"attention_out_bias": True, "mlp_bias": True}],
+    "ernie4_5": [{"use_bias": True, "tie_word_embeddings": True}],
+    "smollm3": [
+        {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": True},
+        {"use_sliding_window": True, "sliding_window": 8, "no_rope_layer_interval": 2, "attention_bias": True},
+    ],
+    "glm4": [{"attention_bias": False, "partial_rotary_factor": 0.25}],
+    "phi3": [{"sliding_window": None, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}],
+    "cohere2": [{"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2}],
+    "granite": [{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
     "gemma3_text": [
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 8},
         {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},

@@ -67,6 +67,26 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "intermediate_size": 32,
         "rope_theta": 150000.0,
     },
+    "seed_oss": {**LLAMA, "head_dim": 8, "attention_bias": True},
+    "ernie4_5": {**LLAMA, "rope_theta": 500000.0},
+    "smollm3": {**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0},
+    "glm4": {**LLAMA, "attention_bias": True, "pad_token_id": 0},
+    "phi3": {**LLAMA, "sliding_window": 8, "pad_token_id": 0},
+    "cohere2": {
+        **{k: v for k, v in LLAMA.items() if k not in ("rms_norm_eps", "head_dim")},
+        "num_hidden_layers": 4,
+        "layer_norm_eps": 1e-5,
+        "sliding_window": 8,
+        "logit_scale": 0.25,
+        "tie_word_embeddings": True,
+    },
+    "granite": {
+        **LLAMA,
+        "embedding_multiplier": 2.0,
+        "attention_multiplier": 0.3,
+        "residual_multiplier": 0.5,
+        "logits_scaling": 0.5,
+    },
     "gemma3_text": GEMMA,
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
     "gpt2": GPT,
@@ -139,19 +159,21 @@ class TinyCheckpoint:
 
 
 def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
-    E, F, D, V = c["hidden_size"], c["intermediate_size"], c["head_dim"], c["vocab_size"]
+    E, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    D = c.get("head_dim") or E // c["num_attention_heads"]
     H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
     model_type = c.get("model_type", "gemma3_text")
     yield prefix + "embed_tokens.weight", (V, E)
     for i in range(c["num_hidden_layers"]):
         p = f"{prefix}layers.{i}."
-        for name, out in (("q", H), ("k", G), ("v", G)):
-            yield f"{p}self_attn.{name}_proj.weight", (out, E)
-            if model_type == "qwen2" or c.get("attention_bias", model_type == "gpt_oss"):
-                yield f"{p}self_attn.{name}_proj.bias", (out,)
-        yield p + "self_attn.o_proj.weight", (E, H)
-        if c.get("attention_bias", model_type == "gpt_oss"):
-            yield p + "self_attn.o_proj.bias", (E,)
+        bias = c.get("attention_bias", c.get("use_bias", model_type == "gpt_oss"))
+        if model_type == "phi3":
+            yield p + "self_attn.qkv_proj.weight", (H + 2 * G, E)
+        else:
+            for name, out in (("q", H), ("k", G), ("v", G)):
+                yield from linear_shapes(f"{p}self_attn.{name}_proj", out, E, model_type == "qwen2" or bias)
+        o_bias = c.get("attention_out_bias", bias and model_type not in ("seed_oss", "glm4"))
+        yield from linear_shapes(p + "self_attn.o_proj", E, H, o_bias)
         if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
@@ -160,10 +182,17 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
             yield from stacked_expert_shapes(p + "mlp.", c["num_local_experts"], E, F)
         elif model_type == "qwen3_moe" and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
             yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
+        elif model_type in ("glm4", "phi3"):
+            yield p + "mlp.gate_up_proj.weight", (2 * F, E)
+            yield p + "mlp.down_proj.weight", (E, F)
         else:
-            yield from mlp_shapes(p + "mlp.", E, F, c.get("mlp_bias", False))
+            yield from mlp_shapes(p + "mlp.", E, F, c.get("mlp_bias", c.get("use_bias", False)))
         yield p + "input_layernorm.weight", (E,)
-        yield p + "post_attention_layernorm.weight", (E,)
+        if model_type != "cohere2":
+            yield p + "post_attention_layernorm.weight", (E,)
+        if model_type == "glm4":
+            yield p + "post_self_attn_layernorm.weight", (E,)
+            yield p + "post_mlp_layernorm.weight", (E,)
         if model_type == "gemma3_text":
             yield p + "pre_feedforward_layernorm.weight", (E,)
             yield p + "post_feedforward_layernorm.weight", (E,)
@@ -298,6 +327,13 @@ TENSOR_SHAPES = {
     "qwen3": llama_shapes,
     "qwen3_moe": llama_shapes,
     "gpt_oss": llama_shapes,
+    "seed_oss": llama_shapes,
+    "ernie4_5": llama_shapes,
+    "smollm3": llama_shapes,
+    "glm4": llama_shapes,
+    "phi3": llama_shapes,
+    "cohere2": llama_shapes,
+    "granite": llama_shapes,
     "gemma3_text": llama_shapes,
     "gemma3": gemma3_shapes,
     "gpt2": gpt2_shapes,

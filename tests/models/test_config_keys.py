@@ -147,7 +147,7 @@ OLDER_KEYS = {
     "gemma3_text": {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"},
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
-OPTIONAL_FIELDS = {"llama": set(), "mistral": set(), "qwen2": HEAD_DIM, "qwen3": set(), "qwen3_moe": HEAD_DIM}
+OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite"), HEAD_DIM)
 SHARED_KEYS = {"rope_scaling", "original_max_position_embeddings", "model_type"}
 ROPE_KEYS = {"rope_theta", "partial_rotary_factor"}
 TEXT_FAMILIES = [family for family in models.list_families() if family != "gemma3"]  # its config is gemma3_text's

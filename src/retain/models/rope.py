@@ -114,3 +114,11 @@ def get_whole_head_rope(head_dim: int, config: Mapping[str, Any]) -> Rope:
     if params["rope_type"] != "default":
         check_supported(params, partial_rotary_factor=1.0)
     return get_rope(head_dim, params)
+
+
+def get_partial_rope(
+    head_dim: int, config: Mapping[str, Any], defaults: Mapping[str, Any] = ROPE_DEFAULTS, interleaved: bool = False
+) -> Rope:
+    """Return the Rope of a family that rotates a share of each head, `partial_rotary_factor`."""
+    params = get_rope_parameters(config, defaults=defaults)
+    return get_rope(int(head_dim * params.get("partial_rotary_factor", 1.0)), params, interleaved)

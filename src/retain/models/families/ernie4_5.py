@@ -1,0 +1,43 @@
+"""ERNIE 4.5: Llama with neighbouring numbers of a head rotated as pairs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from retain.models.decoder import Decoder, ModelSpec
+from retain.models.families import llama
+from retain.models.family_config import add_defaults
+from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.weights import Weights
+
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 103424,
+    "hidden_size": 1024,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": True,
+    "use_bias": False,
+}
+ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 500000.0}
+
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
+    """Read the spec from config.json. All layers have full attention."""
+    c = add_defaults(c, DEFAULTS)
+    return llama.make_spec(c, (None,) * c["num_hidden_layers"])
+
+
+def build(w: Weights) -> Decoder:
+    """Build the decoder from weights with Hugging Face's names."""
+    w = w.with_defaults(DEFAULTS)
+    c = w.config
+    s = spec_from_config(c)
+    bias = bool(c["use_bias"])
+    rope = get_rope(s.kv_cache.attention(0).k_dim, get_rope_parameters(c, defaults=ROPE_DEFAULTS), interleaved=True)
+    return llama.build_decoder(w, s, llama.OptionalTensors(bias, bias, bias), rope=rope)

@@ -1,0 +1,66 @@
+"""SmolLM3: Llama in which every fourth layer knows no positions (arXiv 2501.18795)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from retain.kernels.rope import Rope
+from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
+from retain.models.families import llama
+from retain.models.family_config import add_defaults, get_layer_types, get_windows
+from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.weights import Weights
+
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": None,  # hidden_size / num_attention_heads
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "no_rope_layers": None,
+    "no_rope_layer_interval": 4,
+}
+ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 2000000.0}
+
+
+def has_rope(c: Mapping[str, Any]) -> list[bool]:
+    """Return whether each layer rotates its heads. Raises ValueError for a list of another length."""
+    n = c["num_hidden_layers"]
+    if (listed := c["no_rope_layers"]) is None:
+        return [(i + 1) % c["no_rope_layer_interval"] != 0 for i in range(n)]
+    if len(listed) != n:
+        raise ValueError(f"no_rope_layers is for {len(listed)} layers, but there are {n}")
+    return [bool(x) for x in listed]  # 1: with rope
+
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
+    """Read the spec from config.json. A window, if any, is one of layers without rope."""
+    c = add_defaults(c, DEFAULTS)
+    window = c["sliding_window"] if c["use_sliding_window"] else None
+    default = ["full_attention" if x or window is None else "sliding_attention" for x in has_rope(c)]
+    return llama.make_spec(c, get_windows(get_layer_types(c, default), window))
+
+
+def build(w: Weights) -> Decoder:
+    """Build the decoder from weights with Hugging Face's names."""
+    w = w.with_defaults(DEFAULTS)
+    c = w.config
+    s = spec_from_config(c)
+    is_rotated = has_rope(c)
+    bias = c["attention_bias"]
+
+    def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
+        return llama.build_layer(w, i, s, rope if is_rotated[i] else None, tensors)
+
+    rope = get_rope(s.kv_cache.attention(0).k_dim, get_rope_parameters(c, defaults=ROPE_DEFAULTS))
+    return llama.build_decoder(w, s, llama.OptionalTensors(bias, bias, c["mlp_bias"]), build_layer, rope)
