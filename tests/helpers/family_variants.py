@@ -44,6 +44,7 @@ VARIANTS: dict[str, list[Changes]] = {
     ],
     "glm4": [{"attention_bias": False, "partial_rotary_factor": 0.25}],
     "phi3": [{"sliding_window": None, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}],
+    "ministral3": [{"sliding_window": 8, "tie_word_embeddings": True}],
     "cohere2": [{"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2}],
     "granite": [{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
     "gemma3_text": [

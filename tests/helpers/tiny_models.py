@@ -72,6 +72,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "smollm3": {**LLAMA, "num_hidden_layers": 4, "pad_token_id": 0},
     "glm4": {**LLAMA, "attention_bias": True, "pad_token_id": 0},
     "phi3": {**LLAMA, "sliding_window": 8, "pad_token_id": 0},
+    "ministral3": {
+        **{k: v for k, v in LLAMA.items() if k != "rope_theta"},
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 8,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "cohere2": {
         **{k: v for k, v in LLAMA.items() if k not in ("rms_norm_eps", "head_dim")},
         "num_hidden_layers": 4,
@@ -332,6 +342,7 @@ TENSOR_SHAPES = {
     "smollm3": llama_shapes,
     "glm4": llama_shapes,
     "phi3": llama_shapes,
+    "ministral3": llama_shapes,
     "cohere2": llama_shapes,
     "granite": llama_shapes,
     "gemma3_text": llama_shapes,

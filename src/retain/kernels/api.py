@@ -237,6 +237,9 @@ class Program(Protocol):
     def scale(self, x: int, factors: Tensor) -> None:
         """Multiply the first n numbers of x by factors float32 [n], in place."""
 
+    def scale_by_position(self, x: int, n: int, beta: float, period: int) -> None:
+        """Multiply the first n numbers of x by 1 + beta ln(1 + floor(position / period)), in place."""
+
     def attend(
         self,
         qkv: int,

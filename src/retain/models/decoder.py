@@ -98,6 +98,7 @@ class Attention:
     qk_norm: Layer | None = None  # applied to the heads of q and k before rope
     qk_factors: Tensor | None = None  # float32 [H + G, D], applied next
     own_params: AttentionParams | None = None  # in place of the spec's
+    query_growth: tuple[float, int] | None = None  # see Program.scale_by_position: queries grow with their position
 
     @property
     def sizes(self) -> AttentionSpec:
@@ -165,6 +166,8 @@ class Attention:
             self.qk_norm.emit(program, qkv, qkv)
         if self.qk_factors is not None:
             program.scale(qkv, self.qk_factors.flatten())
+        if self.query_growth:
+            program.scale_by_position(qkv, H * a.k_dim, *self.query_growth)
         program.attend(qkv, o, self.layer_idx, (H, a.num_kv_heads, a.k_dim), self.params, self.rope)
         self.o_proj.emit(program, o, out, add)
 

@@ -110,6 +110,11 @@ class CpuProgram:
         self._shapes.check_scale(x, len(factors))
         self._program.scale(x, self._keep_alive(factors), len(factors))
 
+    def scale_by_position(self, x: int, n: int, beta: float, period: int) -> None:
+        """Emit a product with factors that grow with the position."""
+        self._shapes.check_scale(x, n)
+        self._program.scale_by_position(x, n, beta, period)
+
     def attend(
         self,
         qkv: int,

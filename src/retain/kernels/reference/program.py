@@ -138,6 +138,17 @@ class TorchProgram(Generic[S]):
         factors = factors.to(self.device, self.dtype)
         self._emit(x, lambda s: replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors))
 
+    def scale_by_position(self, x: int, n: int, beta: float, period: int) -> None:
+        """Emit a product with factors that grow with the position. Padding tokens have position -1."""
+        self._shapes.check_scale(x, n)
+
+        def compute(s: S) -> Tensor:
+            periods = s.positions.clamp(min=0) // period
+            factors = (1 + beta * torch.log1p(periods.float())).to(self.dtype)
+            return replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors[:, None])
+
+        self._emit(x, compute)
+
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""
         self._shapes.check_gather_rows(x, out)

@@ -118,6 +118,7 @@ static void bind_program(nb::module_& m) {
       .def("clip", &Program::clip)
       .def("scale",
            [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })
+      .def("scale_by_position", &Program::scale_by_position)
       .def("rope", &Program::rope)
       .def("attend",
            [](Program& p, int qkv, int out, int layer, int H, int G, int k_dim, int v_dim, bool has_kv,

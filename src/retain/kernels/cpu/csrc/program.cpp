@@ -147,6 +147,22 @@ struct Program::ScaleOp {
   }
 };
 
+struct Program::ScaleByPositionOp {
+  int buffer, n;
+  float beta;
+  int period;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) {
+        float* x = state.data(buffer) + int64_t(t) * state.width(buffer);
+        const float factor = 1 + beta * std::log1p(float(state.step.pos[t] / period));
+        for (int i = 0; i < n; ++i) x[i] *= factor;
+      }
+    });
+  }
+};
+
 struct Program::RopeOp {
   int buffer, table, heads, D;
 
@@ -273,6 +289,9 @@ void Program::experts(int in, int scores, int out, int hidden, int y, const Expe
 }
 void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
 void Program::scale(int buffer, const float* factors, int n) { push(ScaleOp{buffer, factors, n}); }
+void Program::scale_by_position(int buffer, int n, float beta, int period) {
+  push(ScaleByPositionOp{buffer, n, beta, period});
+}
 void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer, table, heads, D}); }
 void Program::attend(int qkv, int out, int layer, QkvLayout layout, const AttentionParams& params) {
   push_checked(AttentionOp{qkv, out, layer, layout, params});

@@ -58,6 +58,7 @@ class Program {
   void experts(int in, int scores, int out, int hidden, int y, const Experts&, bool add);
   void clip(int buffer, float limit);
   void scale(int buffer, const float* factors, int n);
+  void scale_by_position(int buffer, int n, float beta, int period);
   void rope(int buffer, int table, int heads, int D);
   void attend(int qkv, int out, int layer, QkvLayout, const AttentionParams&);
   void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
@@ -81,6 +82,7 @@ class Program {
   struct ExpertsOp;
   struct ClipOp;
   struct ScaleOp;
+  struct ScaleByPositionOp;
   struct RopeOp;
   struct AttentionOp;
   struct GatherRowsOp;
