@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import reference
-from retain.kernels.api import CPU, NO_WINDOW, Tables
+from retain.kernels.api import CPU, KV, NO_WINDOW, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.reference.program import Attend, ReferenceProgram
 from retain.models.decoder import Decoder, ModelSpec
@@ -58,10 +58,14 @@ class ReferenceCache:
 
     def __init__(self, spec: ModelSpec, num_requests: int, length: int, dtype: torch.dtype = torch.float32):
         self.spec, n = spec, -(-length // self.PAGE_SIZE)
-        shape = (spec.num_layers, num_requests, spec.kv_cache.only_group.num_kv_heads, n)
-        self.pages = torch.arange(1, 1 + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
-        self.kv = reference.allocate(1 + self.pages.numel(), self.PAGE_SIZE, spec.kv_cache.only_group.k_dim, dtype)
-        self.kv.pos.fill_(-1)
+        cache = spec.kv_cache
+        self.layers: dict[int, tuple[KV, Tensor]] = {}  # memory and pages [B, G, n] of each layer with a cache
+        for layer in sorted({cache.cached_layer(i) for i in range(spec.num_layers)}):
+            a = cache.attention(layer)
+            pages = torch.arange(num_requests * a.num_kv_heads * n, dtype=torch.int32) + 1
+            kv = reference.allocate(1 + len(pages), self.PAGE_SIZE, a.k_dim, dtype, v_dim=a.v_dim)
+            kv.pos.fill_(-1)
+            self.layers[layer] = kv, pages.view(num_requests, a.num_kv_heads, n)
 
     def make_attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
         """Return the attention of a step with `counts` fresh tokens of each request, at positions `pos` [T]."""
@@ -70,11 +74,10 @@ class ReferenceCache:
         request_of_token = rows.long().repeat_interleave(torch.tensor(counts))  # [T]
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-            pages = self.pages[layer]  # [B, G, n]
-            slots = (
-                pages[request_of_token, :, pos // self.PAGE_SIZE].T * self.PAGE_SIZE + pos % self.PAGE_SIZE
-            )  # [G, T]
-            reference.write(self.kv, slots.int(), k, v, pos.int())
+            kv, pages = self.layers[s.kv_cache.cached_layer(layer)]
+            slots = pages[request_of_token, :, pos // self.PAGE_SIZE].T * self.PAGE_SIZE + pos % self.PAGE_SIZE
+            if k.shape[1]:
+                reference.write(kv, slots.int(), k, v, pos.int())  # slots [G, T]
             tables = Tables(
                 pages=pages,
                 counts=torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32),
@@ -82,7 +85,7 @@ class ReferenceCache:
                 rows=rows,
                 query_start_loc=starts,
             )
-            return reference.attend(q, self.kv, tables, pos.int(), params)
+            return reference.attend(q, kv, tables, pos.int(), params)
 
         return attend
 

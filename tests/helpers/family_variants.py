@@ -53,6 +53,17 @@ VARIANTS: dict[str, list[Changes]] = {
         {"sliding_window_pattern": 3, "attention_bias": True},
     ],
     "gemma3": [],
+    "gemma4_text": [
+        {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": None},
+        {
+            "hidden_size_per_layer_input": 8,
+            "vocab_size_per_layer_input": 128,
+            "num_kv_shared_layers": 2,
+            "use_double_wide_mlp": True,
+        },
+        {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
+    ],
+    "gemma4": [],
     "gpt2": [
         {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},  # as Cerebras-GPT
         {"scale_attn_weights": False, "n_embd": 32},

@@ -45,6 +45,23 @@ GEMMA: dict[str, Any] = {
     "rope_local_base_freq": 1000.0,
     "tie_word_embeddings": True,
 }
+GEMMA4: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "global_head_dim": 32,
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "hidden_size_per_layer_input": 0,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "final_logit_softcapping": 30.0,
+    "tie_word_embeddings": True,
+}
 GPT: dict[str, Any] = {
     "vocab_size": 128,
     "n_embd": 64,
@@ -99,6 +116,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": GEMMA,
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
+    "gemma4_text": GEMMA4,
+    "gemma4": {"text_config": GEMMA4, "tie_word_embeddings": True},
     "gpt2": GPT,
     "gptj": {**GPT, "rotary_dim": 8},
     "mpt": {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512},
@@ -157,8 +176,8 @@ class TinyCheckpoint:
             return y - 1 if is_gemma else y
         if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
             return x / 8 if is_gemma else x  # Gemma multiplies by the root of E, which is 8
-        if len(shape) == 3:  # [experts, in, out]
-            return x * 2 / shape[1] ** 0.5
+        if len(shape) == 3:  # [experts, in, out], or [experts, out, in]
+            return x * 2 / shape[1 if self.config["model_type"] == "gpt_oss" else 2] ** 0.5
         in_dim = shape[0] if self.config["model_type"] == "gpt2" and name != "lm_head.weight" else shape[1]
         if name.endswith("k_proj.weight"):  # smaller in a quarter of the rotary pairs, so keys and queries are balanced
             x[1::4] /= 4
@@ -232,6 +251,56 @@ def stacked_expert_shapes(prefix: str, num_experts: int, E: int, F: int) -> Shap
 
 def gemma3_shapes(c: dict[str, Any]) -> Shapes:
     yield from llama_shapes(c["text_config"], "model.language_model.")
+
+
+def gemma4_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
+    E, F, V, L, H = (
+        c[key] for key in ("hidden_size", "intermediate_size", "vocab_size", "num_hidden_layers", "num_attention_heads")
+    )
+    P, G = c["hidden_size_per_layer_input"], c["num_key_value_heads"]
+    yield prefix + "embed_tokens.weight", (V, E)
+    if P:
+        yield prefix + "embed_tokens_per_layer.weight", (V, L * P)
+        yield prefix + "per_layer_model_projection.weight", (L * P, E)
+        yield prefix + "per_layer_projection_norm.weight", (P,)
+    for i, layer_type in enumerate(c["layer_types"]):
+        p, is_full = f"{prefix}layers.{i}.", layer_type == "full_attention"
+        D = c["global_head_dim"] if is_full else c["head_dim"]
+        own_G = c.get("num_global_key_value_heads") or G if is_full else G
+        is_shared = i >= L - c.get("num_kv_shared_layers", 0)
+        yield p + "self_attn.q_proj.weight", (H * D, E)
+        yield p + "self_attn.q_norm.weight", (D,)
+        yield p + "self_attn.o_proj.weight", (E, H * D)
+        if not is_shared:
+            yield p + "self_attn.k_proj.weight", (own_G * D, E)
+            yield p + "self_attn.k_norm.weight", (D,)
+            if not (is_full and c.get("attention_k_eq_v")):
+                yield p + "self_attn.v_proj.weight", (own_G * D, E)
+        yield from mlp_shapes(p + "mlp.", E, 2 * F if is_shared and c.get("use_double_wide_mlp") else F)
+        norms = ["input", "post_attention", "pre_feedforward", "post_feedforward"]
+        for name in norms:
+            yield f"{p}{name}_layernorm.weight", (E,)
+        yield p + "layer_scalar", (1,)
+        if P:
+            yield p + "per_layer_input_gate.weight", (P, E)
+            yield p + "per_layer_projection.weight", (E, P)
+            yield p + "post_per_layer_input_norm.weight", (E,)
+        if c.get("enable_moe_block"):
+            n, size = c["num_experts"], c["moe_intermediate_size"]
+            for name in ("post_feedforward_layernorm_1", "pre_feedforward_layernorm_2", "post_feedforward_layernorm_2"):
+                yield f"{p}{name}.weight", (E,)
+            yield p + "router.scale", (E,)
+            yield p + "router.per_expert_scale", (n,)
+            yield p + "router.proj.weight", (n, E)
+            yield p + "experts.gate_up_proj", (n, 2 * size, E)
+            yield p + "experts.down_proj", (n, E, size)
+    yield prefix + "norm.weight", (E,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
+def gemma4_vision_shapes(c: dict[str, Any]) -> Shapes:
+    yield from gemma4_shapes(c["text_config"], "model.language_model.")
 
 
 def norm_shapes(name: str, E: int) -> Shapes:
@@ -347,6 +416,8 @@ TENSOR_SHAPES = {
     "granite": llama_shapes,
     "gemma3_text": llama_shapes,
     "gemma3": gemma3_shapes,
+    "gemma4_text": gemma4_shapes,
+    "gemma4": gemma4_vision_shapes,
     "gpt2": gpt2_shapes,
     "gptj": gptj_shapes,
     "mpt": mpt_shapes,

@@ -28,6 +28,7 @@ ROUTERS = {
     "all": Router(N),
     "sigmoid": Router(3, is_sigmoid=True, scale=1.8, bias=torch.linspace(-0.5, 0.5, N)),
     "groups": Router(3, is_sigmoid=True, bias=torch.linspace(0.4, -0.4, N), num_groups=4, top_groups=2),
+    "expert scale": Router(4, scale=0.5, expert_scale=torch.linspace(0.2, 2.0, N)),
     "groups of one": Router(2, num_groups=N, top_groups=5),
 }
 each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
@@ -61,7 +62,8 @@ def words(scores: list[float], router: Router) -> dict[int, float]:
     usable = [e for g in groups[: router.top_groups] for e in g]
     best = sorted(usable, key=lambda e: -chosen_by[e])[: router.top_k]
     total = sum(p[e] for e in best) if router.normalize else 1.0
-    return {e: router.scale * p[e] / total for e in best}
+    own = [1.0] * len(p) if router.expert_scale is None else router.expert_scale.tolist()
+    return {e: own[e] * router.scale * p[e] / total for e in best}
 
 
 @each_router

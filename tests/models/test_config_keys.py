@@ -148,9 +148,10 @@ OLDER_KEYS = {
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
 OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite"), HEAD_DIM)
+OPTIONAL_FIELDS["gemma4_text"] = {"global_head_dim", "num_global_key_value_heads"}  # become a per_layer_config
 SHARED_KEYS = {"rope_scaling", "original_max_position_embeddings", "model_type"}
 ROPE_KEYS = {"rope_theta", "partial_rotary_factor"}
-TEXT_FAMILIES = [family for family in models.list_families() if family != "gemma3"]  # its config is gemma3_text's
+TEXT_FAMILIES = [family for family in models.list_families() if family not in ("gemma3", "gemma4")]
 
 
 def get_fields(family: str) -> dict[str, Any]:
@@ -169,7 +170,9 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     older = OLDER_KEYS.get(family, set()) | OPTIONAL_FIELDS.get(family, set())
     assert {k: v for k, v in defaults.items() if k not in older} == {k: theirs[k] for k in defaults if k not in older}
     rope = getattr(CONFIG_MAPPING[family](), "rope_parameters", None)
-    if family == "gemma3_text":
+    if family == "gemma4_text":
+        assert models.load_family(family).ROPE_DEFAULTS == rope
+    elif family == "gemma3_text":
         thetas = defaults["rope_theta"], defaults["rope_local_base_freq"]
         assert thetas == (rope["full_attention"]["rope_theta"], rope["sliding_attention"]["rope_theta"])
     elif rope is not None:

@@ -203,7 +203,7 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("llama", {"vocab_size": 129}, "do not fit its config"),
         ("llama", {"num_hidden_layers": 4}, "no tensor 'model.layers.3."),
         ("llama", {"tie_word_embeddings": False}, "no tensor 'lm_head.weight'"),
-        ("llama", {"model_type": "mamba"}, "model type 'mamba' is not supported: one of gemma3, gemma3_text, gpt2, "),
+        ("llama", {"model_type": "mamba"}, "model type 'mamba' is not supported: one of cohere2, ernie4_5, gemma3, "),
         ("qwen2", {"layer_types": ["full_attention"]}, "layer_types"),
         ("qwen2", {"layer_types": ["full_attention", "chunked_attention", "full_attention"]}, "layer_types"),
         ("gemma3_text", SOFTCAP, "final_logit_softcapping=30.0 is not supported"),

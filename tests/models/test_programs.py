@@ -124,8 +124,11 @@ def with_two_layers(family: str) -> dict[str, Any]:
     """The changes that leave a family two layers: each kind of layer once."""
     config = CONFIGS[family]
     if "text_config" in config:
-        return {"text_config": {**config["text_config"], "num_hidden_layers": 2}}
-    return {key: 2 for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config}
+        text = config["text_config"]
+        types = {"layer_types": text["layer_types"][:2]} if "layer_types" in text else {}
+        return {"text_config": {**text, "num_hidden_layers": 2, **types}}
+    changes: dict[str, Any] = {key: 2 for key in ("num_hidden_layers", "n_layer", "n_layers") if key in config}
+    return changes | ({"layer_types": config["layer_types"][:2]} if "layer_types" in config else {})
 
 
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=["+".join([f, *c]) for f, c in CASES])

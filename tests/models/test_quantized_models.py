@@ -12,6 +12,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
 from retain.kernels.weight import Weight
+from retain.models.families.gemma4_text import CappedHead
 from retain.models.layers import Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
@@ -38,6 +39,10 @@ class DequantizedWeights(Weights):
         m = super().load_matrix(name, embedding, transposed)
         return m if isinstance(m, Tensor) else m.dequantize(self.dtype)
 
+    def load_stack(self, name: str, transposed: bool = False) -> Weight:
+        m = super().load_stack(name, transposed)
+        return m if isinstance(m, Tensor) else m.dequantize(self.dtype)
+
 
 @each_variant
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
@@ -53,7 +58,8 @@ def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Ch
     tolerance = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4
     std = dequantized.std()
     torch.testing.assert_close(ours / std, dequantized / std, atol=tolerance, rtol=0)
-    error = (ours - unquantized).std() / unquantized.std()
+    # Of most tokens: one that takes another expert for a last bit differs by far more.
+    error = ((ours - unquantized).std(dim=1) / unquantized.std()).median()
     assert (0.001 < error < 0.1) if quantization == "int8" else (0.01 < error < 0.7)
 
 
@@ -63,6 +69,7 @@ def test_tied_head_is_the_embedding_table(family: str, changes: Changes) -> None
         checkpoint = tiny_checkpoint(family, **changes)
         model = build_model(Weights(checkpoint, torch.bfloat16, quantization)).decoder
         head = model.lm_head.layers[-1] if isinstance(model.lm_head, Sequential) else model.lm_head
+        head = head.linear if isinstance(head, CappedHead) else head
         assert isinstance(head, Linear)
         assert (head.weight is model.embedding.table) == ("lm_head.weight" not in checkpoint.names())
 

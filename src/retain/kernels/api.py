@@ -211,11 +211,19 @@ class Program(Protocol):
         """Add table[position + offset] to out."""
 
     def norm(
-        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
+        self,
+        x: int,
+        out: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        subtract_mean: bool,
+        add: bool = False,
+        first: int = 0,
     ) -> None:
         """Set out = normalized(x) * weight + bias: LayerNorm with `subtract_mean`, RMSNorm without.
 
-        weight [n], or [heads, n] to normalize each of the first `heads` groups of n numbers separately.
+        weight [n], or [heads, n] to normalize each of `heads` groups of n numbers separately, from number `first` on.
         """
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
@@ -233,6 +241,12 @@ class Program(Protocol):
 
     def clip(self, x: int, limit: float) -> None:
         """Clamp x between -limit and limit, in place."""
+
+    def softcap(self, x: int, limit: float) -> None:
+        """Set x = limit tanh(x / limit)."""
+
+    def multiply(self, x: int, by: int, first: int = 0) -> None:
+        """Multiply the n numbers of x by numbers `first` to `first` + n of another buffer, in place."""
 
     def scale(self, x: int, factors: Tensor) -> None:
         """Multiply the first n numbers of x by factors float32 [n], in place."""

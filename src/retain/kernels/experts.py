@@ -21,8 +21,8 @@ class Router:
     """Choose `top_k` experts of a token, and weigh them, by its n scores.
 
     Scores become probabilities p: their softmax, or the sigmoid of each (`is_sigmoid`). The experts with the highest
-    p + bias are chosen; weights are p alone, divided by their sum if `normalize`, times `scale`. Of equal experts the
-    first are chosen.
+    p + bias are chosen, of equal ones the first. Their weights are p alone, divided by their sum if `normalize`, times
+    `scale`, times the `expert_scale` of each.
 
     With groups, only the best `top_groups` of `num_groups` take part. A group counts as much as its two best experts
     (DeepSeek-V3, arXiv 2412.19437).
@@ -35,6 +35,7 @@ class Router:
     bias: Tensor | None = None  # float32 [n]
     num_groups: int = 1
     top_groups: int = 1
+    expert_scale: Tensor | None = None  # float32 [n]
 
 
 @dataclass(frozen=True, eq=False)

@@ -40,12 +40,12 @@ class BufferShapes:
         """Check rows of an embedding table, `width` numbers each."""
         check_equal("a row of the embedding", width, self.widths[out])
 
-    def check_norm(self, x: int, out: int, shape: tuple[int, ...], bias: int | None) -> tuple[int, int]:
+    def check_norm(self, x: int, out: int, shape: tuple[int, ...], bias: int | None, first: int = 0) -> tuple[int, int]:
         """Check a norm with weights of this shape, [n] or [heads, n], and `bias` biases. Return heads and n."""
         heads, n = shape if len(shape) == 2 else (1, *shape)
         if len(shape) == 1:
             check_equal("the weight of a norm", n, self.widths[x], self.widths[out])
-        elif heads * n > min(self.widths[x], self.widths[out]):
+        elif first + heads * n > min(self.widths[x], self.widths[out]):
             raise WidthError(f"a norm of {heads} heads of {n} does not fit a buffer of width {self.widths[x]}")
         check_equal("the bias of a norm", n if bias is None else bias, n)
         return heads, n
@@ -73,13 +73,19 @@ class BufferShapes:
         check_equal("the output of experts", experts.down.shape[0], n * self.widths[out])
         check_equal("a bias of experts", numel_or_none(experts.gate_up_bias) or n * 2 * width, n * 2 * width)
         check_equal("a bias of experts", numel_or_none(experts.down_bias) or n * self.widths[out], n * self.widths[out])
-        check_equal("the bias of a router", numel_or_none(router.bias) or n, n)
+        for per_expert in (router.bias, router.expert_scale):
+            check_equal("numbers of a router", numel_or_none(per_expert) or n, n)
         for size in (2 * width, self.widths[out]):
             if size % TILE_ROWS:
                 raise WidthError(f"experts of {width} by {self.widths[out]}: sizes must be multiples of {TILE_ROWS}")
         num_usable = n // router.num_groups * router.top_groups
         if not 1 <= router.top_k <= num_usable or n % router.num_groups or router.top_groups > router.num_groups:
             raise WidthError(f"a router that takes {router.top_k} of {num_usable} experts is not possible")
+
+    def check_multiply(self, x: int, by: int, first: int) -> None:
+        """Check a product with numbers of another buffer."""
+        if first + self.widths[x] > self.widths[by]:
+            raise WidthError(f"{self.widths[x]} factors from {first} on do not fit a buffer of width {self.widths[by]}")
 
     def check_scale(self, x: int, num_factors: int) -> None:
         """Check a product of the first numbers with factors."""

@@ -98,6 +98,7 @@ class Attention:
     qk_norm: Layer | None = None  # applied to the heads of q and k before rope
     qk_factors: Tensor | None = None  # float32 [H + G, D], applied next
     own_params: AttentionParams | None = None  # in place of the spec's
+    v_norm: Layer | None = None  # applied to the heads of v
     query_growth: tuple[float, int] | None = None  # see Program.scale_by_position: queries grow with their position
 
     @property
@@ -164,6 +165,8 @@ class Attention:
         self.qkv_proj.emit(program, x, qkv)
         if self.qk_norm:
             self.qk_norm.emit(program, qkv, qkv)
+        if self.v_norm:
+            self.v_norm.emit(program, qkv, qkv)
         if self.qk_factors is not None:
             program.scale(qkv, self.qk_factors.flatten())
         if self.query_growth:

@@ -104,15 +104,19 @@ class Embedding:
 
 
 class RMSNorm:
-    """Compute x / rms(x) * weight in float32 (arXiv 1910.07467). weight [E], or [H + G, D] with a row for each head."""
+    """Compute x / rms(x) * weight in float32 (arXiv 1910.07467). weight [E], or [heads, D] with a row for each head.
 
-    def __init__(self, weight: Tensor, eps: float):
+    Heads begin at number `first` of a row.
+    """
+
+    def __init__(self, weight: Tensor, eps: float, first: int = 0):
         self.weight = weight.float()
         self.eps = eps
+        self.first = first
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer. A weight with a row for each head reads and writes only those heads."""
-        program.norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add)
+        program.norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add, first=self.first)
 
 
 class LayerNorm:
@@ -177,8 +181,8 @@ class GatedMLP:
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         n = self.gate_up_proj.weight.shape[0] // 2
-        gate_up = program.buffer("gate, up", 2 * n)
-        wide = program.buffer("wide", n)
+        gate_up = program.buffer(f"gate, up {n}", 2 * n)
+        wide = program.buffer(f"wide {n}", n)
         self.gate_up_proj.emit(program, x, gate_up)
         program.activation(gate_up, wide, self.act, n, gated=True)
         self.down_proj.emit(program, wide, out, add)

@@ -57,11 +57,15 @@ def get_rope(dim: int, params: Mapping[str, Any], interleaved: bool = False) -> 
         return Rope(freqs, interleaved)
     if rope_type == "linear":
         return Rope(freqs / params["factor"], interleaved)
+    if rope_type == "proportional":  # of all pairs, the first share turns as in whole heads, and the rest never does
+        is_rotated = torch.arange(dim // 2) < int(params.get("partial_rotary_factor", 1.0) * dim // 2)
+        return Rope(torch.where(is_rotated, freqs / params.get("factor", 1.0), 0.0), interleaved)
     if rope_type == "llama3":
         return Rope(_llama3_freqs(freqs, params), interleaved)
     if rope_type == "yarn":
         return Rope(_yarn_freqs(freqs, dim, params), interleaved, _yarn_attention_factor(params))
-    raise ValueError(f"rope type {quote(rope_type)} is not supported: one of default, linear, llama3, yarn")
+    known = "default, linear, llama3, yarn, proportional"
+    raise ValueError(f"rope type {quote(rope_type)} is not supported: one of {known}")
 
 
 def _llama3_freqs(freqs: Tensor, params: Mapping[str, Any]) -> Tensor:

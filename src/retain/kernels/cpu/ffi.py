@@ -69,9 +69,10 @@ def to_c_params(params: AttentionParams, address: Callable[[Tensor], int] = Tens
 def to_c_router(experts: Experts, address: Callable[[Tensor], int]) -> _C.Router:
     """Convert the router of a layer's experts. `address` keeps a tensor alive and returns its address."""
     r = experts.router
-    bias = 0 if r.bias is None else address(r.bias)
+    bias, expert_scale = (0 if x is None else address(x) for x in (r.bias, r.expert_scale))
     return _C.Router(
-        experts.num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups
+        experts.num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups,
+        expert_scale,
     )  # fmt: skip
 
 

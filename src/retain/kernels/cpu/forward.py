@@ -71,11 +71,20 @@ class CpuProgram:
         self._program.embedding(out, *self._weights.get(table).c_args, True, offset, 1.0, True)
 
     def norm(
-        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
+        self,
+        x: int,
+        out: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        subtract_mean: bool,
+        add: bool = False,
+        first: int = 0,
     ) -> None:
         """Emit a LayerNorm or RMSNorm."""
-        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
-        self._program.norm(x, out, self._keep_alive(weight), self._keep_alive(bias), eps, subtract_mean, n, heads, add)
+        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias), first)
+        weights = self._keep_alive(weight), self._keep_alive(bias)
+        self._program.norm(x, out, *weights, eps, subtract_mean, n, heads, add, first)
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product."""
@@ -104,6 +113,15 @@ class CpuProgram:
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
         self._program.clip(x, limit)
+
+    def softcap(self, x: int, limit: float) -> None:
+        """Emit a bound that bends."""
+        self._program.softcap(x, limit)
+
+    def multiply(self, x: int, by: int, first: int = 0) -> None:
+        """Emit a product of two buffers."""
+        self._shapes.check_multiply(x, by, first)
+        self._program.multiply(x, by, first)
 
     def scale(self, x: int, factors: Tensor) -> None:
         """Emit a product with factors."""

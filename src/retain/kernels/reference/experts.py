@@ -29,6 +29,8 @@ def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     weights = p.gather(-1, experts)
     if router.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if router.is_sigmoid else 0.0))
+    if router.expert_scale is not None:
+        weights = weights * router.expert_scale.to(weights.device)[experts]
     return experts, weights * router.scale
 
 

@@ -88,20 +88,28 @@ class TorchProgram(Generic[S]):
         self._emit(out, lambda s: self._look_up((s.positions + offset).clamp(min=0), weight), add=True)
 
     def norm(
-        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
+        self,
+        x: int,
+        out: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        subtract_mean: bool,
+        add: bool = False,
+        first: int = 0,
     ) -> None:
         """Emit a LayerNorm, in the program's dtype, or an RMSNorm, in float32."""
-        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
+        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias), first)
         w = weight.to(self.dtype) if subtract_mean else weight.float()
         b = self._to_dtype(bias)
-        width = heads * n
+        columns = slice(first, first + heads * n)
         is_by_head = weight.dim() == 2
 
         def compute(s: S) -> Tensor:
-            rows = split_heads(s.buffers[x][:, :width], heads) if is_by_head else s.buffers[x]
+            rows = split_heads(s.buffers[x][:, columns], heads) if is_by_head else s.buffers[x]
             y = F.layer_norm(rows, (n,), w, b, eps) if subtract_mean else rms_norm(rows, w, eps)
-            y = s.buffers[out][:, :width] + y.flatten(1) if add else y.flatten(1)
-            return replace_columns(s.buffers[out], y) if is_by_head else y
+            y = s.buffers[out][:, columns] + y.flatten(1) if add else y.flatten(1)
+            return replace_columns(s.buffers[out], y, first) if is_by_head else y
 
         self._emit(out, compute)
 
@@ -130,6 +138,16 @@ class TorchProgram(Generic[S]):
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
         self._emit(x, lambda s: s.buffers[x].clamp(-limit, limit))
+
+    def softcap(self, x: int, limit: float) -> None:
+        """Emit a bound that bends."""
+        self._emit(x, lambda s: limit * torch.tanh(s.buffers[x] / limit))
+
+    def multiply(self, x: int, by: int, first: int = 0) -> None:
+        """Emit a product of two buffers."""
+        self._shapes.check_multiply(x, by, first)
+        end = first + self._shapes.widths[x]
+        self._emit(x, lambda s: s.buffers[x] * s.buffers[by][:, first:end])
 
     def scale(self, x: int, factors: Tensor) -> None:
         """Emit a product with factors."""

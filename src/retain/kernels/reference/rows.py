@@ -53,6 +53,6 @@ def select_indices(rows: Tensor, indices: Tensor) -> Tensor:
     return rows if len(indices) == len(rows) else rows[indices]
 
 
-def replace_columns(rows: Tensor, first: Tensor) -> Tensor:
-    """Return rows [T, width] whose first columns are those of `first` [T, n]."""
-    return torch.cat((first, rows[:, first.shape[1] :]), 1)
+def replace_columns(rows: Tensor, columns: Tensor, first: int = 0) -> Tensor:
+    """Return rows [T, width] whose columns from `first` on are `columns` [T, n]."""
+    return torch.cat((rows[:, :first], columns, rows[:, first + columns.shape[1] :]), 1)

@@ -42,19 +42,27 @@ class TritonProgram(TorchProgram[DeviceStep]):
         return torch.float32
 
     def norm(
-        self, x: int, out: int, weight: Tensor, bias: Tensor | None, eps: float, subtract_mean: bool, add: bool = False
+        self,
+        x: int,
+        out: int,
+        weight: Tensor,
+        bias: Tensor | None,
+        eps: float,
+        subtract_mean: bool,
+        add: bool = False,
+        first: int = 0,
     ) -> None:
         """Emit a LayerNorm or RMSNorm in float32, with the addition in the same kernel."""
-        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias))
+        heads, n = self._shapes.check_norm(x, out, weight.shape, numel_or_none(bias), first)
         w, b = self._to_float32(weight), None if bias is None else self._to_float32(bias)
 
         def compute(s: DeviceStep) -> Tensor:
             rows = s.buffers[x]
-            to = s.buffers[out] if add or out == x or heads > 1 else torch.empty_like(rows)
+            to = s.buffers[out] if add or out == x or weight.dim() == 2 else torch.empty_like(rows)
             T, block_t = len(rows), tokens_per_program(len(rows), 8 if n <= 256 else 1)
             if T:
                 elementwise.norm[(triton.cdiv(T, block_t), heads)](
-                    rows, rows.stride(0), to, to.stride(0), w, w if b is None else b, T, n, eps,
+                    rows[:, first:], rows.stride(0), to[:, first:], to.stride(0), w, w if b is None else b, T, n, eps,
                     T=block_t, BLOCK=triton.next_power_of_2(n), SUBTRACT_MEAN=subtract_mean, BIAS=b is not None,
                     ADD=add, num_warps=8 if n > 2048 else 4,
                 )  # fmt: skip

@@ -57,8 +57,9 @@ static void bind_structs(nb::module_& m) {
       });
   nb::class_<Router>(m, "Router")
       .def("__init__", [](Router* r, int num_experts, int top_k, bool is_sigmoid, bool normalize, float scale,
-                          Address bias, int num_groups, int top_groups) {
-        new (r) Router{num_experts, top_k, is_sigmoid, normalize, scale, ptr<float>(bias), num_groups, top_groups};
+                          Address bias, int num_groups, int top_groups, Address expert_scale) {
+        new (r) Router{num_experts, top_k, is_sigmoid, normalize, scale, ptr<float>(bias), num_groups, top_groups,
+                       ptr<float>(expert_scale)};
       });
   nb::class_<Experts>(m, "Experts")
       .def("__init__", [](Experts* e, const Router& router, WeightArgs gate_up, WeightArgs down, Address gate_up_bias,
@@ -103,8 +104,8 @@ static void bind_program(nb::module_& m) {
            })
       .def("norm",
            [](Program& p, int in, int out, Address weight, Address bias, float eps, bool subtract_mean, int n,
-              int heads, bool add) {
-             p.norm(in, out, {ptr<float>(weight), ptr<float>(bias), eps, subtract_mean}, n, heads, add);
+              int heads, bool add, int first) {
+             p.norm(in, out, {ptr<float>(weight), ptr<float>(bias), eps, subtract_mean}, n, heads, add, first);
            })
       .def("linear",
            [](Program& p, int in, int out, Address data, int rows, int columns, int format, Address bias, bool add) {
@@ -127,6 +128,8 @@ static void bind_program(nb::module_& m) {
       .def("buffer_address",
            [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })
       .def("num_ops", &Program::num_ops)
+      .def("softcap", &Program::softcap)
+      .def("multiply", &Program::multiply)
       .def(
           "run",
           [](Program& p, const std::vector<GroupArgs>& groups, const std::vector<std::pair<int, int>>& layers,

@@ -64,6 +64,7 @@ static void route(const Router& router, const float* scores, int* experts, float
   for (int i = 0; i < k; ++i) total += weights[i] = p[experts[i]];
   const float factor = router.normalize ? router.scale / total : router.scale;
   for (int i = 0; i < k; ++i) weights[i] *= total > 0 ? factor : router.scale;
+  for (int i = 0; router.expert_scale && i < k; ++i) weights[i] *= router.expert_scale[experts[i]];
 }
 
 // Sorts the choices of all tokens by expert.

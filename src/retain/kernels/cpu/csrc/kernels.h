@@ -143,6 +143,7 @@ struct Router {
   float scale;
   const float* bias;  // [num_experts] or null
   int num_groups, top_groups;
+  const float* expert_scale;  // [num_experts] or null
 };
 
 // The experts of a layer, one below the other.

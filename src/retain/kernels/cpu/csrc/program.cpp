@@ -14,6 +14,7 @@ struct Program::StepState {
 
   float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
   int width(int buffer) const { return program.widths_[buffer]; }
+  int row_width(int buffer) const { return buffer == LOGITS ? program.logits_width_ : width(buffer); }
 };
 
 // Every thread calls an operation's `run(state, member)`, and a barrier follows. An operation may have `check(state)`,
@@ -61,13 +62,14 @@ struct Program::NormOp {
   NormParams norm;
   int n, heads;  // a row is `heads` times n numbers; each head has its own weights
   bool add;
+  int first;  // the number of a row at which the heads begin
 
   void run(StepState& state, ThreadTeam::Member& member) const {
     member.parallel_for(state.rows, [&](int begin, int end) {
       for (int t = begin; t < end; ++t)
         for (int h = 0; h < heads; ++h) {
-          const float* x = state.data(in) + int64_t(t) * state.width(in) + h * n;
-          float* y = state.data(out) + int64_t(t) * state.width(out) + h * n;
+          const float* x = state.data(in) + int64_t(t) * state.width(in) + first + h * n;
+          float* y = state.data(out) + int64_t(t) * state.width(out) + first + h * n;
           selected_isa().normalize({norm.weight + h * n, norm.bias, norm.eps, norm.subtract_mean}, x, n, add, y);
         }
     });
@@ -127,6 +129,38 @@ struct Program::ClipOp {
       for (int64_t i = begin * n; i < end * n; ++i) {
         float& x = state.data(buffer)[i];
         x = std::min(std::max(x, -limit), limit);
+      }
+    });
+  }
+};
+
+struct Program::SoftcapOp {
+  int buffer;
+  float limit;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int n = state.row_width(buffer);
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) {
+        float* x = state.data(buffer) + int64_t(t) * n;
+        for (int i = 0; i < n; ++i) x[i] *= 2 / limit;  // tanh(y) = 2 sigmoid(2 y) - 1
+        selected_isa().activate(Activation::sigmoid, x, nullptr, n, x);
+        for (int i = 0; i < n; ++i) x[i] = limit * (2 * x[i] - 1);
+      }
+    });
+  }
+};
+
+struct Program::MultiplyOp {
+  int buffer, by, first;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    const int n = state.width(buffer);
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t) {
+        float* x = state.data(buffer) + int64_t(t) * n;
+        const float* factors = state.data(by) + int64_t(t) * state.width(by) + first;
+        for (int i = 0; i < n; ++i) x[i] *= factors[i];
       }
     });
   }
@@ -273,11 +307,12 @@ int Program::rope_table(const float* freqs, int n, float gain, bool interleaved)
 void Program::embedding(int out, const PackedWeight& table, bool by_position, int offset, float factor, bool add) {
   push_checked(EmbeddingOp{out, table, by_position, offset, factor, add});
 }
-void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bool add) {
-  push(NormOp{in, out, norm, n, heads, add});
+void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bool add, int first) {
+  push(NormOp{in, out, norm, n, heads, add, first});
 }
 void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add) {
   max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, weight.activation_bytes());
+  if (out == LOGITS) logits_width_ = weight.out;
   push(LinearOp{in, out, weight, bias, add});
 }
 void Program::activation(int in, int out, Activation kind, int n, bool gated) {
@@ -288,6 +323,8 @@ void Program::experts(int in, int scores, int out, int hidden, int y, const Expe
   push(ExpertsOp{in, scores, out, hidden, y, experts, add});
 }
 void Program::clip(int buffer, float limit) { push(ClipOp{buffer, limit}); }
+void Program::softcap(int buffer, float limit) { push(SoftcapOp{buffer, limit}); }
+void Program::multiply(int buffer, int by, int first) { push(MultiplyOp{buffer, by, first}); }
 void Program::scale(int buffer, const float* factors, int n) { push(ScaleOp{buffer, factors, n}); }
 void Program::scale_by_position(int buffer, int n, float beta, int period) {
   push(ScaleByPositionOp{buffer, n, beta, period});

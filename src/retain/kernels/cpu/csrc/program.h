@@ -51,12 +51,14 @@ class Program {
 
   // Each of these appends an operation. The caller keeps weights, biases, factors and the tensors of AttentionParams alive.
   void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
-  void norm(int in, int out, const NormParams&, int n, int heads, bool add);
+  void norm(int in, int out, const NormParams&, int n, int heads, bool add, int first);
   void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
   void activation(int in, int out, Activation, int n, bool gated);
   // Rows of `hidden` have k 2 I numbers, those of `y` k E: see ExpertsArgs.
   void experts(int in, int scores, int out, int hidden, int y, const Experts&, bool add);
   void clip(int buffer, float limit);
+  void softcap(int buffer, float limit);
+  void multiply(int buffer, int by, int first);
   void scale(int buffer, const float* factors, int n);
   void scale_by_position(int buffer, int n, float beta, int period);
   void rope(int buffer, int table, int heads, int D);
@@ -81,6 +83,8 @@ class Program {
   struct ActivationOp;
   struct ExpertsOp;
   struct ClipOp;
+  struct SoftcapOp;
+  struct MultiplyOp;
   struct ScaleOp;
   struct ScaleByPositionOp;
   struct RopeOp;
@@ -106,6 +110,7 @@ class Program {
   std::vector<std::function<void(StepState&, ThreadTeam::Member&)>> ops_;
   std::vector<std::function<void(const StepState&)>> checks_;
   int64_t max_prepared_row_bytes_ = 0;
+  int logits_width_ = 0;
 
   int reserved_rows_ = 0;
   AlignedVector<float> memory_;
