@@ -11,6 +11,8 @@ written (`fixed_part`); they need K and V. The last two change with every query 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
+from hashlib import blake2b
 from pathlib import Path
 
 import torch
@@ -48,6 +50,12 @@ class GateWeights:
     value: Tensor  # [M, G, D]
     logs: Tensor  # [M, G, 5]
     bias: Tensor  # [M, G]
+
+    @cached_property
+    def fingerprint(self) -> bytes:
+        """Identify the numbers."""
+        data = b"".join(getattr(self, f.name).cpu().numpy().tobytes() for f in fields(self))
+        return blake2b(data, digest_size=16).digest()
 
     def fixed_part(self, k: Tensor, v: Tensor, pos: Tensor, layers: slice) -> Tensor:
         """Return what K and V of slots contribute, [m, G, S]; k, v [m, G, S, D] float32, of the layers `layers`."""

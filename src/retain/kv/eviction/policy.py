@@ -78,6 +78,11 @@ class EvictionPolicy:
         return ()
 
     @property
+    def weights_fingerprint(self) -> bytes:
+        """Identify the fitted numbers that priorities depend on; empty where there are none."""
+        return b""
+
+    @property
     def uses_noise(self) -> bool:
         """Whether masses depend on the request's seed."""
         return False

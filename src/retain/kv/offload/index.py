@@ -21,7 +21,8 @@ class SpanIndex:
         self.capacity = capacity
         self.replacement = replacement
         self.used_bytes = 0
-        self.by_key: dict[bytes, tuple[Span, int]] = {}
+        self.by_key: dict[bytes, tuple[Span, int]] = {}  # the newest span that has the key
+        self.older: dict[bytes, list[tuple[Span, int]]] = {}  # the others, found once that one is removed
         self.spans: dict[Span, int] = {}  # with their ids
         self.by_id: dict[int, Span] = {}
         # Pairs of a priority and a span's id. Uses only raise a priority, so an outdated pair comes out too early,
@@ -93,7 +94,10 @@ class SpanIndex:
 
     def add(self, span: Span) -> None:
         """Add a span, for which `make_room` has made room."""
-        self.by_key |= {key: (span, i) for i, key in enumerate(span.keys)}
+        for i, key in enumerate(span.keys):
+            if known := self.by_key.get(key):
+                self.older.setdefault(key, []).append(known)
+            self.by_key[key] = (span, i)
         self.spans[span] = span_id = next(self.id_counter)
         self.by_id[span_id] = span
         self.used_bytes += span.size
@@ -111,6 +115,16 @@ class SpanIndex:
         del self.by_id[span_id]
         self.used_bytes -= span.size
         for key in span.keys:
-            if key in self.by_key and self.by_key[key][0] is span:
-                del self.by_key[key]
+            self._forget_key(key, span)
         return True
+
+    def _forget_key(self, key: bytes, span: Span) -> None:
+        """Find other spans by a key of a span that is removed."""
+        others = [known for known in self.older.pop(key, []) if known[0] is not span]
+        if self.by_key[key][0] is span:
+            if not others:
+                del self.by_key[key]
+                return
+            self.by_key[key] = others.pop()
+        if others:
+            self.older[key] = others

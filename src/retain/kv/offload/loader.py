@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import CorruptionError, ReadJob, Span, SpanReader, Store
+from retain.kv.offload.span import ReadJob, Span, SpanReader, Store
 from retain.kv.offload.transfer import PageTransfer
 from retain.types import Bytes
 
@@ -79,10 +79,8 @@ class LayerLoader:
     def _fail(self, store: Store, span: Span, error: Exception) -> None:
         """Mark the load as failed, and remove the span from its store."""
         self.failed = True
-        if isinstance(error, TimeoutError) and (num_bytes := self.bytes_read.get(store.name)):
-            self.offloader.cost_model.record_read(store.name, num_bytes, perf_counter() - self.started_at)
-        self.offloader.warnings.warn(f"tier {store.name}: a span could not be loaded and is dropped", error)
-        store.delete(span, is_corrupted=isinstance(error, CorruptionError))
+        seconds = perf_counter() - self.started_at
+        self.offloader.drop_unreadable(store, span, error, self.bytes_read.get(store.name, 0), seconds)
 
     def wait_layer(self, layer: int, q: Tensor) -> None:
         """Block until a layer is loaded. `q` is unused here; SelectiveLoader uses it."""

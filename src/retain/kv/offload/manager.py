@@ -19,11 +19,11 @@ from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
 from retain.kv.offload.selective.repack import ProbeConfig, Repacker
-from retain.kv.offload.span import Span, SpanRange, SpanReader, Store
+from retain.kv.offload.span import CorruptionError, Span, SpanRange, SpanReader, Store
 from retain.kv.offload.transfer import PageTransfer, create_transfers
 from retain.kv.offload.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
-from retain.types import Floats, Ints
+from retain.types import Bytes, Floats, Ints
 
 NUM_READ_THREADS = 2
 
@@ -202,12 +202,8 @@ class Offloader:
             min_resume_position=min_resume_position,
             metadata_bytes=probes.metadata_size(len(layer_pages), len(keys), self.kv) if probes else 0,
         )
-        if not store.accepts(span.size):
-            return
-        try:
-            data = self.transfer.allocate(span.size)
-        except (OSError, MemoryError) as error:
-            self.warnings.warn(f"tier {store.name}: no host memory for a span, which is not kept", error)
+        data = self.allocate_span(store, span)
+        if data is None:
             return
         for layer, (g, pages) in enumerate(layer_pages):
             if not pages.size:
@@ -218,6 +214,16 @@ class Offloader:
         if probes:
             span.view_metadata(data)[:] = probes.initial_metadata(self.kv, [p for _, p in layer_pages]).serialized
         store.put(span, data)
+
+    def allocate_span(self, store: Store, span: Span) -> Bytes | None:
+        """Return host memory for the bytes of a span, or None where the store does not take it or there is none."""
+        if not store.accepts(span.size):
+            return None
+        try:
+            return self.transfer.allocate(span.size)
+        except (OSError, MemoryError) as error:
+            self.warnings.warn(f"tier {store.name}: no host memory for a span, which is not kept", error)
+            return None
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -232,6 +238,13 @@ class Offloader:
         if self.block_cache and span.content_id is not None:
             return CachedReader(reader, self.block_cache, span, span.content_id)
         return reader
+
+    def drop_unreadable(self, store: Store, span: Span, error: Exception, num_read: int, seconds: float) -> None:
+        """Remove a span from its store after an error, before which `num_read` bytes of it were read in `seconds`."""
+        if isinstance(error, TimeoutError) and num_read:
+            self.cost_model.record_read(store.name, num_read, seconds)
+        self.warnings.warn(f"tier {store.name}: a span could not be loaded and is dropped", error)
+        store.delete(span, is_corrupted=isinstance(error, CorruptionError))
 
     def scratch_buffer(self, num_pages: int) -> Floats:
         """Return float32 memory for the keys of one head's pages. It is reused by the next call."""

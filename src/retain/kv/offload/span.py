@@ -4,7 +4,7 @@ A block is one page of every kv head of one layer, as bytes: for each of the G h
 of a span have one size; where layers differ, those with fewer bytes are padded. A span of text has one key for each
 block of the prefix cache, and in every layer as many blocks for a key as that has pages: the chained hash of those
 tokens names them. The windows of sliding layers are a span of one key. Each of its layers has as many blocks as its
-window takes.
+window takes. Spans of evicted states are described in state_spans.py.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Span:
     block_bytes: int
     start_page: int = 0  # pages of the text before the span
     window_starts: tuple[int, ...] = ()  # windows only: the page of the text at which each layer starts
-    min_resume_position: int = 0  # windows only: the first position at which a text can continue
+    min_resume_position: int = 0  # windows and states only: the first position at which a text can continue
     metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
     is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
     hits: int = 1  # how often the span was used
@@ -46,6 +46,13 @@ class Span:
         sizes = [*(n * self.block_bytes for n in self.num_blocks), self.metadata_bytes]
         aligned = [-(-n // IO_ALIGNMENT) * IO_ALIGNMENT for n in sizes]
         self.offsets = [0, *accumulate(aligned)]  # of each layer, of the metadata, and the end
+
+    @property
+    def kind(self) -> str:
+        """Return what the span has: text, windows or state."""
+        if self.window_starts:
+            return "windows"
+        return "state" if self.min_resume_position else "text"
 
     @property
     def content_id(self) -> int | None:
@@ -126,6 +133,7 @@ class Store(Protocol):
     name: str  # of its tier
     max_keys: int  # most keys of a span
     write_through: bool  # True: it takes pages when they are computed. False: when the pool evicts them
+    is_shared: bool  # whether other engines use its spans, too
     distance: int  # the nearest stores are searched first
     formats: dict[bytes, dict[str, Any]]  # descriptions of the fingerprints whose spans it may have
 

@@ -25,7 +25,7 @@ from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.span import ReadJob, SpanRange
+from retain.kv.offload.span import ReadJob, SpanRange, Store
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
@@ -35,6 +35,7 @@ from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.resuming import capture_evicted_state, copy_evicted_state, state_root
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
+from retain.kv.prefix.state_tiers import FoundState, StateTiers
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.types import Ints
 
@@ -71,6 +72,8 @@ class PrefixCache:
         self.tree = RadixTree(self.pool, B, self.ladder)
         self.pool.uncache_callback = self.tree.drop_snapshots_of
         self.offloader: Offloader | None = None
+        self.state_tiers: StateTiers | None = None
+        self._loaded_state: tuple[EvictedState, Store] | None = None  # the last one, until a row goes on from it
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
         self.num_reused_tokens = 0
 
@@ -78,13 +81,17 @@ class PrefixCache:
         """Put tiers below the pool: what the tree evicts goes there."""
         self.offloader = offloader
         self.selective_loader = selective_loader
+        self.state_tiers = StateTiers(offloader, self.groups, self.planner)
         self.tree.on_evict = self._offload_evicted
+        self.tree.on_outgrown = self.state_tiers.on_outgrown
 
     def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
         """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
-        assert self.offloader and node.parent
+        assert self.offloader and self.state_tiers and node.parent
+        if isinstance(node.snapshot, EvictedState):
+            self.state_tiers.on_evicted(node, node.snapshot)
         if isinstance(node.snapshot, EvictedState) or not len(node.pages) + bool(node.snapshot):
-            return  # tiers have no evicted states
+            return
         B = self.layout.block_size
         windows = node.snapshot if isinstance(node.snapshot, SlidingWindows) else None
         if len(node.tokens) == len(node.block_hashes) * B:
@@ -99,9 +106,12 @@ class PrefixCache:
         """Close the tiers, and clear the tree, whose hashes name the model of these tiers."""
         if self.offloader:
             self.tree.on_evict = None
+            self.tree.on_outgrown = None
             self.offloader.close()
             self.tree.clear()
             self.offloader = None
+            self.state_tiers = None
+            self._loaded_state = None
 
     # ---- matching ------------------------------------------------------------------------------------------------
 
@@ -309,18 +319,23 @@ class PrefixCache:
 
         None where the pages of the text itself, which nothing was evicted from, reach as far.
         """
+        state = self._match_states(query)
+        pages = self.match_prefix(query) if state or self.state_tiers else None
+        length = pages.length if pages else 0
+        if self._load_state(query, max(length, state.position if state else 0)):
+            state = self._match_states(query)
+        return state if state and length < state.position else None
+
+    def _match_states(self, query: PrefixQuery) -> EvictedState | None:
+        """Return the latest state of the text that is in the tree."""
         found = [self._match_state(query, in_prompt) for in_prompt in (False, True)]
-        state = max((s for s in found if s), key=lambda s: s.position, default=None)
-        if state is None:
-            return None
-        pages = self.match_prefix(query)
-        return state if pages is None or pages.length < state.position else None
+        return max((s for s in found if s), key=lambda s: s.position, default=None)
 
     def _match_state(self, query: PrefixQuery, in_prompt: bool) -> EvictedState | None:
         policy = query.policy
         if not (policy.streamed_key if in_prompt else policy.resume_key):
             return None
-        root = state_root(self.root_hash(query.salt, self.planner.windows(policy)), policy, query.seed, in_prompt)
+        root = self._state_root(query, in_prompt)
         match = self.tree.match_prefix(root, query.tokens, query.max_length, needs_snapshot=True)
         state = match.snapshot if match else None
         if not isinstance(state, EvictedState) or not isinstance(policy, BudgetPolicy):
@@ -329,6 +344,50 @@ class PrefixCache:
             return None
         return state
 
+    def _state_root(self, of: PrefixQuery | PrefixEntry, in_prompt: bool) -> bytes:
+        root = self.root_hash(of.salt, self.planner.windows(of.policy))
+        return state_root(root, of.policy, of.seed, in_prompt)
+
+    def find_offloaded_state(self, query: PrefixQuery, after: int) -> tuple[FoundState, bytes] | None:
+        """Return the latest state of the text in the tiers, after more than `after` tokens, and its root hash."""
+        policy = query.policy
+        keys = [(False, policy.resume_key, query.max_length)]
+        if isinstance(policy, BudgetPolicy):
+            keys.append((True, policy.streamed_key, min(query.max_length, policy.prompt_len - 1)))
+        found = []
+        for in_prompt, key, max_length in keys if self.state_tiers else ():
+            if key and self.state_tiers:
+                root = self._state_root(query, in_prompt)
+                tokens = np.asarray(query.tokens[:max_length], np.int32)
+                state = self.state_tiers.find(self.tree.hash_blocks(root, tokens), tokens, after)
+                found += [(state, root)] if state else []
+        return max(found, key=lambda x: x[0].position, default=None)
+
+    def _load_state(self, query: PrefixQuery, after: int) -> bool:
+        """Bring a state from the tiers into the tree, if they have one after more than `after` tokens of the text."""
+        found = self.find_offloaded_state(query, after)
+        policy = query.policy
+        if not found or not self.state_tiers or not isinstance(policy, BudgetPolicy):
+            return False
+        place, root = found
+        state = self.state_tiers.load(place, policy, place.position - after)
+        if state is None:
+            return False
+        self._insert_state(root, query.tokens[: state.position], state)
+        self._loaded_state = state, place.span.store
+        return True
+
+    def _insert_state(self, root: bytes, tokens: Sequence[int], state: EvictedState, begun_at: int = 0) -> None:
+        no_pages = np.zeros((0, -(-len(tokens) // self.layout.block_size)), np.int32)
+        self.tree.insert(root, tokens, no_pages, state, begun_at)
+
+    def record_resumed(self, state: EvictedState) -> None:
+        """Count the tokens of a state that a row goes on from."""
+        self.num_reused_tokens += state.position
+        if self.offloader and self._loaded_state and self._loaded_state[0] is state:
+            self.offloader.num_loaded_tokens[self._loaded_state[1].name] += state.position
+            self._loaded_state = None
+
     def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False) -> None:
         """Keep the state of a row that ends, for texts that go on from there; or one inside a prompt."""
         if not entry.policy.resume_key or self.config.keep != "all":
@@ -336,11 +395,17 @@ class PrefixCache:
         n = len(entry.tokens)
         capture = copy_evicted_state if in_prompt else capture_evicted_state
         state = capture(self.groups, evictors, n)
-        if state:
-            root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
-            root = state_root(root, entry.policy, entry.seed, in_prompt)
-            no_pages = np.zeros((0, -(-n // self.layout.block_size)), np.int32)
-            self.tree.insert(root, entry.tokens, no_pages, state, entry.begun_at)
+        if state is None:
+            return
+        root = self._state_root(entry, in_prompt)
+        try:
+            if self.state_tiers:
+                tokens = np.asarray(entry.tokens, np.int32)
+                self.state_tiers.on_stored(self.tree.hash_blocks(root, tokens), tokens, state)
+        except BaseException:
+            self.pool.free(state.page_list)
+            raise
+        self._insert_state(root, entry.tokens, state, entry.begun_at)
 
     # ---- statistics ----------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ class RadixTree:
     """Cached texts over the pages of one pool.
 
     Before pages are evicted `on_evict(node, n)` is called: the node loses its pages from the n-th on, and its snapshot.
+    Before a text drops a snapshot that it has outgrown, `on_outgrown(node)` is.
     """
 
     def __init__(self, pool: PagePool, page_size: int, ladder: SnapshotLadder | None = None):
@@ -46,6 +47,7 @@ class RadixTree:
         self.clock = itertools.count(1)
         self.pins = Pins()
         self.on_evict: Callable[[Node, int], None] | None = None
+        self.on_outgrown: Callable[[Node], None] | None = None
         self.evictions: deque[EvictionRecord] = deque(maxlen=4096)  # the latest ones
         self.history: PrefixHistory | None = None  # set once somebody asks for a diagnosis
         self.observer: PrefixObserver | None = None
@@ -225,12 +227,18 @@ class RadixTree:
                 parent.is_branch = parent.is_branch or len(parent.children) > 1 + len(repeated)
                 for child in repeated:
                     if self._end_position(child) < begun_at and child not in self.pins:
+                        self._drop_outgrown_snapshot(child)
                         self._remove(child)
             is_outgrown = position < begun_at or self.ladder.has(position)
             must_stay = parent.is_branch or parent in self.pins or self.ladder.keeps(position, length)
             if is_outgrown and not must_stay:
-                self._drop_snapshot(parent)
+                self._drop_outgrown_snapshot(parent)
             node = parent
+
+    def _drop_outgrown_snapshot(self, node: Node) -> None:
+        if node.snapshot and self.on_outgrown:
+            self.on_outgrown(node)
+        self._drop_snapshot(node)
 
     def _is_repeated(self, node: Node, tokens: Ints) -> bool:
         """Return whether a node is the first part of a page that a sibling with these tokens has, too."""

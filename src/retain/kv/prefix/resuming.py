@@ -29,7 +29,7 @@ def state_root(root_hash: bytes, policy: EvictionPolicy, seed: int, in_prompt: b
     kind = b"streamed" if in_prompt else b"evicted"
     key = (policy.streamed_key if in_prompt else policy.resume_key).encode(errors="surrogatepass")
     noise = seed.to_bytes(8, "little") if policy.uses_noise else b""
-    return blake2b(root_hash + kind + noise + key, digest_size=16).digest()
+    return blake2b(root_hash + kind + noise + policy.weights_fingerprint + key, digest_size=16).digest()
 
 
 def capture_evicted_state(

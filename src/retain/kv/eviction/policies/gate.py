@@ -42,6 +42,11 @@ class Policy(BudgetPolicy):
         """All gates have the same masses."""
         return (type(self),)
 
+    @property
+    def weights_fingerprint(self) -> bytes:
+        """See EvictionPolicy."""
+        return self.weights.fingerprint if self.weights else b""
+
     def fit(self, limits: CacheLimits) -> Self:
         """Load the gate, too. Raises ValueError where there is none for this model."""
         policy = super().fit(limits)

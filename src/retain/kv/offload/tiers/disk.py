@@ -65,6 +65,7 @@ class DiskStore:
     name = "disk"
     max_keys = 16
     write_through = True
+    is_shared = False
     distance = 1
     latency = 0.0
 

@@ -43,6 +43,7 @@ class RamStore:
     name = "ram"
     max_keys = 4
     write_through = False
+    is_shared = False
     distance = 0
     latency = 0.0
 

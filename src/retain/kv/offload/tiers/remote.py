@@ -79,6 +79,7 @@ class RemoteStore:
 
     name = "remote"
     write_through = True
+    is_shared = True
     distance = 2
 
     def __init__(self, options: Tier, bucket: Bucket, span_format: SpanFormat):
