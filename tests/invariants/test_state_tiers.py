@@ -2,22 +2,41 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import shutil
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from retain.cli.main import main
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from tests.helpers.engines import make_engine
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.evicted_state import EvictedState
+from retain.kv.eviction.state_format import decode_state, encode_state, page_runs, with_pages
+from retain.kv.offload.cost_model import LoadCostModel
+from retain.kv.prefix.query import PrefixQuery
+from retain.kv.prefix.state_tiers import StateTiers
+from retain.sampling_params import SamplingParams
+from tests.helpers import engines
+from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
-from tests.helpers.tiers import disk_spec, offloader_of
+from tests.helpers.tiers import disk_spec, disk_store_of, offloader_of
 from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
 from tests.invariants.test_resuming import (
     POLICIES,
+    TURNS,
     Positions,
     answers,
     ask,
@@ -118,3 +137,368 @@ def test_unlike_layers_resume_from_a_tier(policy: str, unlike_family: None, tmp_
     found, _ = talk_with_pauses(policy, Pauses("restart", tmp_path, **options_of(UNLIKE, policy)))
     assert answers(found) == answers(expected)
     assert [r.stats.num_cached_tokens for r in found] == [r.stats.num_cached_tokens for r in expected]
+
+
+# ---- misses ----------------------------------------------------------------------------------------------------------
+
+
+def begin(policy: str, pauses: Pauses, turns: int = 2, **more: Any) -> list[int]:
+    """Hold the first turns of a conversation. Returns the text of the next one, after a pause."""
+    requests = talk(policy, partial(ask, pauses.engine, **more), TURNS[:turns])
+    pauses.pause()
+    return [*requests[-1].tokens, 1, 2, 3]
+
+
+def damage_pages(path: Path) -> None:
+    """Change a bit of K."""
+    change(path, lambda data: 100)
+
+
+def damage_metadata(path: Path) -> None:
+    """Change a bit of the metadata, which lie behind the last pages."""
+    change(path, lambda data: int(np.flatnonzero(data)[-1]))
+
+
+def change(path: Path, place: Callable[[np.ndarray], int]) -> None:
+    for file in path.rglob("*.kv"):
+        data = np.fromfile(file, np.uint8)
+        data[place(data)] ^= 4
+        data.tofile(file)
+
+
+def truncate(path: Path) -> None:
+    for file in path.rglob("*.kv"):
+        os.truncate(file, file.stat().st_size // 2)
+
+
+def unlink(path: Path) -> None:
+    for file in path.rglob("*.kv"):
+        file.unlink()
+
+
+@pytest.mark.parametrize("damage", [damage_metadata, *slow(damage_pages, truncate, unlink)])
+@pytest.mark.parametrize("when", ["before", *slow("while it runs")])
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
+def test_damaged_states_are_misses(damage: Callable[[Path], None], when: str, family: str, tmp_path: Path) -> None:
+    """The prompt is computed anew under its budget, and its state is kept again."""
+    options = options_of(family, H2O)
+    pauses = Pauses("restart", tmp_path, **options)
+    text = begin(H2O, pauses)
+    if when == "before":
+        pauses.close()
+        damage(tmp_path)
+        pauses.engine = pauses.open()
+    else:
+        damage(tmp_path)
+    found = ask(pauses.engine, text, H2O)
+    assert found.stats.num_cached_tokens == 0
+    assert found.output_tokens == ask(make_engine(**options), text, H2O).output_tokens
+    pauses.pause()
+    assert ask(pauses.engine, [*found.tokens, 4], H2O).stats.num_cached_tokens == len(found.tokens) - 1
+    pauses.close()
+
+
+NOISED = "keyformer:budget=25%"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({"salt": "a"}, {"salt": "b"}),
+        ({"policy": H2O}, {"policy": "h2o:budget=50%"}),
+        ({"policy": H2O}, {"policy": "tova:budget=25%"}),
+        ({"policy": H2O}, {"policy": "h2o:budget=25%,resume=off"}),
+        ({"policy": NOISED, "seed": 1}, {"policy": NOISED, "seed": 2}),
+        ({"policy": "h2o:budget=25%,protect=system", "system": 4}, {"policy": "h2o:budget=25%,protect=system"}),
+    ],
+)
+@pytest.mark.parametrize("kind", ["restart", *slow("ram", "remote")])
+def test_states_of_others_are_never_read(
+    first: dict[str, Any], second: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    """Neither across salts or policies, nor across seeds of noise or other system prompts."""
+    pauses = Pauses(kind, tmp_path, **options_of("llama", H2O))
+
+    def send(text: list[int], policy: str = H2O, salt: str = "", seed: int = 0, system: int = 0) -> Request:
+        params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
+        request = make_request(text, 20, policy, params, system, salt=salt)
+        run_to_completion(pauses.engine, [request])
+        return request
+
+    text = list(range(20, 110))
+    text = [*text, *send(text, **first).output_tokens, 1, 2, 3]
+    pauses.pause()
+    assert send(text, **second).stats.num_cached_tokens == 0
+    assert send(text, **first).stats.num_cached_tokens == 109
+    pauses.close()
+
+
+@pytest.mark.parametrize(
+    "other", [{"score_columns": 2}, *slow({"family": "mpt"}, {"page_size": 32}, {"demotes": True}, {"gate": True})]
+)
+def test_states_of_another_model_cache_or_gate_are_never_read(
+    other: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = "gate:budget=50%"
+    options = options_of("llama", policy)
+    pauses = Pauses("restart", tmp_path, **options)
+    text = begin(policy, pauses, 1)
+
+    def num_cached(**more: Any) -> int:
+        pauses.close()
+        pauses.options = {**options, **more}
+        pauses.engine = pauses.open()
+        return ask(pauses.engine, text, policy, 1).stats.num_cached_tokens
+
+    with monkeypatch.context() as patch:
+        if other.pop("gate", False):
+            patch.setattr(
+                engines, "random_gate", lambda spec: replace(random_gate(spec), logs=0 * random_gate(spec).logs)
+            )
+        assert num_cached(**other) == 0
+    assert num_cached() == len(text) - 4
+    pauses.close()
+
+
+READ = "retain.kv.offload.disk_reader.DiskReader.read_blocks"
+UPLOAD = "retain.kv.offload.whole_pages.WholePageTransfer.upload"
+
+
+@pytest.mark.parametrize("error", [MemoryError, *slow(OSError, TimeoutError)])
+@pytest.mark.parametrize("call", [UPLOAD, *slow(READ)])
+def test_errors_are_misses(
+    error: type[Exception], call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages that were taken are free again (`ask` has the accountant look), and one line is logged."""
+    options = options_of("llama", H2O)
+    pauses = Pauses("restart", tmp_path, **options)
+    text = begin(H2O, pauses)
+
+    def fail(*_: object) -> None:
+        raise error("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(call, fail)
+        found = ask(pauses.engine, text, H2O)
+    assert found.stats.num_cached_tokens == 0
+    assert found.output_tokens == ask(make_engine(**options), text, H2O).output_tokens
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning.getMessage().startswith("tier disk: a s") and not warning.exc_info
+    pauses.close()
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
+def test_state_that_finds_no_pages_is_a_miss(family: str, tmp_path: Path) -> None:
+    """A pool without pages for it; with more of them the state is still there."""
+    options = options_of(family, H2O)
+    pauses = Pauses("restart", tmp_path, **options)
+    text = begin(H2O, pauses)
+    pool = pauses.engine.cache.pool
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pool, "ensure_free", lambda n: False)
+        row = pauses.engine.cache.open(make_request(text, 1, H2O).policy, len(text))
+        query = PrefixQuery(row.policy, text, len(text) - 1)
+        assert row.attach_prefix(query).num_tokens == 0
+        row.close()
+        pauses.engine.cache.check()
+    assert ask(pauses.engine, text, H2O).stats.num_cached_tokens == len(text) - 4
+    pauses.close()
+
+
+def test_computing_that_is_faster_reads_nothing(tmp_path: Path) -> None:
+    pauses = Pauses("restart", tmp_path, **options_of("llama", H2O))
+    text = begin(H2O, pauses)
+    model = LoadCostModel()
+    offloader_of(pauses.engine).cost_model = model
+    model.record_compute(10**9, 1.0)
+    model.record_read("disk", 1, 1.0)
+    assert ask(pauses.engine, text, H2O).stats.num_cached_tokens == 0
+    assert disk_store_of(pauses.engine).counts["read"] == 0
+    pauses.close()
+
+
+# ---- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def states_of(engine: Engine) -> list[int]:
+    """Return the positions of the states in the last store."""
+    offloader_of(engine).sync()
+    return sorted(s.min_resume_position for s in disk_store_of(engine).span_index if s.kind == "state")
+
+
+def test_disk_keeps_the_states_that_the_tree_keeps(tmp_path: Path) -> None:
+    """What a text outgrows goes from the disk, too; where texts part it stays."""
+    pauses = Pauses("disk", tmp_path, **options_of("llama", H2O))
+    engine = pauses.engine
+    turns = talk(H2O, partial(ask, engine), (70, 17, 30, 45, 20, 10))
+    ask(engine, [*turns[1].tokens, 5, 6, 7], H2O)
+    tree = engine.cache.prefix_cache.tree
+    kept = sorted(node.snapshot.min_resume_position for node in tree.iter_nodes() if node.snapshot)
+    assert states_of(engine) == kept
+    assert len(kept) < len(turns)
+    pauses.close()
+
+
+@pytest.mark.parametrize("tier", ["disk", *slow("ram")])
+def test_capacity_counts_states(tier: str, tmp_path: Path) -> None:
+    """The least recently used are evicted from a store that is too small, and the newest one is found."""
+    spec = f"ram:capacity={2**18}" if tier == "ram" else disk_spec(tmp_path, str(2**18))
+    engine = make_engine(prefix_cache="exact", tiers=[spec], **options_of("llama", H2O))
+    tree = engine.cache.prefix_cache.tree
+    for seed in range(6):
+        turns = talk(H2O, partial(ask, engine), (90,), seed=seed)
+        tree.evict(tree.num_evictable_pages)
+        offloader_of(engine).sync()
+    (stats,) = offloader_of(engine).stats()
+    assert stats["evicted"] > 0 and 0 < stats["bytes"] <= stats["capacity"]
+    assert ask(engine, [*turns[0].tokens, 1], H2O).stats.num_cached_tokens == len(turns[0].tokens) - 1
+    engine.cache.prefix_cache.close_offloader()
+
+
+def test_answers_that_end_in_one_block_are_all_found(tmp_path: Path) -> None:
+    """Texts that share all whole blocks, with states of different lengths behind these."""
+    pauses = Pauses("restart", tmp_path, **options_of("llama", H2O))
+    prompt = list(range(20, 102))
+    ends = []
+    for i, n in enumerate((3, 5, 3, 7)):
+        text = [*prompt, 10 + i]
+        ends.append(ask(pauses.engine, text, H2O, n))
+    pauses.pause()
+    for turn in ends:
+        assert ask(pauses.engine, [*turn.tokens, 1, 2], H2O, 1).stats.num_cached_tokens == len(turn.tokens) - 1
+    pauses.close()
+
+
+@pytest.mark.parametrize("policy", [H2O, *slow("gate:budget=50%", "h2o:budget=40,prefill=stream,chunk=24")])
+@pytest.mark.parametrize("kind", ["ram", *slow("disk")])
+def test_preempted_answers_go_on_from_a_tier(policy: str, kind: str, tmp_path: Path) -> None:
+    """A row that is preempted in its answer, and whose state is evicted before it runs again."""
+    pauses = Pauses(kind, tmp_path, **options_of("llama", policy))
+    engine = pauses.engine
+
+    def answer(text: list[int], policy: str) -> Request:
+        request = make_request(text, 20, policy, num_system_tokens=5)
+        engine.add(request)
+        while engine.has_unfinished_requests:
+            engine.step()
+            if request.row and request.num_output_tokens in (3, 9, 19):
+                engine.scheduler.preempt(request)
+                pauses.pause()
+            engine.cache.check()
+        return request
+
+    turns = talk(policy, answer)
+    assert all(r.stats.num_preemptions == 3 for r in turns)
+    assert answers(turns) == expected_conversation(policy, "llama")[0]
+    assert engine.cache.prefix_cache.hits_by_source()[kind] > 0
+    pauses.close()
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=30,prefill=stream,chunk=24", *slow("tova:budget=30,prefill=stream")])
+def test_streamed_prompts_that_begin_alike_equal_cold_ones_after_a_restart(policy: str, tmp_path: Path) -> None:
+    """The ends of chunks are kept in tiers, too."""
+    options = options_of("llama", policy)
+    pauses = Pauses("restart", tmp_path, **options)
+    text = [i * 7 % 128 for i in range(500)][:200]
+    ask(pauses.engine, text, policy)
+    for prompt in ([*text[:199], 1, 2, 3], [*text, 4, 5, 6, *text[:60]]):
+        pauses.pause()
+        found = ask(pauses.engine, prompt, policy)
+        assert found.output_tokens == ask(make_engine(**options), prompt, policy).output_tokens
+        assert found.stats.num_cached_tokens >= 150 or "chunk" not in policy
+    pauses.close()
+
+
+def test_states_are_loaded_whole_beside_selective_loading(tmp_path: Path) -> None:
+    """A budget goes on from its state where texts without one load important tokens only."""
+    options = options_of("llama", H2O)
+    tiers = [disk_spec(tmp_path), "ram:capacity=10MB"]
+    engine = make_engine(prefix_cache="selective:ratio=0.5", tiers=tiers, max_running_requests=4, **options)
+    tree = engine.cache.prefix_cache.tree
+
+    def answer(text: list[int], policy: str) -> Request:
+        tree.evict(tree.num_evictable_pages)
+        offloader_of(engine).sync()
+        return ask(engine, text, policy)
+
+    found = talk(H2O, answer)
+    assert answers(found) == expected_conversation(H2O, "llama")[0]
+    assert all(r.stats.num_cached_tokens for r in found[1:])
+    engine.cache.prefix_cache.close_offloader()
+
+
+def test_cache_ls_shows_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pauses = Pauses("restart", tmp_path, **options_of("llama", H2O))
+    text = begin(H2O, pauses, 1)
+    pauses.close()
+    assert main(["cache", "ls", str(tmp_path / "0")]) == 0
+    assert f"state at {len(text) - 4} " in capsys.readouterr().out
+    assert main(["cache", "verify", str(tmp_path / "0")]) == 0
+
+
+# ---- the format ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def encoded_states() -> list[tuple[bytes, EvictedState, StateTiers]]:
+    """Return states of three policies as bytes, with the states and what decodes them."""
+    found = []
+    for family, policy in (("gemma3_text", "h2o:budget=25%,demote=int4:50%"), ("llama", "gate:budget=50%")):
+        engine = make_engine(prefix_cache="exact", tiers=["ram:capacity=1MB"], **options_of(family, policy))
+        talk(policy, partial(ask, engine), (70,))
+        prefix_cache = engine.cache.prefix_cache
+        (state,) = [node.snapshot for node in prefix_cache.tree.iter_nodes() if node.snapshot]
+        found.append((encode_state(state), state, prefix_cache.state_tiers))
+    return found
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Compare two values of a state, all fields of dataclasses and all numbers of arrays."""
+    if isinstance(a, BudgetPolicy):
+        return a == b and a.prompt_len == b.prompt_len
+    if is_dataclass(a):
+        return type(a) is type(b) and all(equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, torch.Tensor | np.ndarray):
+        return a.dtype == b.dtype and a.shape == b.shape and bool((a == b).all())
+    return a == b
+
+
+def test_decoding_is_the_inverse_of_encoding() -> None:
+    """But for the pages, which are numbered in the order in which they are written."""
+    for data, state, tiers in encoded_states():
+        shape = tiers._shape(state.policy)
+        decoded = decode_state(data, state.policy, shape, state.num_pages)
+        pages = np.concatenate([pages for *_, pages in page_runs(state, shape)])
+        restored = with_pages(decoded, pages)
+        assert encode_state(restored) == data
+        assert restored.page_list.tolist() == state.page_list.tolist()
+        assert equal(replace(restored, evictors=(), windows=None), replace(state, evictors=(), windows=None))
+        for ours, theirs in zip(restored.evictors, state.evictors, strict=True):
+            assert equal(
+                replace(ours, pages=ours.counts, demoter=None), replace(theirs, pages=ours.counts, demoter=None)
+            )
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_damaged_metadata_are_refused_or_harmless(data: st.DataObject) -> None:
+    """Nothing but ValueError is raised, and no page, slot or hole is named that the state does not have."""
+    encoded, state, tiers = data.draw(st.sampled_from(encoded_states()))
+    shape = tiers._shape(state.policy)
+    damaged = bytearray(encoded)
+    for _ in range(data.draw(st.integers(1, 4))):
+        begin = data.draw(st.sampled_from([0, len(encoded) - 250]))  # names and shapes, or the header at the end
+        place = data.draw(st.integers(begin, min(begin + 1000, len(encoded) - 1)))
+        damaged[place] = data.draw(st.integers(0, 255))
+    damaged = damaged[: data.draw(st.sampled_from([len(damaged), len(damaged), len(damaged) // 2]))]
+    try:
+        found = decode_state(bytes(damaged), state.policy, shape, state.num_pages)
+    except ValueError:
+        return
+    assert sorted(found.page_list.tolist()) == list(range(state.num_pages))
+    for part in found.evictors:
+        num_slots = part.counts[..., None] * 16
+        assert ((part.hole_places.numpy() >= 0) & (part.hole_places.numpy() < num_slots)).all()
+        assert (part.num_tokens <= num_slots[..., 0]).all()

@@ -39,6 +39,23 @@ def test_a_span_that_is_refused_evicts_nothing() -> None:
     assert list(index) == [kept[2]] and index.used_bytes == PAGE
 
 
+def test_spans_that_share_keys_are_found_until_the_last_of_them_is_removed() -> None:
+    """By each key the newest span that has it, whatever was removed before."""
+    rng = random.Random(0)
+    index, spans = SpanIndex(10**9, "lru"), list[Span]()
+    for i in range(300):
+        if rng.random() < 0.6:
+            keys = rng.sample([b"a", b"b", b"c", b"d", b"e"], rng.randint(1, 3))
+            spans.append(Span(tuple(keys), (1,), PAGE, last_used_at=float(i + 1)))
+            index.add(spans[-1])
+        elif spans:
+            index.remove(spans.pop(rng.randrange(len(spans))))
+        for key in (b"a", b"b", b"c", b"d", b"e"):
+            newest = next((s for s in reversed(spans) if key in s.keys), None)
+            assert index.find(key) == (newest and (newest, newest.keys.index(key)))
+        assert set(index.older) <= set(index.by_key)
+
+
 def test_a_block_that_is_refused_evicts_nothing_and_counts_nothing() -> None:
     cache = BlockCache(3 * PAGE, "importance")
     block = np.zeros(PAGE, np.uint8)

@@ -11,6 +11,7 @@ from typing import Any
 
 from retain.kv.offload import tiers
 from retain.kv.offload.remote import maintenance
+from retain.kv.offload.span import Span
 from retain.kv.offload.sqlite_index import list_spans
 from retain.kv.offload.tiers import disk, remote
 from retain.plugins import needs_extra
@@ -111,9 +112,7 @@ def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
     for span in list_spans(path):
         yield {
             "span": span.file_number,
-            "kind": "windows" if span.window_starts else "text",
-            "first_page": span.start_page,
-            "pages": len(span.keys),
+            **_describe(span),
             "bytes": span.size,
             "hits": span.hits,
             "age_s": round(now - span.created_at, 1),
@@ -122,11 +121,23 @@ def _iter_records(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _format_record(record: dict[str, Any]) -> str:
-    begin = record["first_page"]
-    end = record["first_page"] + record["pages"]
-    pages = f"pages {begin}-{end - 1}" if record["kind"] == "text" else f"windows at {begin}"
+    pages = _format_place(record)
     ages = f"made {_format_age(record['age_s'])}, used {_format_age(record['idle_s'])}"
     return f"{record['span']:>6}  {pages:<18} {record['bytes'] / 2**20:8.1f} MiB  {record['hits']:>5} hits  {ages}"
+
+
+def _describe(span: Span) -> dict[str, Any]:
+    """Say what a span has: pages of a text, windows behind its pages, or a state after `position` tokens."""
+    if span.kind == "state":
+        return {"kind": span.kind, "position": span.min_resume_position}
+    return {"kind": span.kind, "first_page": span.start_page, "pages": len(span.keys)}
+
+
+def _format_place(record: dict[str, Any]) -> str:
+    if record["kind"] == "state":
+        return f"state at {record['position']}"
+    begin = record["first_page"]
+    return f"windows at {begin}" if record["kind"] == "windows" else f"pages {begin}-{begin + record['pages'] - 1}"
 
 
 def _format_age(seconds: float) -> str:
@@ -142,15 +153,14 @@ def list_bucket(tier: remote.Tier, as_json: bool) -> int:
     for info, span in maintenance.iter_spans(tier.open_bucket()):
         count = count + 1
         size = size + info.size
-        kind = "damaged" if span is None else "windows" if span.window_starts else "text"
-        record = {"object": info.name, "kind": kind, "bytes": info.size, "age_s": round(now - info.modified_at, 1)}
+        record = {"object": info.name, "kind": "damaged", "bytes": info.size, "age_s": round(now - info.modified_at, 1)}
         if span:
-            record |= {"first_page": span.start_page, "pages": len(span.keys), "is_reordered": span.is_reordered}
+            record |= {**_describe(span), "is_reordered": span.is_reordered}
         if as_json:
             print(json.dumps(record))
         else:
-            pages = f"pages {span.start_page}-{span.start_page + len(span.keys) - 1}" if span else ""
-            print(f"{info.name}  {kind:<8} {pages:<16} {info.size / 2**20:8.1f} MiB")
+            pages = _format_place(record) if span else ""
+            print(f"{info.name}  {record['kind']:<8} {pages:<16} {info.size / 2**20:8.1f} MiB")
     if not as_json:
         print(f"{count} objects, {size / 2**20:.1f} MiB")
     return 0

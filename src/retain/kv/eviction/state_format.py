@@ -24,27 +24,34 @@ from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.types import Ints
 
 FORMAT_VERSION = 1
-MAX_PAGES = 2**26  # of a state
+LARGEST = 2**31 - 1  # number in a header
 
 Arrays = Mapping[str, NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a state must fit: of each group that evicts, its number, layers, kv heads and slots of a page.
+    """What a state must fit: the kv heads and the slots of a page of each KV cache group.
 
-    `windowed_groups` are the groups of the sliding layers, one after another. Tensors go to `device`.
+    `full_layers` counts the layers without a window of each group; `sliding` are the group and the window of the other
+    layers, one after another. Tensors go to `device`.
     """
 
-    groups: Sequence[tuple[int, int, int, int]]
-    windowed_groups: tuple[int, ...]
-    num_kv_heads: Sequence[int]  # of every group
+    num_kv_heads: Sequence[int]
+    page_sizes: Sequence[int]
+    full_layers: Sequence[int]
+    sliding: Sequence[tuple[int, int]]
     device: torch.device
+
+    @property
+    def evicting_groups(self) -> list[int]:
+        """The groups that have layers without a window."""
+        return [g for g, n in enumerate(self.full_layers) if n]
 
 
 def page_runs(state: EvictedState, shape: StateShape) -> Iterator[tuple[int, bool, Ints]]:
     """Yield the pages of a state, layer after layer: their group, whether their slots are demoted, and pages [n]."""
-    for (g, *_), part in zip(shape.groups, state.evictors, strict=True):
+    for g, part in zip(shape.evicting_groups, state.evictors, strict=True):
         for pages, counts in zip(part.pages, part.counts, strict=True):
             yield g, False, used_pages(pages, counts)
         if part.demoter:
@@ -88,7 +95,6 @@ def encode_state(state: EvictedState) -> bytes:
         "windows": windows
         and {
             "first_pages": windows.first_pages,
-            "num_pages": [p.shape[1] for p in windows.pages],
             "min_resume_position": windows.min_resume_position,
         },
     }
@@ -123,8 +129,8 @@ def _on_host(x: Tensor) -> NDArray[Any]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape) -> EvictedState:
-    """Return a state whose pages are numbers, see `page_runs`. Raises ValueError where it does not fit.
+def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape, num_pages: int) -> EvictedState:
+    """Return a state whose `num_pages` pages are numbers, see `page_runs`. Raises ValueError where it does not fit.
 
     `policy` is one under which a row goes on from it: what the state's own has beside its options is that policy's.
     """
@@ -132,7 +138,7 @@ def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape) -> Evicte
         arrays = load(data)
         header = json.loads(arrays["header"].tobytes())
         _check(header["version"] == FORMAT_VERSION, "another version")
-        return _Decoder(arrays, header, shape).decode(policy)
+        return _Decoder(arrays, header, shape, num_pages).decode(policy)
     except (SafetensorError, KeyError, TypeError, IndexError, AttributeError, UnicodeDecodeError) as error:
         raise ValueError(f"an evicted state makes no sense: {error!r}") from None
 
@@ -140,19 +146,22 @@ def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape) -> Evicte
 class _Decoder:
     """Reads the arrays of one state, and numbers its pages."""
 
-    def __init__(self, arrays: Arrays, header: Mapping[str, Any], shape: StateShape):
+    def __init__(self, arrays: Arrays, header: Mapping[str, Any], shape: StateShape, num_pages: int):
         self.arrays = arrays
         self.header = header
         self.shape = shape
         self.position = _number(header["position"], 1)
-        self.num_pages = 0  # numbered so far
+        self.num_pages = num_pages
+        self.num_named = 0  # pages that are numbered so far
 
     def decode(self, policy: BudgetPolicy) -> EvictedState:
         """Return the state. Raises ValueError, and what a damaged header leads to."""
-        evictors = tuple(self._evictor(i, *sizes) for i, (_, *sizes) in enumerate(self.shape.groups))
+        evictors = tuple(self._evictor(i, g) for i, g in enumerate(self.shape.evicting_groups))
         in_prompt = self.header["in_prompt"]
         _check(isinstance(in_prompt, bool), "in_prompt")
-        return EvictedState(self.position, self._policy(policy), evictors, self._windows(), in_prompt)
+        windows = self._windows()
+        _check(self.num_named == self.num_pages, "the number of pages")
+        return EvictedState(self.position, self._policy(policy), evictors, windows, in_prompt)
 
     def _policy(self, policy: BudgetPolicy) -> BudgetPolicy:
         """Return the policy of the state: another one of the same name, for another prompt."""
@@ -163,16 +172,19 @@ class _Decoder:
         object.__setattr__(found, "prompt_len", _number(self.header["prompt_len"], 0))
         return found
 
-    def _evictor(self, i: int, num_layers: int, num_heads: int, page_size: int) -> EvictorState:
-        heads = (num_layers, num_heads)
+    def _evictor(self, i: int, group: int) -> EvictorState:
+        shape = self.shape
+        heads = (shape.full_layers[group], shape.num_kv_heads[group])
         counts = self._array(f"{i}.counts", np.int32, heads)
         num_tokens = self._array(f"{i}.num_tokens", np.int32, heads)
         places = self._array(f"{i}.hole_places", np.int64, (*heads, None))
         is_dense = self.header["is_dense"][i]
         _check(isinstance(is_dense, bool), "is_dense")
-        num_slots = counts.astype(np.int64) * page_size
-        _check(bool((num_tokens <= num_slots).all()), "tokens without slots")
+        num_slots = counts.astype(np.int64) * shape.page_sizes[group]
+        _check(bool((num_tokens <= np.minimum(num_slots, self.position)).all()), "tokens without slots")
         _check(bool((places < num_slots[..., None]).all()), "holes beyond the tables")
+        next_eviction = _number(self.header["next_eviction"][i], self.position)
+        _check(places.shape[-1] == (0 if is_dense else next_eviction - self.position), "the number of holes")
         has_scores = self.arrays[f"{i}.scores"].ndim > 1
         scores = self._array(f"{i}.scores", np.float32, (*heads, None) if has_scores else (0,))
         return EvictorState(
@@ -181,7 +193,7 @@ class _Decoder:
             num_tokens=num_tokens,
             head_budgets=self._array(f"{i}.head_budgets", np.int32, heads),
             is_dense=is_dense,
-            next_eviction=_number(self.header["next_eviction"][i], self.position),
+            next_eviction=next_eviction,
             hole_places=self._tensor(places),
             scores=(self._tensor(scores), self._tensor(self._array(f"{i}.scored_pos", np.int32, scores.shape, -1))),
             demoter=self._demoter(f"{i}.demoted", heads) if f"{i}.demoted.counts" in self.arrays else None,
@@ -202,20 +214,23 @@ class _Decoder:
         )
 
     def _windows(self) -> SlidingWindows | None:
-        groups = self.shape.windowed_groups
+        sliding = self.shape.sliding
         found = self.header["windows"]
-        _check((found is not None) == bool(groups), "sliding layers")
+        _check((found is not None) == bool(sliding), "sliding layers")
         if found is None:
             return None
         first_pages = tuple(_number(n, 0) for n in found["first_pages"])
-        sizes = [_number(n, 0) for n in found["num_pages"]]
-        _check(len(first_pages) == len(sizes) == len(groups), "the number of sliding layers")
+        _check(len(first_pages) == len(sliding), "the number of sliding layers")
         pages = []
-        for g, n in zip(groups, sizes, strict=True):
+        for first, (g, window) in zip(first_pages, sliding, strict=True):
+            S = self.shape.page_sizes[g]
             num_heads = self.shape.num_kv_heads[g]
-            pages.append(self._take_numbers(n * num_heads).reshape(num_heads, n))
+            num_pages = -(-self.position // S) - first
+            _check(num_pages >= 0 and first <= max(self.position - window + 1, 0) // S, "the pages of a window")
+            pages.append(self._take_numbers(num_pages * num_heads).reshape(num_heads, num_pages))
         least = _number(found["min_resume_position"], 0)
-        return SlidingWindows(first_pages, tuple(pages), least, groups)
+        _check(least <= self.position, "the windows")
+        return SlidingWindows(first_pages, tuple(pages), least, tuple(g for g, _ in sliding))
 
     def _tables(self, counts: Ints) -> Ints:
         """Return tables [M, G, n] of the next numbers, where heads have `counts` [M, G] pages."""
@@ -226,9 +241,9 @@ class _Decoder:
         return pages
 
     def _take_numbers(self, n: int) -> Ints:
-        _check(self.num_pages + n <= MAX_PAGES, "too many pages")
-        self.num_pages += n
-        return np.arange(self.num_pages - n, self.num_pages, dtype=np.int32)
+        _check(self.num_named + n <= self.num_pages, "the number of pages")
+        self.num_named += n
+        return np.arange(self.num_named - n, self.num_named, dtype=np.int32)
 
     def _array(self, name: str, dtype: type, shape: Sequence[int | None], least: int = 0) -> NDArray[Any]:
         """Return an array of this dtype and shape, in which None is any size; integers are at least `least`."""
@@ -244,8 +259,9 @@ class _Decoder:
 
 
 def _number(value: Any, least: int) -> int:
-    """Return an integer. Raises ValueError unless it is one, and not below `least`."""
-    _check(isinstance(value, int) and not isinstance(value, bool) and value >= least, f"{value!r} is no number here")
+    """Return an integer. Raises ValueError unless it is one, from `least` to LARGEST."""
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    _check(is_number and least <= value <= LARGEST, f"{value!r} is no number here")
     return int(value)
 
 

@@ -112,13 +112,12 @@ class StateTiers:
 
     def _shape(self, policy: EvictionPolicy) -> StateShape:
         """Return what a state of this policy must fit."""
-        windows = [group.windows(policy) for group in self.planner.groups]
-        heads = [t.counts.shape[2] for t in self.groups]
-        num_full = [int(np.count_nonzero(w == NO_WINDOW)) for w in windows]
+        windows = [group.windows(policy).tolist() for group in self.planner.groups]
         return StateShape(
-            groups=[(g, n, heads[g], self.groups[g].page_size) for g, n in enumerate(num_full) if n],
-            windowed_groups=tuple(g for g, w in enumerate(windows) for _ in range(int((w < NO_WINDOW).sum()))),
-            num_kv_heads=heads,
+            num_kv_heads=[t.counts.shape[2] for t in self.groups],
+            page_sizes=[t.page_size for t in self.groups],
+            full_layers=[own.count(NO_WINDOW) for own in windows],
+            sliding=[(g, w) for g, own in enumerate(windows) for w in own if w < NO_WINDOW],
             device=self.groups[0].kv.device,
         )
 
@@ -172,7 +171,7 @@ class StateTiers:
     def _decode(self, data: StateBytes, policy: BudgetPolicy, position: int) -> EvictedState:
         """Return the state that was read, with numbers for pages. Raises ValueError."""
         shape = self._shape(policy)
-        state = decode_state(data.metadata, policy, shape)
+        state = decode_state(data.metadata, policy, shape, data.num_pages)
         runs = self._runs(state, shape)
         if state.position != position or [len(run.pages) for run in runs] != [len(pages) for pages in data.runs]:
             raise ValueError("an evicted state does not fit its pages")
