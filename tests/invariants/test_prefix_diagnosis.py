@@ -282,6 +282,41 @@ def test_texts_in_a_tier_are_found_there(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.reason, found.detail, found.known_length) == (MissReason.NOT_LOADED, "ram", 96)
 
 
+@pytest.mark.parametrize("end", ["kept", "evicted", "in a tier", "edited", "computing", "other", "off"])
+def test_budgets_say_why_they_do_not_go_on(end: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second turn of a chat, whose first one has left a state after 93 tokens, or would have."""
+    policy = "h2o:budget=25%,resume=off" if end == "off" else "h2o:budget=25%"
+    engine = make_engine("llama", prefix_cache="exact", tiers=("ram:capacity=1GB",) if end == "in a tier" else ())
+    first = explained(range(90), policy=policy)
+    engine.add(first)
+    if end == "computing":
+        engine.step()
+    else:
+        run_to_completion(engine, [])
+    text = [*range(90), *first.output_tokens, 1, 2, 3]
+    if end in ("evicted", "in a tier"):
+        engine.cache.pool.ensure_free(engine.cache.total_pages)
+        monkeypatch.setattr(AlwaysLoad, "should_load", lambda *_: False)
+    if end == "edited":
+        text[80] = 127
+    second = explained(text, policy="tova:budget=25%" if end == "other" else policy)
+    engine.add(second)
+    run_to_completion(engine, [])
+    found = diagnosis_of(second)
+    expected = {
+        "kept": (MissReason.NEW_TEXT, 93, ""),
+        "evicted": (MissReason.EVICTED, 0, ""),
+        "in a tier": (MissReason.NOT_LOADED, 0, "ram"),
+        "edited": (MissReason.NO_STATE, 0, "none between 0 and 80 tokens"),
+        "computing": (MissReason.IN_PROGRESS, 0, ""),
+        "other": (MissReason.NOT_STORED, 0, "h2o:budget=22,recent=6"),
+        "off": (MissReason.NOT_STORED, 0, "h2o:budget=22,recent=6,resume=off"),
+    }
+    assert (found.reason, found.num_cached_tokens, found.detail) == expected[end]
+    assert found.known_length == {"edited": 80, "computing": 90, "other": 90, "off": 90}.get(end, 93)
+    assert (found.age is not None) == (end == "evicted")
+
+
 def test_followers_of_an_equal_prompt_have_the_diagnosis_of_their_leader() -> None:
     engine = make_engine("llama", prefix_cache="exact")
     requests = [explained(range(50)), explained(range(50))]

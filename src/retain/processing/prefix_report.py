@@ -23,6 +23,7 @@ EXPLANATIONS: dict[MissReason | Cause, str] = {  # they quote nothing of a promp
     MissReason.OTHER_POLICY: "the text is cached under a policy with other windows",
     MissReason.OWN_POLICY: "the request's own policy scores these tokens, so it computes them",
     MissReason.NO_SNAPSHOT: "no snapshot of the sliding layers is kept at this place; from now on one is",
+    MissReason.NO_STATE: "the request's budget goes on from the ends of earlier answers, and from none at this place",
     MissReason.NO_PAGES: "the KV memory had no pages to attach the text",
     MissReason.NOT_LOADED: "a tier has the text, and computing it was estimated to be faster",
     MissReason.OTHER_FORMAT: "a tier has the text in another format",

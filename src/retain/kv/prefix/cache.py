@@ -348,19 +348,21 @@ class PrefixCache:
         root = self.root_hash(of.salt, self.planner.windows(of.policy))
         return state_root(root, of.policy, of.seed, in_prompt)
 
+    def state_roots(self, query: PrefixQuery) -> list[tuple[bytes, int]]:
+        """Return the root hashes of states that the text may go on from, and the most tokens of it that they have."""
+        policy = query.policy
+        found = [(self._state_root(query, False), query.max_length)] if policy.resume_key else []
+        if policy.streamed_key and isinstance(policy, BudgetPolicy):
+            found.append((self._state_root(query, True), min(query.max_length, policy.prompt_len - 1)))
+        return found
+
     def find_offloaded_state(self, query: PrefixQuery, after: int) -> tuple[FoundState, bytes] | None:
         """Return the latest state of the text in the tiers, after more than `after` tokens, and its root hash."""
-        policy = query.policy
-        keys = [(False, policy.resume_key, query.max_length)]
-        if isinstance(policy, BudgetPolicy):
-            keys.append((True, policy.streamed_key, min(query.max_length, policy.prompt_len - 1)))
         found = []
-        for in_prompt, key, max_length in keys if self.state_tiers else ():
-            if key and self.state_tiers:
-                root = self._state_root(query, in_prompt)
-                tokens = np.asarray(query.tokens[:max_length], np.int32)
-                state = self.state_tiers.find(self.tree.hash_blocks(root, tokens), tokens, after)
-                found += [(state, root)] if state else []
+        for root, max_length in self.state_roots(query) if self.state_tiers else ():
+            tokens = np.asarray(query.tokens[:max_length], np.int32)
+            state = self.state_tiers and self.state_tiers.find(self.tree.hash_blocks(root, tokens), tokens, after)
+            found += [(state, root)] if state else []
         return max(found, key=lambda x: x[0].position, default=None)
 
     def _load_state(self, query: PrefixQuery, after: int) -> bool:

@@ -14,7 +14,8 @@ import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction import policies
-from retain.kv.prefix.block_hash import hash_block, hash_blocks
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.prefix.block_hash import hash_block, hash_blocks, iter_end_hashes
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.null_cache import NullPrefixCache
@@ -37,6 +38,7 @@ class MissReason(Enum):
     OTHER_POLICY = "other_policy"  # it was computed with other windows, so under another policy
     OWN_POLICY = "own_policy"  # the request's policy needs the queries of these tokens
     NO_SNAPSHOT = "no_snapshot"  # nothing of sliding layers is kept between what it began with and what is cached
+    NO_STATE = "no_state"  # the same between what a budget went on from and what it has seen of the text
     NO_PAGES = "no_pages"  # the pool had no pages to attach it
     NOT_LOADED = "not_loaded"  # a tier has it, and computing was estimated to be faster
     OTHER_FORMAT = "other_format"  # a tier has it in another precision or page size
@@ -82,7 +84,13 @@ def explain_prefix(
     begun = replace(begun, nearest=nearest, common_length=common, known_length=common)
     if num_cached_tokens <= query.max_skipped_tokens < usable:
         return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
-    if usable - num_cached_tokens > slack:
+    state_text = _nearest_state_text(cache, query, begun)
+    if state_text and state_text.common_length > common:
+        begun = state_text
+        nearest = begun.nearest
+        common = begun.common_length
+        usable = min(common, query.max_length)
+    elif usable - num_cached_tokens > slack:
         detail = f"none between {num_cached_tokens} and {usable} tokens" if slides else ""
         return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES, detail=detail)
     least = max(usable, num_cached_tokens + slack if num_cached_tokens else 0)
@@ -91,6 +99,9 @@ def explain_prefix(
     if further:  # the first of those that know as much, to a page
         longest = max(d.known_length for d in further)
         return next(d for d in further if d.known_length > longest - cache.layout.block_size)
+    if usable - num_cached_tokens > cache.layout.block_size:
+        detail = f"none between {num_cached_tokens} and {usable} tokens"
+        return replace(begun, reason=MissReason.NO_STATE, detail=detail)
     if usable >= query.max_length:
         return begun
     if num_cached_tokens > common and (near := history.nearest_text(query.salt, begun.prompt, [own] if own else ())):
@@ -117,10 +128,37 @@ def explain_from_history(history: PrefixHistory, query: PrefixQuery, root_hash: 
         return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
     other, known = history.nearest_text(query.salt, prompt) or (None, 0)
     if other and min(known, query.max_length) > usable:
-        return _explain_seen(replace(begun, known_length=known), other, root_hash)
+        return _explain_seen(replace(begun, known_length=known), other, root_hash, query.policy)
     if text is None:
         return replace(begun, reason=MissReason.FIRST_TEXT)
     return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
+
+
+def _nearest_state_text(cache: PrefixCache, query: PrefixQuery, begun: PrefixDiagnosis) -> PrefixDiagnosis | None:
+    """Return the nearest of the texts that requests with this budget have left states of, if there are any."""
+    roots = [root for root, _ in cache.state_roots(query)]
+    found = [near for root in roots if (near := cache.tree.nearest_text(root, begun.prompt))]
+    nearest, common = max(found, key=lambda near: near[1], default=(NO_TOKENS, 0))
+    return replace(begun, nearest=nearest, common_length=common, known_length=common) if common else None
+
+
+def _find_states(
+    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis
+) -> Iterator[PrefixDiagnosis]:
+    """Yield where a later state of the prompt's budget is, or was."""
+    if found := cache.find_offloaded_state(query, begun.num_cached_tokens):
+        place, _ = found
+        store = place.span.store.name
+        yield replace(begun, reason=MissReason.NOT_LOADED, known_length=place.position, detail=store)
+    evicted = history.evicted_hashes()
+    for root, max_length in cache.state_roots(query):
+        tokens = begun.prompt[:max_length]
+        hashes = cache.tree.hash_blocks(root, tokens)
+        ends = (
+            x for n in range(len(hashes), 0, -1) for x in iter_end_hashes(hashes, tokens, cache.layout.block_size, n)
+        )
+        if last := next(((end, evicted[h]) for end, h in ends if h in evicted), None):
+            yield replace(begun, reason=MissReason.EVICTED, known_length=last[0], age=monotonic() - last[1])
 
 
 def _find_elsewhere(
@@ -143,9 +181,10 @@ def _find_elsewhere(
     if times:
         length = (first + len(times)) * S
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
+    yield from _find_states(cache, history, query, begun)
     if near := history.nearest_text(query.salt, prompt, besides=[own] if own else ()):
         text, known = near
-        seen = _explain_seen(replace(begun, known_length=known), text, root_hash)
+        seen = _explain_seen(replace(begun, known_length=known), text, root_hash, query.policy)
         if seen.reason is MissReason.EVICTED:
             seen = replace(seen, age=_evicted_age(cache, history, text))
         elif seen.reason is MissReason.NOT_STORED and cache.config.keep == "prompt" and not text.policy.has_budget:
@@ -172,10 +211,11 @@ def _find_under_other_policies(
             yield replace(begun, reason=MissReason.OTHER_POLICY, known_length=known, detail=spec)
 
 
-def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes) -> PrefixDiagnosis:
-    """Say why a text that shares `known_length` tokens with the prompt is of no use to it."""
+def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes, policy: EvictionPolicy) -> PrefixDiagnosis:
+    """Say why a text that shares `known_length` tokens with the prompt of this policy is of no use to it."""
     spec = policies.to_spec(text.policy)
-    if text.policy.has_budget:
+    will_leave_state = text.policy.resume_key == policy.resume_key != "" and text.root_hash == root_hash
+    if text.policy.has_budget and not (text.is_running and will_leave_state):
         return replace(begun, reason=MissReason.NOT_STORED, detail=spec)
     if text.root_hash != root_hash:
         return replace(begun, reason=MissReason.OTHER_POLICY, detail=spec)

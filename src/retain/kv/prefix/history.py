@@ -79,6 +79,10 @@ class PrefixHistory:
         """Return the texts of a salt, the oldest first."""
         return [t for t in self.texts if t.salt == salt]
 
+    def evicted_hashes(self) -> dict[bytes, float]:
+        """Return the hashes of all pages that are known to be evicted, and when each last was."""
+        return {block_hash: time for time, hashes in self.evictions for block_hash in hashes}
+
     def evicted_at(self, block_hash: bytes) -> float | None:
         """Return when the page with this hash was last evicted; None where that is not known."""
         return next((time for time, hashes in reversed(self.evictions) if block_hash in hashes), None)

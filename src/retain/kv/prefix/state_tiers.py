@@ -31,7 +31,7 @@ from retain.kv.memory.page_store import PageStore
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.span import SpanRange, Store
 from retain.kv.offload.state_spans import PageRun, StateBytes, StateSpans
-from retain.kv.prefix.block_hash import hash_block
+from retain.kv.prefix.block_hash import hash_block, iter_end_hashes
 from retain.kv.prefix.node import Node
 from retain.types import Ints
 
@@ -137,13 +137,10 @@ class StateTiers:
         """Yield the positions where a state may be, the last first, and the key that it would have."""
         S = self.block_size
         for n in range(len(block_hashes), max(after // S, 1) - 1, -1):
-            begin = n * S
-            block_hash = block_hashes[n - 1]
-            if not self.spans.has(self._key_of_block(block_hash)):
-                continue
-            for end in range(min(begin + S - 1, len(tokens)), max(begin, after + 1) - 1, -1):
-                text_hash = hash_block(block_hash, tokens[begin:end]) if end > begin else block_hash
-                yield end, self._key_of_text(text_hash)
+            if self.spans.has(self._key_of_block(block_hashes[n - 1])):
+                for end, text_hash in iter_end_hashes(block_hashes, tokens, S, n):
+                    if end > after:
+                        yield end, self._key_of_text(text_hash)
 
     def load(self, found: FoundState, policy: BudgetPolicy, num_saved_tokens: int) -> EvictedState | None:
         """Read a state into pages, which the caller owns; `policy` is that of the row that goes on from it.
