@@ -216,6 +216,33 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
     assert tokens == [*expected, expected[0]] and num_cached >= 32
 
 
+@slow
+@pytest.mark.parametrize(("policy", "tier"), [("h2o:budget=12,interval=2", "ram"), ("gate:budget=50%", "disk")])
+def test_states_of_budgets_in_tiers(policy: str, tier: str, tmp_path: Path) -> None:
+    """A second turn that goes on from what the first one kept, out of memory or off a disk."""
+    options = {"prefix_cache": "exact", "num_pages": 64}
+
+    def talk(engine: Engine) -> tuple[list[list[int]], int]:
+        tree = engine.cache.prefix_cache.tree
+        first = make_request([*range(40), 3, 4], 3, policy)
+        tokens = run_requests(engine, [first])
+        if offloader := engine.cache.prefix_cache.offloader:
+            tree.evict(tree.num_evictable_pages)
+            offloader.sync()
+        second = make_request([*first.tokens, 5, 6], 3, policy)
+        tokens += run_requests(engine, [second])
+        engine.cache.prefix_cache.close_offloader()
+        return tokens, second.stats.num_cached_tokens
+
+    def run(make: MakeEngine) -> tuple[list[list[int]], int]:
+        spec = disk_spec(tmp_path) if tier == "disk" else "ram:capacity=10MB"
+        return talk(make("llama", tiers=[spec], **options))
+
+    expected = talk(make_engine("llama", backend="reference", **options))
+    assert expected[1] == 44
+    assert on_device(run)[0] == expected
+
+
 @pytest.mark.slow
 def test_selective_loading(tmp_path: Path) -> None:
     """A prefix that is computed, loaded, and loaded again after it was repacked."""
