@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import random
 import shutil
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -29,7 +30,7 @@ from retain.kv.prefix.query import PrefixQuery
 from retain.kv.prefix.state_tiers import StateTiers
 from retain.sampling_params import SamplingParams
 from tests.helpers import engines
-from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
 from tests.helpers.tiers import disk_spec, disk_store_of, offloader_of
@@ -446,6 +447,53 @@ def test_cache_ls_shows_states(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["cache", "ls", str(tmp_path / "0")]) == 0
     assert f"state at {len(text) - 4} " in capsys.readouterr().out
     assert main(["cache", "verify", str(tmp_path / "0")]) == 0
+
+
+CHATS = [H2O, "gate:budget=50%", "h2o:budget=40,prefill=stream,chunk=24", "sinks:budget=30", H2O]
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
+@pytest.mark.parametrize("seed", [0, *slow(1, 2, 3)])
+def test_chats_in_a_small_pool_answer_as_those_that_they_go_on_from(family: str, seed: int, tmp_path: Path) -> None:
+    """Together, in tiers that are too small, with restarts: answers are those of the turns that a state has seen."""
+    rng = random.Random(seed)
+    options = options_of(family, "demote")
+    tiers = ["ram:capacity=100kB", disk_spec(tmp_path, "200kB")]
+
+    def open_engine() -> Engine:
+        pages = 60 if family == "gemma3_text" else 200
+        return make_engine(prefix_cache="exact", num_pages=pages, tiers=tiers, max_running_requests=3, **options)
+
+    engine = open_engine()
+    texts: list[list[int]] = [[] for _ in CHATS]
+    seen: list[dict[int, list[list[int]]]] = [{0: []} for _ in CHATS]  # of each chat: the prompts before each state
+    cached = []
+    num_loaded = 0
+    for _ in range(4):
+        texts = [[*text, *(rng.randrange(128) for _ in range(rng.randint(3, 50)))] for text in texts]
+        requests = [
+            make_request(text, 8, policy, salt=str(i))
+            for i, (text, policy) in enumerate(zip(texts, CHATS, strict=True))
+        ]
+        engine.add(*requests)
+        for _ in iter_steps(engine):
+            pass
+        for i, (request, policy) in enumerate(zip(requests, CHATS, strict=True)):
+            cached.append(request.stats.num_cached_tokens)
+            prompts = [*seen[i][cached[-1]], texts[i]]
+            alone = make_engine(prefix_cache="exact", **options)
+            expected = [ask(alone, prompt, policy, 8, salt=str(i)) for prompt in prompts][-1]
+            assert request.output_tokens == expected.output_tokens
+            texts[i] = request.tokens
+            seen[i][len(texts[i]) - 1] = prompts
+        num_loaded += sum(offloader_of(engine).num_loaded_tokens.values())
+        offloader_of(engine).num_loaded_tokens = {"ram": 0, "disk": 0}
+        if rng.random() < 0.4:
+            offloader_of(engine).sync()
+            engine.cache.prefix_cache.close_offloader()
+            engine = open_engine()
+    assert 0 in cached[5:] and num_loaded > 0, cached
+    engine.cache.prefix_cache.close_offloader()
 
 
 # ---- the format ------------------------------------------------------------------------------------------------------
