@@ -308,6 +308,29 @@ def test_state_that_finds_no_pages_is_a_miss(family: str, tmp_path: Path) -> Non
     pauses.close()
 
 
+def test_earlier_state_may_be_evicted_for_a_later_one_that_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool has the state of the first turn, and evicts it to read that of the second one, which fails."""
+    options = options_of("llama", H2O)
+    pauses = Pauses("restart", tmp_path, **options)
+    text = begin(H2O, pauses)
+    engine = pauses.engine
+    assert ask(engine, [*text[: TURNS[0] + 20], 127], H2O).stats.num_cached_tokens == TURNS[0] + 19
+    tree = engine.cache.prefix_cache.tree
+
+    def fail(*_: object) -> None:
+        raise MemoryError("broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UPLOAD, fail)
+        patch.setattr(engine.cache.pool, "ensure_free", lambda n: tree.evict(tree.num_evictable_pages) is None)
+        found = ask(engine, text, H2O)
+    assert found.stats.num_cached_tokens == 0
+    assert found.output_tokens == ask(make_engine(**options), text, H2O).output_tokens
+    pauses.close()
+
+
 def test_computing_that_is_faster_reads_nothing(tmp_path: Path) -> None:
     pauses = Pauses("restart", tmp_path, **options_of("llama", H2O))
     text = begin(H2O, pauses)
@@ -419,6 +442,21 @@ def test_streamed_prompts_that_begin_alike_equal_cold_ones_after_a_restart(polic
         found = ask(pauses.engine, prompt, policy)
         assert found.output_tokens == ask(make_engine(**options), prompt, policy).output_tokens
         assert found.stats.num_cached_tokens >= 150 or "chunk" not in policy
+    pauses.close()
+
+
+def test_of_a_state_that_another_prompt_cannot_use_only_metadata_are_read(tmp_path: Path) -> None:
+    """Which queries of a prompt `snapkv` looks at depends on where the prompt ends."""
+    policy = "snapkv:budget=30,prefill=stream,chunk=24"
+    pauses = Pauses("restart", tmp_path, **options_of("llama", policy))
+    text = [i * 7 % 128 for i in range(200)]
+    ask(pauses.engine, text, policy)
+    pauses.pause()
+    (position, _) = states_of(pauses.engine)
+    found = ask(pauses.engine, [*text[: position + 1], *text[:100]], policy)
+    assert found.stats.num_cached_tokens == 0
+    assert 0 < disk_store_of(pauses.engine).counts["read"] <= 2 * 4096
+    assert position in states_of(pauses.engine)
     pauses.close()
 
 

@@ -7,16 +7,21 @@ the caller's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from time import monotonic, perf_counter
+from typing import TypeVar
+
+import numpy as np
 
 from retain.kernels.api import KV
 from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import Span, SpanRange, Store, alloc_aligned
+from retain.kv.offload.span import Span, SpanRange, Store
 from retain.kv.offload.whole_pages import create_whole_page_transfers
 from retain.types import Bytes, Ints
+
+State = TypeVar("State")
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,6 @@ class PageRun:
 
     pool: int
     pages: Ints
-
-
-@dataclass(frozen=True)
-class StateBytes:
-    """A state as it was read: its metadata, and the pages of each run, [p, n]."""
-
-    metadata: bytes
-    runs: Sequence[Bytes]
-
-    @property
-    def num_pages(self) -> int:
-        """The pages of all runs."""
-        return sum(len(pages) for pages in self.runs)
 
 
 class StateSpans:
@@ -102,30 +94,37 @@ class StateSpans:
                 return SpanRange(store, span, 0, len(span.keys))
         return None
 
-    def read(self, found: SpanRange, num_tokens: int) -> StateBytes | None:
-        """Read a state that saves computing so many tokens. After an error it is dropped, and None is returned."""
+    def read(
+        self, found: SpanRange, num_tokens: int, decode: Callable[[bytes], State | None]
+    ) -> tuple[State, list[Bytes]] | None:
+        """Read a state that saves computing so many tokens: what `decode` makes of its metadata, and pages [p, n].
+
+        None where that is None. After any error, also of `decode`, the span is dropped, and None is returned.
+        """
         store = found.store
         span = found.span
         started_at = perf_counter()
         num_read = 0
+        pages = []
         try:
             with closing(store.open(span, monotonic() + self.offloader.time_limit([store], num_tokens))) as reader:
-                metadata = bytes(reader.read_metadata())
-                runs = []
+                state = decode(bytes(reader.read_metadata()))
+                if state is None:
+                    return None
                 for layer, n in enumerate(span.num_blocks):
-                    data = alloc_aligned(n * span.block_bytes).reshape(n, span.block_bytes)
-                    data[:] = reader.read_blocks(layer, 0, n) if n else data
-                    runs.append(data)
-                    num_read += data.size
+                    pages.append(
+                        reader.read_blocks(layer, 0, n).copy() if n else np.zeros((0, span.block_bytes), np.uint8)
+                    )
+                    num_read += pages[-1].size
         except Exception as error:
             self.offloader.drop_unreadable(store, span, error, num_read, perf_counter() - started_at)
             return None
         self.offloader.cost_model.record_read(store.name, span.size, max(perf_counter() - started_at, 1e-6))
-        return StateBytes(metadata, runs)
+        return state, pages
 
-    def upload(self, state: StateBytes, runs: Sequence[PageRun]) -> None:
-        """Write the bytes of a state into pages, as many as it has in each run."""
-        for data, run in zip(state.runs, runs, strict=True):
+    def upload(self, runs: Sequence[PageRun], data: Sequence[Bytes]) -> None:
+        """Write the bytes of each run's pages, [p, n]."""
+        for run, pages in zip(runs, data, strict=True):
             if len(run.pages):
                 transfer = self.transfers[run.pool]
-                transfer.upload(run.pages, data[:, : transfer.page_bytes])
+                transfer.upload(run.pages, pages[:, : transfer.page_bytes])

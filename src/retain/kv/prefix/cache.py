@@ -33,7 +33,7 @@ from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.kv.prefix.resuming import capture_evicted_state, copy_evicted_state, state_root
+from retain.kv.prefix.resuming import can_go_on, capture_evicted_state, copy_evicted_state, state_root
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.state_tiers import FoundState, StateTiers
 from retain.kv.prefix.windows import capture_sliding_windows
@@ -322,8 +322,9 @@ class PrefixCache:
         state = self._match_states(query)
         pages = self.match_prefix(query) if state or self.state_tiers else None
         length = pages.length if pages else 0
-        if self._load_state(query, max(length, state.position if state else 0)):
-            state = self._match_states(query)
+        if found := self.find_offloaded_state(query, max(length, state.position if state else 0)):
+            self._load_state(query, *found)
+            state = self._match_states(query)  # to make room for the other, this one may have been evicted
         return state if state and length < state.position else None
 
     def _match_states(self, query: PrefixQuery) -> EvictedState | None:
@@ -340,9 +341,7 @@ class PrefixCache:
         state = match.snapshot if match else None
         if not isinstance(state, EvictedState) or not isinstance(policy, BudgetPolicy):
             return None
-        if in_prompt and not (state.position < policy.prompt_len and policy.weighs_alike(state.policy, state.position)):
-            return None
-        return state
+        return state if can_go_on(state, policy) else None
 
     def _state_root(self, of: PrefixQuery | PrefixEntry, in_prompt: bool) -> bytes:
         root = self.root_hash(of.salt, self.planner.windows(of.policy))
@@ -365,19 +364,15 @@ class PrefixCache:
             found += [(state, root)] if state else []
         return max(found, key=lambda x: x[0].position, default=None)
 
-    def _load_state(self, query: PrefixQuery, after: int) -> bool:
-        """Bring a state from the tiers into the tree, if they have one after more than `after` tokens of the text."""
-        found = self.find_offloaded_state(query, after)
+    def _load_state(self, query: PrefixQuery, found: FoundState, root: bytes) -> None:
+        """Bring a state from the tiers into the tree, below this root hash, if that is possible and saves time."""
         policy = query.policy
-        if not found or not self.state_tiers or not isinstance(policy, BudgetPolicy):
-            return False
-        place, root = found
-        state = self.state_tiers.load(place, policy, place.position - after)
-        if state is None:
-            return False
-        self._insert_state(root, query.tokens[: state.position], state)
-        self._loaded_state = state, place.span.store
-        return True
+        if not self.state_tiers or not isinstance(policy, BudgetPolicy):
+            return
+        state = self.state_tiers.load(found, policy)
+        if state:
+            self._insert_state(root, query.tokens[: state.position], state)
+            self._loaded_state = state, found.span.store
 
     def _insert_state(self, root: bytes, tokens: Sequence[int], state: EvictedState, begun_at: int = 0) -> None:
         no_pages = np.zeros((0, -(-len(tokens) // self.layout.block_size)), np.int32)

@@ -12,6 +12,7 @@ from hashlib import blake2b
 
 import numpy as np
 
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState, EvictorState, used_pages
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
@@ -30,6 +31,15 @@ def state_root(root_hash: bytes, policy: EvictionPolicy, seed: int, in_prompt: b
     key = (policy.streamed_key if in_prompt else policy.resume_key).encode(errors="surrogatepass")
     noise = seed.to_bytes(8, "little") if policy.uses_noise else b""
     return blake2b(root_hash + kind + noise + policy.weights_fingerprint + key, digest_size=16).digest()
+
+
+def can_go_on(state: EvictedState, policy: BudgetPolicy) -> bool:
+    """Return whether a text under a resolved policy may go on from a state of its root.
+
+    One inside a prompt must have seen no more than the prompt, and the masses that this policy gives.
+    """
+    p = state.position
+    return not state.in_prompt or (p < policy.prompt_len and policy.weighs_alike(state.policy, p))
 
 
 def capture_evicted_state(

@@ -30,18 +30,20 @@ from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.page_store import PageStore
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.span import SpanRange, Store
-from retain.kv.offload.state_spans import PageRun, StateBytes, StateSpans
+from retain.kv.offload.state_spans import PageRun, StateSpans
 from retain.kv.prefix.block_hash import hash_block, iter_end_hashes
 from retain.kv.prefix.node import Node
-from retain.types import Ints
+from retain.kv.prefix.resuming import can_go_on
+from retain.types import Bytes, Ints
 
 
 @dataclass(frozen=True)
 class FoundState:
-    """A state in a tier, after the first `position` tokens of a text."""
+    """A state in a tier, after the first `position` tokens of a text, of which nothing else saves `num_saved`."""
 
     position: int
     span: SpanRange
+    num_saved: int
 
 
 class StateTiers:
@@ -130,7 +132,7 @@ class StateTiers:
         """
         for position, key in self._keys(block_hashes, tokens, after):
             if (span := self.spans.find(key)) and span.span.min_resume_position == position:
-                return FoundState(position, span)
+                return FoundState(position, span, position - after)
         return None
 
     def _keys(self, block_hashes: Sequence[bytes], tokens: Ints, after: int) -> Iterator[tuple[int, bytes]]:
@@ -142,50 +144,43 @@ class StateTiers:
                     if end > after:
                         yield end, self._key_of_text(text_hash)
 
-    def load(self, found: FoundState, policy: BudgetPolicy, num_saved_tokens: int) -> EvictedState | None:
+    def load(self, found: FoundState, policy: BudgetPolicy) -> EvictedState | None:
         """Read a state into pages, which the caller owns; `policy` is that of the row that goes on from it.
 
         None where the cost model says that computing the tokens is faster, where the state cannot be read or does not
         fit, and where the pool has too few pages.
         """
-        if not self.offloader.should_load([found.span], num_saved_tokens):
-            return None
-        data = self.spans.read(found.span, num_saved_tokens)
-        if data is None:
-            return None
-        store = found.span.store
         span = found.span.span
-        try:
-            numbered = self._decode(data, policy, found.position)
-        except ValueError as error:
-            self.offloader.drop_unreadable(store, span, error, 0, 0.0)
-            return None
-        state = self._upload(numbered, data, store)
-        if state and not store.write_through:
-            store.delete(span)  # the tree has it now
-        return state
-
-    def _decode(self, data: StateBytes, policy: BudgetPolicy, position: int) -> EvictedState:
-        """Return the state that was read, with numbers for pages. Raises ValueError."""
         shape = self._shape(policy)
-        state = decode_state(data.metadata, policy, shape, data.num_pages)
-        runs = self._runs(state, shape)
-        if state.position != position or [len(run.pages) for run in runs] != [len(pages) for pages in data.runs]:
-            raise ValueError("an evicted state does not fit its pages")
+
+        def decode(metadata: bytes) -> EvictedState | None:
+            state = decode_state(metadata, policy, shape, sum(span.num_blocks))
+            sizes = [len(run.pages) for run in self._runs(state, shape)]
+            if state.position != found.position or sizes != list(span.num_blocks):
+                raise ValueError("an evicted state does not fit its pages")
+            return state if can_go_on(state, policy) else None
+
+        if not self.offloader.should_load([found.span], found.num_saved):
+            return None
+        read = self.spans.read(found.span, found.num_saved, decode)
+        state = read and self._upload(*read, shape, found.span.store)
+        if state and not found.span.store.write_through:
+            found.span.store.delete(span)  # the tree has it now
         return state
 
-    def _upload(self, state: EvictedState, data: StateBytes, store: Store) -> EvictedState | None:
+    def _upload(
+        self, state: EvictedState, data: Sequence[Bytes], shape: StateShape, store: Store
+    ) -> EvictedState | None:
         """Return a state of a store in pages of the pool; None where there are too few, and after an error."""
         pool = self.groups[0].pool
         if not pool.ensure_free(state.num_pages):
             return None
-        shape = self._shape(state.policy)
         owned: list[Ints] = []
         try:
             for run in self._runs(state, shape):
                 owned.append(self._stores[run.pool].allocate(len(run.pages)))
             state = with_pages(state, np.concatenate(owned))
-            self.spans.upload(data, self._runs(state, shape))
+            self.spans.upload(self._runs(state, shape), data)
         except BaseException as error:
             pool.free(np.concatenate([np.zeros(0, np.int32), *owned]))
             if not isinstance(error, Exception):
