@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from retain.cli.main import main
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kernels.pool_dtypes import INT4, INT8
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState
@@ -140,6 +141,17 @@ def test_unlike_layers_resume_from_a_tier(policy: str, unlike_family: None, tmp_
     found, _ = talk_with_pauses(policy, Pauses("restart", tmp_path, **options_of(UNLIKE, policy)))
     assert answers(found) == answers(expected)
     assert [r.stats.num_cached_tokens for r in found] == [r.stats.num_cached_tokens for r in expected]
+
+
+@pytest.mark.parametrize("kv_dtype", [INT4, *slow(INT8, torch.bfloat16)])
+@pytest.mark.parametrize("kind", ["restart", *slow("ram")])
+def test_slots_of_fewer_bits_resume_from_a_tier(kv_dtype: torch.dtype, kind: str, tmp_path: Path) -> None:
+    """Scales, exponents and all else that belongs to a page's bytes come back."""
+    options = options_of("llama", H2O, kv_dtype=kv_dtype)
+    expected = talk(H2O, partial(ask, make_engine(prefix_cache="exact", **options)))
+    found, _ = talk_with_pauses(H2O, Pauses(kind, tmp_path, **options))
+    assert answers(found) == answers(expected)
+    assert all(r.stats.num_cached_tokens for r in found[1:])
 
 
 # ---- misses ----------------------------------------------------------------------------------------------------------
@@ -305,6 +317,27 @@ def test_state_that_finds_no_pages_is_a_miss(family: str, tmp_path: Path) -> Non
         row.close()
         pauses.engine.cache.check()
     assert ask(pauses.engine, text, H2O).stats.num_cached_tokens == len(text) - 4
+    pauses.close()
+
+
+@pytest.mark.parametrize("position", [b"9", b"1", *slow(b"x")])
+def test_metadata_that_make_no_sense_are_a_miss(
+    position: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where no checksum can tell: in memory. One line is logged, and the span is dropped."""
+    options = options_of("llama", H2O)
+    pauses = Pauses("ram", tmp_path, **options)
+    text = begin(H2O, pauses, 1)
+    (store,) = offloader_of(pauses.engine).stores
+    (span,) = store.span_index
+    metadata = span.view_metadata(span.data)
+    at = metadata.tobytes().index(b'"position": ') + len('"position": ')
+    metadata[at] = position[0]
+    found = ask(pauses.engine, text, H2O)
+    assert found.stats.num_cached_tokens == 0
+    assert found.output_tokens == ask(make_engine(**options), text, H2O).output_tokens
+    (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
+    assert not warning.exc_info and not store.stats()["spans"]
     pauses.close()
 
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from time import monotonic, perf_counter
 from typing import TypeVar
 
-import numpy as np
-
 from retain.kernels.api import KV
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.span import Span, SpanRange, Store
@@ -50,13 +48,11 @@ class StateSpans:
         runs: Sequence[PageRun],
         metadata: bytes,
     ) -> None:
-        """Put a state into those of the stores that lack it. `keys`: its own, and that of its blocks.
+        """Put a state into stores that lack it. `keys`: its own, and that of its blocks.
 
         It is at a position of a text, behind `start_page` whole blocks.
         """
         for store in stores:
-            if store.contains(keys[0]):
-                continue
             span = Span(
                 keys=keys,
                 num_blocks=tuple(len(run.pages) for run in runs),
@@ -69,8 +65,7 @@ class StateSpans:
             if data is None:
                 continue
             for layer, run in enumerate(runs):
-                if len(run.pages):
-                    self.transfers[run.pool].download(run.pages, span.view_layer(data, layer))
+                self.transfers[run.pool].download(run.pages, span.view_layer(data, layer))
             span.view_metadata(data)[:] = bytearray(metadata)
             store.put(span, data)
 
@@ -112,9 +107,7 @@ class StateSpans:
                 if state is None:
                     return None
                 for layer, n in enumerate(span.num_blocks):
-                    pages.append(
-                        reader.read_blocks(layer, 0, n).copy() if n else np.zeros((0, span.block_bytes), np.uint8)
-                    )
+                    pages.append(reader.read_blocks(layer, 0, n).copy())
                     num_read += pages[-1].size
         except Exception as error:
             self.offloader.drop_unreadable(store, span, error, num_read, perf_counter() - started_at)
@@ -125,6 +118,5 @@ class StateSpans:
     def upload(self, runs: Sequence[PageRun], data: Sequence[Bytes]) -> None:
         """Write the bytes of each run's pages, [p, n]."""
         for run, pages in zip(runs, data, strict=True):
-            if len(run.pages):
-                transfer = self.transfers[run.pool]
-                transfer.upload(run.pages, pages[:, : transfer.page_bytes])
+            transfer = self.transfers[run.pool]
+            transfer.upload(run.pages, pages[:, : transfer.page_bytes])

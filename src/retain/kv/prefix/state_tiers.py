@@ -29,7 +29,7 @@ from retain.kv.eviction.state_format import (
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.page_store import PageStore
 from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import SpanRange, Store
+from retain.kv.offload.span import CorruptionError, SpanRange, Store
 from retain.kv.offload.state_spans import PageRun, StateSpans
 from retain.kv.prefix.block_hash import hash_block, iter_end_hashes
 from retain.kv.prefix.node import Node
@@ -110,7 +110,9 @@ class StateTiers:
             self.spans.put(lacking, keys, state.position, start_page, runs, encode_state(state))
 
     def _runs(self, state: EvictedState, shape: StateShape) -> list[PageRun]:
-        return [PageRun(self._pool_of[group, demoted], pages) for group, demoted, pages in page_runs(state, shape)]
+        """List the pages of a state, layer after layer, without layers that have none."""
+        runs = page_runs(state, shape)
+        return [PageRun(self._pool_of[group, demoted], pages) for group, demoted, pages in runs if len(pages)]
 
     def _shape(self, policy: EvictionPolicy) -> StateShape:
         """Return what a state of this policy must fit."""
@@ -154,10 +156,13 @@ class StateTiers:
         shape = self._shape(policy)
 
         def decode(metadata: bytes) -> EvictedState | None:
-            state = decode_state(metadata, policy, shape, sum(span.num_blocks))
+            try:
+                state = decode_state(metadata, policy, shape, sum(span.num_blocks))
+            except ValueError as error:
+                raise CorruptionError(str(error)) from None
             sizes = [len(run.pages) for run in self._runs(state, shape)]
             if state.position != found.position or sizes != list(span.num_blocks):
-                raise ValueError("an evicted state does not fit its pages")
+                raise CorruptionError("an evicted state does not fit its pages")
             return state if can_go_on(state, policy) else None
 
         if not self.offloader.should_load([found.span], found.num_saved):
