@@ -176,8 +176,16 @@ class Row:
         return (
             all(evictor.begin_reserve() for evictor in self.evictors)
             and self.parts.slots.reserve(self.index, end_position)
-            and all(evictor.finish_reserve(end_position) for evictor in self.evictors)
+            and (self._reserve_eviction(end_position) or self._reserve_eviction_alone(end_position))
         )
+
+    def _reserve_eviction(self, end_position: int) -> bool:
+        return all(evictor.finish_reserve(end_position) for evictor in self.evictors)
+
+    def _reserve_eviction_alone(self, end_position: int) -> bool:
+        """Reserve what an eviction takes once no cached text holds pages of the row: then it may write into its own."""
+        have_gone = [evictor.shared.evict_holders() for evictor in self.evictors]
+        return any(have_gone) and self._reserve_eviction(end_position)
 
     def tokens_until_eviction(self, num_computed_tokens: int) -> int:
         """Return how many tokens can be computed before the row evicts; a step must not pass that point."""
@@ -220,8 +228,22 @@ class Row:
         """
         if self.evictors and not still_running and self._has_whole_state(entry):
             self.parts.prefix_cache.store_state(entry, self.evictors)
-        if not self.evictors and not self.load and not self.is_sparse:
+        if not self.load and not self.is_sparse and self._may_share_pages(entry.num_computed, still_running):
             self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+
+    def _may_share_pages(self, num_computed_tokens: int, still_running: bool) -> bool:
+        """Return whether others may hold the pages of the row's text: it has evicted nothing.
+
+        Where it is about to do so, it owns the pages that it then needs from now on. Otherwise pages of a row that goes
+        on may not be shared where its queries add mass to their slots.
+        """
+        if any(e.has_holes or e.layerwise for e in self.evictors) or self.policy.scoring_chunk:
+            return False
+        if not still_running:
+            return True
+        if any(e.num_places_written(num_computed_tokens) for e in self.evictors):
+            return all(e.reserve_all(num_computed_tokens) for e in self.evictors)
+        return not self.policy.score_key
 
     def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
         """Return whether a streamed prompt was just evicted from, where others may leave it.
@@ -253,7 +275,7 @@ class Row:
         """Return the positions after `begin`, up to `end`, where a long text keeps snapshots, if it needs any."""
         positions = self.parts.prefix_cache.ladder.crossed(begin, end)  # most steps cross none: nothing else is asked
         slides = positions and any(len(t.ring_layers(self.index)) for t in self.groups)
-        return positions if slides and not self.evictors else ()
+        return positions if slides and (not self.evictors or not self.policy.score_key) else ()
 
     def rollback(self, num_computed_tokens: int) -> None:
         """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""

@@ -11,14 +11,17 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.evicted_state import EvictorState
 from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.operations import RowTables, compact, gather_slots, punch
 from retain.kv.eviction.resumption import Resumption
+from retain.kv.eviction.shared_pages import SharedPages
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
@@ -78,6 +81,7 @@ class BudgetEvictor:
         self.resumes_at = 0  # computed tokens that it resumed with, where these are a selection
         self.resumed_tokens: Ints | None = None  # [M, G]: how many of them each head has
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
+        self.shared = SharedPages(tables, row, self.layers)
         self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
         self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
         if policy.prefill == "layers" and policy.prompt_len > policy.budget_tokens:
@@ -90,9 +94,12 @@ class BudgetEvictor:
     @property
     def scratch_pages(self) -> Ints:
         """Pages that the row holds beside its tables."""
-        scratch = self.layerwise.scratch if self.layerwise else None
-        spare = self.demoter.spare if self.demoter else np.zeros(0, np.int32)
-        return spare if scratch is None else scratch.ravel()
+        found = [self.shared.spare]
+        if self.demoter:
+            found.append(self.demoter.spare)
+        if self.layerwise and self.layerwise.scratch is not None:
+            found.append(self.layerwise.scratch.ravel())
+        return np.concatenate(found)
 
     @property
     def num_evicted(self) -> int:
@@ -109,7 +116,12 @@ class BudgetEvictor:
         return self.layerwise is None or self.layerwise.allocate()
 
     def finish_reserve(self, end_position: int) -> bool:
-        """Own the pages of the tokens that are demoted when `end_position` are computed. False if there are too few."""
+        """Own the pages that an eviction at `end_position` computed tokens takes. False if there are too few.
+
+        These are for tokens that are demoted, and in place of pages that others hold, too.
+        """
+        if (num_places := self.num_places_written(end_position)) and not self.shared.reserve(num_places):
+            return False
         if self.demoter and self.demotes_by(end_position):
             num_pages = self.head_budgets.size * self.pages_after_demotion(self.policy, end_position)
             if not self.demoter.reserve(end_position, num_pages):
@@ -119,6 +131,31 @@ class BudgetEvictor:
             layer = self.layers[0]
             t.peaks[self.row, layer] = t.counts[self.row, layer] + self.layerwise.scratch.shape[1]
         return True
+
+    def num_places_written(self, num_computed_tokens: int) -> int:
+        """Return how many pages of each head, the first ones, the first eviction writes into; 0 where none is due."""
+        policy = self.policy
+        end = self.next_eviction
+        if num_computed_tokens < end or self.has_holes or self.layerwise:
+            return 0
+        if end >= policy.prompt_len and (end < self.compacts_at or end <= policy.budget_tokens):
+            return 0
+        return self._num_places_kept if end == self.compacts_at else self.tables.pages.shape[3]
+
+    @property
+    def _num_places_kept(self) -> int:
+        """How many pages of each head a compaction may write into."""
+        policy = self.policy
+        if policy.ragged or policy.demote or policy.prefill == "stream":
+            return self.tables.pages.shape[3]
+        return -(-policy.decode_slots // self.tables.page_size)
+
+    def reserve_all(self, num_computed_tokens: int) -> bool:
+        """Own pages in place of all those that the eviction at so many tokens writes into. False if there are too few.
+
+        Then others may hold the row's pages.
+        """
+        return self.shared.reserve_all(self.num_places_written(num_computed_tokens))
 
     def demotes_by(self, num_computed_tokens: int) -> bool:
         """Return whether tokens are demoted when so many are computed."""
@@ -298,6 +335,10 @@ class BudgetEvictor:
         self.start_holes(position)
         self.num_held = num_held
 
+    def replace_shared_pages(self) -> Ints | None:
+        """Return the tables that a compaction writes into; None where these are the row's own. See SharedPages."""
+        return self.shared.replace(self._num_places_kept)
+
     # ---- after an eviction ---------------------------------------------------------------------------------------
 
     def keep(self, head_budgets: Ints, places: Tensor) -> None:
@@ -341,6 +382,9 @@ def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[
 def punch_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Punch]) -> None:
     """Punch equally many holes into the tables of rows, and demote what was in them."""
     first = evictors[0]
+    for evictor in evictors:
+        if not evictor.has_holes:
+            evictor.shared.copy()
     tables = gather_row_tables(evictors, num_computed_tokens)
     victims = punch(tables, np.stack([d.slots_used for d in due]), due[0].num_holes)
     for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):
@@ -360,13 +404,27 @@ def compact_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequenc
         else None
         for b, e in enumerate(evictors)
     ]
-    done = compact(tables, [d.head_budgets for d in due], due[0].num_holes)
+    own_pages = [e.replace_shared_pages() for e in evictors]
+    done = compact(tables, [d.head_budgets for d in due], due[0].num_holes, _join_tables(tables, own_pages))
     for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):
+        evictor.shared.put(own_pages[b])
         evictor.keep(done.head_budgets[b], done.places[b])
         if evictor.demoter and (taken := demoted[b]):
             evictor.demoter.begin(*taken, n)
         evictor.start_holes(n)
     first.tables.on_device.set_holes([e.row for e in evictors], first.layers, done.holes)
+
+
+def _join_tables(tables: RowTables, pages: Sequence[Ints | None]) -> Tensor | None:
+    """Return tables [B, M, G, n] of these pages, and of a row's own where there are none; None for all rows' own."""
+    if all(own is None for own in pages):
+        return None
+    found = [
+        tables.pages_of(b) if own is None else to_device(torch.from_numpy(own).long(), tables.pages.device)
+        for b, own in enumerate(pages)
+    ]
+    width = max(own.shape[-1] for own in found)
+    return torch.stack([F.pad(own, (0, width - own.shape[-1])) for own in found])
 
 
 def gather_row_tables(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> RowTables:

@@ -29,7 +29,9 @@ class PagePool:
         self.num_free = num_pages - 1
         self.peak_used = 0  # most pages that were ever in use at once
         self.evict_callback: Callable[[int], None] | None = None  # frees that many cached pages
-        self.uncache_callback: Callable[[Pages], None] | None = None  # evicts the snapshots that hold these pages
+        self.uncache_callback: Callable[[Pages], None] | None = (
+            None  # evicts the cached texts and snapshots that hold these pages
+        )
 
     @property
     def num_used(self) -> int:

@@ -1,8 +1,9 @@
 """Attaching a prefix to a row: shared pages, copied pages, and pages that a loader fills.
 
 Whole blocks of the radix tree are shared, and so are whole pages of the windows of sliding layers, until the row writes
-into them. A block or page of which only a part matches is copied, and so are all pages of unwindowed layers of a row
-that evicts. An offloaded prefix gets pages of the row's own, all holes until its blocks are loaded.
+into them. A block or page of which only a part matches is copied, and so are all pages of unwindowed layers where the
+row's queries add mass to their slots. An offloaded prefix gets pages of the row's own, all holes until its blocks are
+loaded.
 """
 
 from __future__ import annotations

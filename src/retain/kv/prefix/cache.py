@@ -1,7 +1,7 @@
 """The prefix cache: rows begin with pages that the radix tree or a tier has, and leave their own pages to it.
 
-A row that evicts stores nothing, for its pages soon hold a selection of tokens. Keys and values depend on how far
-layers see, so the windows are part of the root hash, like the tenant's salt and the model.
+A row with a budget does so, too, until it first evicts: from then on its pages hold a selection of tokens. Keys and
+values depend on how far layers see, so the windows are part of the root hash, like the tenant's salt and the model.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PrefixCache:
         B = self.layout.block_size
         self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B)
         self.tree = RadixTree(self.pool, B, self.ladder)
-        self.pool.uncache_callback = self.tree.drop_snapshots_of
+        self.pool.uncache_callback = self.tree.evict_holders
         self.offloader: Offloader | None = None
         self.state_tiers: StateTiers | None = None
         self._loaded_state: tuple[EvictedState, Store] | None = None  # the last one, until a row goes on from it
@@ -157,7 +157,7 @@ class PrefixCache:
         row stores its windows at the branch point, more texts can branch off.
         """
         S = self.layout.block_size
-        evicts = query.policy.has_budget
+        must_copy = bool(query.policy.score_key)  # queries add mass to the slots of this row alone
         text = self.record_text(query)
         match = self.match_prefix(query)
         selective = self.offloader is not None and self.offloader.probe_config is not None
@@ -166,9 +166,9 @@ class PrefixCache:
             windows = match.snapshot if isinstance(match.snapshot, SlidingWindows) else None
             plan = AttachPlan(match.length, match.pages[..., : -(-match.length // S)], windows)
         length = plan.length if plan else 0
-        branch_point = match.common_length // S * S if match and not evicts else 0  # a row that evicts stores nothing
+        branch_point = match.common_length // S * S if match and not must_copy else 0  # such a row stores nothing there
         branch_point = branch_point if branch_point > length else 0
-        jobs = attach_pages(self.groups, self.layout, row, plan, evicts) if plan and length else None
+        jobs = attach_pages(self.groups, self.layout, row, plan, must_copy) if plan and length else None
         if plan is None or jobs is None:
             return FoundPrefix(branch_point=branch_point, text=text)
         load: LayerLoader | None = None

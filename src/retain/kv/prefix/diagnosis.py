@@ -215,7 +215,8 @@ def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes, poli
     """Say why a text that shares `known_length` tokens with the prompt of this policy is of no use to it."""
     spec = policies.to_spec(text.policy)
     will_leave_state = text.policy.resume_key == policy.resume_key != "" and text.root_hash == root_hash
-    if text.policy.has_budget and not (text.is_running and will_leave_state):
+    left_too_little = text.policy.has_budget and text.num_stored_tokens < begun.known_length
+    if left_too_little and not (text.is_running and will_leave_state):
         return replace(begun, reason=MissReason.NOT_STORED, detail=spec)
     if text.root_hash != root_hash:
         return replace(begun, reason=MissReason.OTHER_POLICY, detail=spec)

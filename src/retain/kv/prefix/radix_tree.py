@@ -350,8 +350,8 @@ class RadixTree:
                 heapq.heappush(heap, (leaf_value(parent, self.page_size, now), next(order), parent))
         return self.pool.num_free - num_free
 
-    def drop_snapshots_of(self, pages: Ints) -> None:
-        """Evict the snapshots that hold one of these pages, but for pinned ones.
+    def evict_holders(self, pages: Ints) -> None:
+        """Evict the snapshots and the texts that hold one of these pages, but for pinned ones.
 
         A row must write over it, and the pool has no other.
         """
@@ -360,6 +360,19 @@ class RadixTree:
         for node in list(self.iter_nodes()):
             if node.snapshot and node not in self.pins and wanted[node.snapshot.page_list].any():
                 self._evict_snapshot(node)
+        for node in reversed(list(self.iter_nodes())):  # children come before their parents
+            holds = wanted[node.pages].any(axis=(0, 1)) if node.pages.size else np.zeros(0, bool)
+            if holds.any():
+                self._evict_below(node)
+                if not node.children and node not in self.pins:
+                    self._truncate(node, 0 if node.snapshot else int(holds.argmax()))
+
+    def _evict_below(self, node: Node) -> None:
+        """Evict what continues a node, but for pinned texts."""
+        for child in _children(node):
+            self._evict_below(child)
+            if not child.children and child not in self.pins:
+                self._truncate(child, 0)
 
     def _evict_snapshot(self, node: Node) -> None:
         """Evict the snapshot of a node that stays."""

@@ -1,0 +1,117 @@
+"""Pages that a row with a budget shares with others, until it first evicts.
+
+Before that it is like any other row: its pages hold its text, and the prefix cache and other rows may hold them, too. A
+page with two holders is never written, so pages of the row's own take the place of those that the eviction writes into.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from retain.kv.memory.block_tables import BlockTables
+from retain.types import Ints
+
+NO_PAGES: Ints = np.zeros(0, np.int32)
+
+
+class SharedPages:
+    """The pages of the unwindowed layers [M] of one row that others hold, by their places in the tables.
+
+    `spare` are pages that will take the place of some. The row owns them from `reserve` to its eviction.
+    """
+
+    def __init__(self, tables: BlockTables, row: int, layers: Ints):
+        self.tables = tables
+        self.row = row
+        self.layers = layers
+        self.spare = NO_PAGES
+
+    def reserve(self, num_places: int) -> bool:
+        """Own a page for each shared one at the first places of each head. False if there are too few."""
+        return self._own(int(self._shared(num_places).sum()))
+
+    def evict_holders(self) -> bool:
+        """Evict cached texts that hold pages of the row, which may write into them then. False if there are no such.
+
+        The spare pages are given back, for fewer are needed.
+        """
+        n = self.tables.pages.shape[3]
+        shared = self._pages(n)[self._shared(n)]
+        pool = self.tables.pool
+        if not len(shared) or not pool.uncache_callback:
+            return False
+        self.release()
+        pool.uncache_callback(shared)
+        return bool((pool.ref_counts[shared] == 1).any())
+
+    def reserve_all(self, num_places: int) -> bool:
+        """Own a page for every one at these places, which will be shared. False if there are too few."""
+        return self._own(int(self._owned(num_places).sum()))
+
+    def replace(self, num_places: int) -> Ints | None:
+        """Return tables [M, G, n] of these places with pages of the row's own for shared ones.
+
+        None where no page of the row is shared, at these places or behind them. The row's tables stay as they are until
+        `put`.
+        """
+        if not self._shared(self.tables.pages.shape[3]).any():
+            self.release()
+            return None
+        shared = self._shared(num_places)
+        num_shared = int(shared.sum())
+        if not self._own(num_shared):
+            raise AssertionError("an eviction writes into pages that others hold, and no others were reserved")
+        pages = np.where(self._owned(num_places), self._pages(num_places), 0)
+        pages[shared] = np.sort(self.spare[:num_shared])
+        self.spare = self.spare[num_shared:]
+        return pages
+
+    def put(self, pages: Ints | None) -> None:
+        """Put what `replace` returned into the tables, and give back what is not needed any more."""
+        if pages is not None:
+            t = self.tables
+            n = pages.shape[-1]
+            before = self._pages(n)
+            replaced = before[self._owned(n) & (before != pages)]
+            t.pages[self.row, self.layers, :, :n] = pages
+            t.pool.free(replaced)
+            t.mark_dirty(self.row)
+        self.release()
+
+    def copy(self) -> None:
+        """Give the row copies of all shared pages."""
+        pages = self.replace(self.tables.pages.shape[-1])
+        if pages is not None:
+            before = self._pages(pages.shape[-1])
+            is_new = before != pages
+            is_new &= self._owned(pages.shape[-1])
+            self.tables.store.copy(before[is_new], pages[is_new])
+        self.put(pages)
+
+    def release(self) -> None:
+        """Free the spare pages."""
+        self.tables.pool.free(self.spare)
+        self.spare = NO_PAGES
+
+    def _own(self, num_pages: int) -> bool:
+        """Have so many spare pages, at least. False if the pool has too few."""
+        missing = num_pages - len(self.spare)
+        if missing > 0:
+            if not self.tables.pool.ensure_free(missing):
+                return False
+            self.spare = np.concatenate([self.spare, self.tables.store.allocate(missing)])
+        return True
+
+    def _pages(self, num_places: int) -> Ints:
+        """Return a copy of the tables of the first places, [M, G, n]."""
+        found: Ints = self.tables.pages[self.row, self.layers, :, :num_places]
+        return found
+
+    def _owned(self, num_places: int) -> NDArray[np.bool_]:
+        owned: NDArray[np.bool_] = self.tables.owned(self.row)[self.layers, :, :num_places]
+        return owned
+
+    def _shared(self, num_places: int) -> NDArray[np.bool_]:
+        shared: NDArray[np.bool_] = self.tables.pool.ref_counts[self._pages(num_places)] > 1
+        return shared & self._owned(num_places)

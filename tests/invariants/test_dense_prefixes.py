@@ -1,0 +1,198 @@
+"""Law 2 for rows with a budget before they first evict: they find and leave pages of a text like any other row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from functools import cache
+
+import pytest
+import torch
+
+from retain.engine import drafters
+from retain.engine.engine import Engine
+from retain.engine.request import Request
+from retain.kv.prefix.cache import PrefixCache
+from retain.sampling_params import SamplingParams
+from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.unlike_family import UNLIKE
+from tests.helpers.unlike_family import unlike_family as unlike_family
+
+pytestmark = pytest.mark.usefixtures("unlike_family")
+S = 16  # slots of a page
+FAMILIES = ["llama", *slow("gemma3_text", UNLIKE)]
+PLAIN = ["full", "sinks:budget=50%", "knorm:budget=40,interval=3", "sinks:budget=105,interval=5"]  # no query adds mass
+SCORED = ["h2o:budget=50%", "snapkv:budget=30%", "gate:budget=50%,share=layer", "h2o:budget=150"]
+POLICIES = [
+    "sinks:budget=50%",
+    "h2o:budget=50%",
+    *slow(
+        *("full", *PLAIN[2:], *SCORED[1:]),
+        "tova:budget=40,interval=5",
+        "keyformer:budget=40",
+        "h2o:budget=30%,share=all",
+        "h2o:budget=30,heads=union",
+        "sinks:budget=40,demote=int4:30",
+        "h2o:budget=25%,share=all,demote=int4:30%",
+        "reread:budget=50%,rereads=40",
+        "window:budget=30,prefill=stream,chunk=20",
+        "keydiff:budget=40,share=layer",
+        "random:budget=50%",
+    ),
+]
+
+
+def random_tokens(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(128) for _ in range(n)]
+
+
+def demotes(*policies: str) -> bool:
+    return any("demote" in policy for policy in policies)
+
+
+def check_cached_pages(engine: Engine) -> None:
+    """Check that the pages of every cached text hold its positions: nobody wrote into them."""
+    cache = engine.cache.prefix_cache
+    assert isinstance(cache, PrefixCache)
+    for node in cache.tree.iter_nodes():
+        for tables, pages in zip(cache.groups, cache.layout.split(node.pages), strict=True):
+            begin = node.start_page * cache.layout.block_size
+            pos = tables.kv.pos[tables.kv.to_index(pages)].flatten(2)[..., : len(node.tokens)]
+            assert (pos == torch.arange(begin, begin + pos.shape[-1])).all()
+
+
+def run_checked(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
+    """Run requests together, and check accounts and cached pages after every step."""
+    for request in requests:
+        engine.add(request)
+    for _ in iter_steps(engine):
+        check_cached_pages(engine)
+    return [r.output_tokens for r in requests]
+
+
+TEXT = random_tokens(random.Random(0), 100)
+PROMPTS = [TEXT, TEXT[:70] + random_tokens(random.Random(1), 30), TEXT + random_tokens(random.Random(2), 21)]
+
+
+@cache
+def cold_answers(family: str, policy: str) -> list[list[int]]:
+    """Return the answers to PROMPTS of an engine that caches no prefixes."""
+    engine = make_engine(family, backend="cpu", demotes=demotes(policy))
+    return [run_to_completion(engine, [make_request(p, 30, policy)])[0] for p in PROMPTS]
+
+
+def fitting(family: str, policy: str) -> str:
+    """Return the policy, or one that layers which differ can carry out."""
+    if family != UNLIKE:
+        return policy
+    return "tova:budget=50%" if policy.startswith("gate") else policy.replace("share=all", "share=layer")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("first", POLICIES)
+def test_what_a_budget_leaves_changes_no_token_of_others(family: str, first: str) -> None:
+    """The same prompt again, one with another end, and a longer one, under every policy."""
+    first = fitting(family, first)
+    for second in dict.fromkeys([first, *PLAIN, *(fitting(family, p) for p in SCORED)]):
+        engine = make_engine(family, backend="cpu", prefix_cache="exact", demotes=demotes(first, second))
+        run_checked(engine, [make_request(TEXT, 30, first)])
+        for prompt, answer in zip(PROMPTS, cold_answers(family, second), strict=True):
+            assert run_checked(engine, [make_request(prompt, 30, second)]) == [answer]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("first", [*PLAIN, *SCORED])
+def test_a_prompt_is_computed_once_whatever_the_budget(family: str, first: str) -> None:
+    text = random_tokens(random.Random(1), 100)
+    for second in PLAIN:
+        engine = make_engine(family, backend="cpu", prefix_cache="exact")
+        run_checked(engine, [make_request(text, 8, fitting(family, first))])
+        again = make_request(text, 8, second)
+        run_checked(engine, [again])
+        ends_late = first == "h2o:budget=150" and family != "llama"  # it leaves its end alone
+        assert again.stats.num_cached_tokens >= (0 if ends_late else len(text) // S * S)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sinks:budget=50%",
+        *slow(
+            "h2o:budget=30%",
+            "gate:budget=25%,share=layer",
+            "knorm:budget=90",
+            "knorm:budget=51,interval=7,share=layer,demote=int4:5",
+        ),
+    ],
+)
+def test_a_prompt_that_fits_alone_fits_beside_what_is_cached_of_it(family: str, policy: str) -> None:
+    """In a pool of what it needs, pinned or not: cached pages go, and no request begins twice."""
+    policy = fitting(family, policy)
+    rng = random.Random(3)
+    text = random_tokens(rng, 100)
+    request = make_request(text, 40, policy)
+    options = {"backend": "cpu", "demotes": demotes(policy)}
+    sizes = make_engine(family, **options).cache
+    num_pages = sizes.pages_needed(sizes.effective_policy(request.policy), 139, 139)
+    engine = make_engine(family, prefix_cache="exact", num_pages=num_pages, **options)
+    expected = run_to_completion(make_engine(family, **options), [make_request(text, 40, policy)])
+    for is_pinned in (False, True, False):
+        for length in (32, 100):
+            run_checked(engine, [make_request(text[:length], 1)])
+        if is_pinned:
+            assert engine.cache.pin(request.policy, text, "", 100.0)
+        again = make_request(text, 40, policy)
+        assert run_checked(engine, [again]) == expected
+        assert not again.stats.num_preemptions
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_pages", [60, *slow(110, 4000)])
+@pytest.mark.parametrize("options", ["plain", *slow("drafts", "depth 2")])
+def test_rows_that_share_pages_evict_together(family: str, num_pages: int, options: str) -> None:
+    """Prompts that begin alike, under several policies, in a small pool: rows are preempted and go on."""
+    rng = random.Random(4)
+    drafter = drafters.parse("ngram:k=4") if options == "drafts" else None
+    num_pages = num_pages * len(make_engine(family).cache.spec.layers)
+    engine = make_engine(
+        family,
+        backend="cpu",
+        prefix_cache="exact",
+        num_pages=num_pages // 3,
+        max_batched_tokens=48,
+        max_running_requests=6,
+        drafter=drafter,
+    )
+    engine.depth = 2 if options == "depth 2" else 1
+    plain = make_engine(family, backend="cpu", max_batched_tokens=48)
+    stem = random_tokens(rng, 64)
+    for _ in range(4):
+        prompts = [stem[: rng.choice([40, 48, 64])] + random_tokens(rng, rng.choice([0, 3, 20])) for _ in range(5)]
+        chosen = [fitting(family, rng.choice([*PLAIN, *SCORED])) for _ in prompts]
+        both = [[make_request(p, 20, policy) for p, policy in zip(prompts, chosen, strict=True)] for _ in range(2)]
+        assert run_checked(engine, both[0]) == run_to_completion(plain, both[1])
+
+
+def test_what_a_budget_leaves_is_found_under_its_salt_only() -> None:
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact")
+    found = []
+    for salt in ("a", "b", "a"):
+        request = make_request(TEXT, 4, "sinks:budget=50%", salt=salt)
+        run_checked(engine, [request])
+        found.append(request.stats.num_cached_tokens)
+    assert found == [0, 0, len(TEXT) // S * S]
+
+
+def test_a_preempted_prompt_goes_on_from_its_own_pages() -> None:
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact", max_batched_tokens=40)
+    request = make_request(TEXT, 12, "sinks:budget=50%", SamplingParams(temperature=0.8, seed=1, ignore_eos=True))
+    plain = make_engine("llama", backend="cpu", max_batched_tokens=40)
+    other = make_request(TEXT, 12, "sinks:budget=50%", SamplingParams(temperature=0.8, seed=1, ignore_eos=True))
+    engine.add(request)
+    engine.step()
+    engine.scheduler.preempt(request)
+    engine.step()
+    assert request.num_computed_tokens >= 64
+    assert [*run_checked(engine, []), request.output_tokens] == run_to_completion(plain, [other])
