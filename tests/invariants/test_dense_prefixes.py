@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from functools import cache
 
 import pytest
-import torch
 
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from retain.kv.prefix.cache import PrefixCache
+from retain.kv.stats.attention_trace import AttentionTrace
 from retain.sampling_params import SamplingParams
+from tests.helpers.cached_pages import check_cached_pages
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.unlike_family import UNLIKE
@@ -31,6 +31,8 @@ POLICIES = [
         *("full", *PLAIN[2:], *SCORED[1:]),
         "tova:budget=40,interval=5",
         "keyformer:budget=40",
+        "h2o:budget=40,damping=0.9",
+        "h2o:budget=30%,heads=query",
         "h2o:budget=30%,share=all",
         "h2o:budget=30,heads=union",
         "sinks:budget=40,demote=int4:30",
@@ -51,23 +53,12 @@ def demotes(*policies: str) -> bool:
     return any("demote" in policy for policy in policies)
 
 
-def check_cached_pages(engine: Engine) -> None:
-    """Check that the pages of every cached text hold its positions: nobody wrote into them."""
-    cache = engine.cache.prefix_cache
-    assert isinstance(cache, PrefixCache)
-    for node in cache.tree.iter_nodes():
-        for tables, pages in zip(cache.groups, cache.layout.split(node.pages), strict=True):
-            begin = node.start_page * cache.layout.block_size
-            pos = tables.kv.pos[tables.kv.to_index(pages)].flatten(2)[..., : len(node.tokens)]
-            assert (pos == torch.arange(begin, begin + pos.shape[-1])).all()
-
-
 def run_checked(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:
     """Run requests together, and check accounts and cached pages after every step."""
     for request in requests:
         engine.add(request)
     for _ in iter_steps(engine):
-        check_cached_pages(engine)
+        check_cached_pages(engine.cache)
     return [r.output_tokens for r in requests]
 
 
@@ -105,7 +96,8 @@ def test_what_a_budget_leaves_changes_no_token_of_others(family: str, first: str
 @pytest.mark.parametrize("first", [*PLAIN, *SCORED])
 def test_a_prompt_is_computed_once_whatever_the_budget(family: str, first: str) -> None:
     text = random_tokens(random.Random(1), 100)
-    for second in PLAIN:
+    again_alone = [fitting(family, first), fitting(family, first).replace("50%", "45%")] * (first in SCORED)
+    for second in [*PLAIN, *again_alone]:
         engine = make_engine(family, backend="cpu", prefix_cache="exact")
         run_checked(engine, [make_request(text, 8, fitting(family, first))])
         again = make_request(text, 8, second)
@@ -196,3 +188,39 @@ def test_a_preempted_prompt_goes_on_from_its_own_pages() -> None:
     engine.step()
     assert request.num_computed_tokens >= 64
     assert [*run_checked(engine, []), request.output_tokens] == run_to_completion(plain, [other])
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=90", "gate:budget=50%"])
+def test_rows_that_add_masses_to_shared_pages_change_no_token_of_a_budget(policy: str) -> None:
+    """A traced request of the same text writes masses into the pages that the budget's first turn left."""
+    answers = []
+    for traced in (True, False):
+        engine = make_engine("llama", backend="cpu", prefix_cache="exact")
+        first = make_request(TEXT[:60], 10, policy)
+        run_checked(engine, [first])
+        if traced:
+            other = make_request([*first.tokens, 1, 2, 3], 10)
+            other.attention_trace = AttentionTrace(3, 2)
+            run_checked(engine, [other])
+        longer = [make_request([*text, *TEXT[60:]], 30, policy) for text in (first.tokens, first.prompt)]
+        answers.append([run_checked(engine, [r])[0] for r in longer])
+        assert longer[0].stats.num_cached_tokens >= len(first.tokens) - 1 and longer[1].stats.num_cached_tokens
+    assert answers[0] == answers[1]
+
+
+def test_a_prompt_whose_logits_are_computed_again_gets_the_same_masses() -> None:
+    """A request that wants the logits of its prompt begins with masses of all of it, and computes its tokens."""
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact")
+    plain = make_engine("llama", backend="cpu")
+    for options in ({}, {"needs_prompt_logits": True}, {"needs_logits": True}):
+        requests = [make_request(TEXT, 20, "h2o:budget=50%", **options) for _ in range(2)]
+        assert run_checked(engine, requests[:1]) == run_to_completion(plain, requests[1:])
+
+
+def test_equal_prompts_that_arrive_together_go_on_from_masses() -> None:
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact")
+    (expected,) = run_checked(engine, [make_request(TEXT, 20, "h2o:budget=50%")])
+    requests = [make_request(TEXT, 20, "h2o:budget=50%") for _ in range(3)]
+    engine.add(*requests)
+    assert [*run_checked(engine, []), *[r.output_tokens for r in requests]] == [expected] * 3
+    assert requests[0].stats.num_cached_tokens >= len(TEXT) // S * S

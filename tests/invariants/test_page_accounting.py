@@ -29,6 +29,7 @@ from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
 from retain.kv.prefix.config import PrefixConfig
 from retain.sampling_params import SamplingParams
+from tests.helpers.cached_pages import check_cached_pages
 from tests.helpers.engines import PlanningEngine
 
 POLICIES = [
@@ -154,6 +155,14 @@ class Schedule(RuleBasedStateMachine):
             length = len(prompt) + max_tokens - 1
             assert self.cache.pages_needed(request.policy, length, length) > self.cache.total_pages
 
+    @rule(i=st.integers(0, 10**6), max_tokens=st.integers(1, 40), policy=st.sampled_from([None, *POLICIES]))
+    def repeat(self, i, max_tokens, policy):
+        """Send the prompt of an earlier request again, under its policy or another."""
+        earlier = [r for r in self.requests if r.finish_reason and len(r.prompt) + max_tokens <= 200]
+        if earlier:
+            request = earlier[i % len(earlier)]
+            self.add_request(request.prompt, max_tokens, policy or self.specs[request.id], 1.0)
+
     @rule(num_steps=st.integers(1, 12))
     def step(self, num_steps):
         scheduler = self.engine.scheduler
@@ -161,6 +170,7 @@ class Schedule(RuleBasedStateMachine):
             before = {r.id: r.num_computed_tokens for r in scheduler.running}
             self.engine.step()
             self.cache.check()
+            check_cached_pages(self.cache)
             num_new = sum(max(r.num_computed_tokens - before.get(r.id, 0), 0) for r in scheduler.running)
             assert num_new <= scheduler.max_batched_tokens or self.cache.prefix_cache.enabled
 

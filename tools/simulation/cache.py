@@ -108,6 +108,9 @@ class SimulatedRow:
         self.loads = {}
         return True
 
+    def restore_masses(self, num_computed_tokens: int) -> None:
+        """Do nothing: there are no masses."""
+
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others; of a row that is still running only whole pages."""
         S = self.cache.page_size

@@ -51,6 +51,9 @@ class RequestRow(Protocol):
     def finish_load(self) -> bool:
         """Return whether everything that the row began with is loaded, after a step; if not, it must start again."""
 
+    def restore_masses(self, num_computed_tokens: int) -> None:
+        """Give the slots the masses that the row began with, if all those tokens are computed now."""
+
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others."""
 

@@ -242,6 +242,7 @@ class Engine:
         scoring = request.scoring
         request.advance(num_tokens)
         now = request.num_computed_tokens
+        request.row.restore_masses(now)
         if before < len(request.prompt) <= now or now == request.branch_point:
             request.row.store_prefix(request.prefix_entry, still_running=True)
         for position in request.row.snapshot_positions(before, now):

@@ -129,7 +129,8 @@ class Scheduler:
         """Return how many tokens of a request one step may compute: none beyond an eviction."""
         assert request.row is not None
         if self.sharing.followers(request) and request.num_computed_tokens < len(request.prompt):
-            return len(request.prompt) - request.num_computed_tokens
+            left = len(request.prompt) - request.num_computed_tokens
+            return min(left, request.row.tokens_until_eviction(request.num_computed_tokens))
         if request.scoring:
             return request.scoring.chunk_left
         limit = request.row.tokens_until_eviction(request.num_computed_tokens)

@@ -20,6 +20,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.prompt_masses import PromptMasses, read_masses, write_masses
 from retain.kv.eviction.resumption import plan_resumption
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED
@@ -82,6 +83,8 @@ class Row:
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.is_resumed = False  # whether it began with a selection of the text's tokens, in any order
         self.depends_on_text_alone = True  # false where it went on from an answer: what is kept depends on turns
+        self.masses: PromptMasses | None = None  # of the prompt
+        self.masses_due = 0  # computed tokens at which the row's slots get them; 0: they have them
         self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
         if policy.has_budget:
@@ -118,6 +121,10 @@ class Row:
         self.load = found.load
         self.is_sparse = found.is_sparse
         self.text = found.text
+        self.masses = found.masses
+        if found.masses:
+            self.masses_due = found.masses.position
+            self.restore_masses(found.length)
         why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
         return AttachedPrefix(found.length, found.branch_point, why)
 
@@ -188,8 +195,12 @@ class Row:
         return any(have_gone) and self._reserve_eviction(end_position)
 
     def tokens_until_eviction(self, num_computed_tokens: int) -> int:
-        """Return how many tokens can be computed before the row evicts; a step must not pass that point."""
-        return self.evictors[0].next_eviction - num_computed_tokens if self.evictors else UNBOUNDED
+        """Return how many tokens can be computed before the row evicts, or gets masses.
+
+        A step must not pass that point.
+        """
+        next_eviction = self.evictors[0].next_eviction if self.evictors else UNBOUNDED
+        return min(next_eviction, self.masses_due or UNBOUNDED) - num_computed_tokens
 
     @property
     def needs_single_step(self) -> bool:
@@ -221,6 +232,27 @@ class Row:
             load.delete_loaded_spans()  # the tree will have them
         return True
 
+    def restore_masses(self, num_computed_tokens: int) -> None:
+        """Give the slots the masses that the row began with, once all those tokens are computed, or attached.
+
+        What the queries of the tokens in between added is overwritten.
+        """
+        if self.masses and num_computed_tokens == self.masses_due:
+            write_masses(self.groups, self.index, self.masses.position, self.masses.masses)
+            self.masses_due = 0
+
+    def _keep_masses(self, num_computed_tokens: int) -> None:
+        """Keep the masses of the prompt, where it is just computed and they depend on the text alone."""
+        policy = self.policy
+        if not self.evictors or not policy.score_key or policy.scoring_chunk or policy.prefill != "exact":
+            return
+        end = cast(BudgetPolicy, policy).prompt_len
+        if num_computed_tokens != end or (self.masses and self.masses.position == end):
+            return
+        if self.depends_on_text_alone and not any(e.has_holes or e.layerwise for e in self.evictors):
+            values = read_masses(self.groups, self.index, end)
+            self.masses = PromptMasses(end, cast(BudgetPolicy, policy), values)
+
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
         """Keep the pages of the row's text for others, unless it holds or waits for a part of them.
 
@@ -228,8 +260,12 @@ class Row:
         """
         if self.evictors and not still_running and self._has_whole_state(entry):
             self.parts.prefix_cache.store_state(entry, self.evictors)
+        if still_running and self.parts.prefix_cache.enabled:
+            self._keep_masses(entry.num_computed)
         if not self.load and not self.is_sparse and self._may_share_pages(entry.num_computed, still_running):
             self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+            if self.masses and self.masses.position <= entry.length:
+                self.parts.prefix_cache.store_masses(entry, self.masses)
 
     def _may_share_pages(self, num_computed_tokens: int, still_running: bool) -> bool:
         """Return whether others may hold the pages of the row's text: it has evicted nothing.

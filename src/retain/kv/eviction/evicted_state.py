@@ -66,6 +66,7 @@ class EvictedState:
     evictors: tuple[EvictorState, ...]
     windows: SlidingWindows | None  # None without sliding layers
     in_prompt: bool = False
+    masses: tuple[Tensor, ...] = ()  # see PromptMasses: of pages that are those of the text, and may be shared
 
     @property
     def min_resume_position(self) -> int:

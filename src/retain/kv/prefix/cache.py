@@ -7,7 +7,7 @@ values depend on how far layers see, so the windows are part of the root hash, l
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
@@ -19,6 +19,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.prompt_masses import PromptMasses
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
 from retain.kv.memory.sliding_windows import SlidingWindows
@@ -45,7 +46,7 @@ class FoundPrefix:
     """What a row was given: `length` computed tokens, and a position where more texts could branch off (0: nowhere).
 
     `load` is still reading them; `is_sparse` where it reads only the important ones. `text` is the row's in the
-    history.
+    history. `masses` are those of the tokens, and maybe of a few more.
     """
 
     length: int = 0
@@ -53,6 +54,7 @@ class FoundPrefix:
     load: LayerLoader | None = None
     is_sparse: bool = False
     text: SeenText | None = None
+    masses: PromptMasses | None = None
 
 
 class PrefixCache:
@@ -90,8 +92,8 @@ class PrefixCache:
         assert self.offloader and self.state_tiers and node.parent
         if isinstance(node.snapshot, EvictedState):
             self.state_tiers.on_evicted(node, node.snapshot)
-        if isinstance(node.snapshot, EvictedState) or not len(node.pages) + bool(node.snapshot):
-            return
+        if isinstance(node.snapshot, EvictedState | PromptMasses) or not len(node.pages) + bool(node.snapshot):
+            return  # tiers have no masses
         B = self.layout.block_size
         windows = node.snapshot if isinstance(node.snapshot, SlidingWindows) else None
         if len(node.tokens) == len(node.block_hashes) * B:
@@ -115,12 +117,15 @@ class PrefixCache:
 
     # ---- matching ------------------------------------------------------------------------------------------------
 
-    def match_prefix(self, query: PrefixQuery) -> PrefixMatch | None:
-        """Return what the tree has of a text, or None. Counts as a use of the nodes that match."""
+    def match_prefix(self, query: PrefixQuery, max_length: int = 0) -> PrefixMatch | None:
+        """Return what the tree has of a text, or None. Counts as a use of the nodes that match.
+
+        It has at most the tokens that the policy may skip, or `max_length` where that is more.
+        """
         windows = self.planner.windows(query.policy)
         slides = bool((windows < NO_WINDOW).any())
         root = self.root_hash(query.salt, windows)
-        return self.tree.match_prefix(root, query.tokens, query.max_skipped_tokens, slides)
+        return self.tree.match_prefix(root, query.tokens, max(query.max_skipped_tokens, max_length), slides)
 
     def num_shared_pages(self, query: PrefixQuery) -> int:
         """Return how many pages of the text are in the tables of other rows already."""
@@ -159,9 +164,9 @@ class PrefixCache:
         S = self.layout.block_size
         must_copy = bool(query.policy.score_key)  # queries add mass to the slots of this row alone
         text = self.record_text(query)
-        match = self.match_prefix(query)
+        match, masses = self._match_scored(query)
         selective = self.offloader is not None and self.offloader.probe_config is not None
-        plan = None if was_preempted and selective else self._plan_load(query, match)
+        plan = None if (was_preempted and selective) or masses else self._plan_load(query, match)
         if match and not plan:
             windows = match.snapshot if isinstance(match.snapshot, SlidingWindows) else None
             plan = AttachPlan(match.length, match.pages[..., : -(-match.length // S)], windows)
@@ -177,7 +182,7 @@ class PrefixCache:
             load = start_load(self.offloader, row, plan, jobs)
             self.offloader.record_load(plan.span_ranges, plan.offloaded_windows)
         self.num_reused_tokens += length
-        return FoundPrefix(length, branch_point, load, load is not None and plan.selective, text)
+        return FoundPrefix(length, branch_point, load, load is not None and plan.selective, text, masses)
 
     def record_text(self, query: PrefixQuery) -> SeenText | None:
         """Remember a text that a row begins to compute, where there is a history."""
@@ -312,6 +317,43 @@ class PrefixCache:
             stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
             self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
 
+    # ---- masses --------------------------------------------------------------------------------------------------
+
+    def find_masses(self, query: PrefixQuery) -> PromptMasses | None:
+        """Return the masses of the longest beginning of a text that the same queries gave to its tokens."""
+        policy = query.policy
+        if not isinstance(policy, BudgetPolicy) or not policy.score_key or policy.prefill != "exact":
+            return None
+        root = self._masses_root(policy, query.salt, query.seed)
+        match = self.tree.match_prefix(root, query.tokens, policy.prompt_len, needs_snapshot=True)
+        found = match.snapshot if match else None
+        if isinstance(found, PromptMasses) and policy.weighs_alike(found.policy, found.position):
+            return found
+        return None
+
+    def _match_scored(self, query: PrefixQuery) -> tuple[PrefixMatch | None, PromptMasses | None]:
+        """Return what the tree has of a text, and the masses without which the policy could skip less of it."""
+        masses = self.find_masses(query)
+        match = self.match_prefix(query, min(masses.position, query.max_length) if masses else 0)
+        return match, masses if match and match.length > query.max_skipped_tokens else None
+
+    def store_masses(self, entry: PrefixEntry, masses: PromptMasses) -> None:
+        """Keep the masses of the first tokens of a text whose pages were stored."""
+        text_root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
+        if text_root not in self.tree.roots:
+            return
+        text = entry.tokens[: masses.position]
+        pages = self.tree.pages_of(text_root, text)
+        self.pool.incref(pages.ravel())
+        root = self._masses_root(entry.policy, entry.salt, entry.seed)
+        no_pages = np.zeros((0, -(-masses.position // self.layout.block_size)), np.int32)
+        self.tree.insert(root, text, no_pages, replace(masses, page_list=pages.ravel()), entry.begun_at)
+
+    def _masses_root(self, policy: EvictionPolicy, salt: str, seed: int) -> bytes:
+        """Hash all that masses depend on, beside the text."""
+        key = f"masses {policy.score_key!r} {seed if policy.uses_noise else 0}"
+        return blake2b(self.root_hash(salt, self.planner.windows(policy)) + key.encode(), digest_size=16).digest()
+
     # ---- evicted states ------------------------------------------------------------------------------------------
 
     def find_state(self, query: PrefixQuery) -> EvictedState | None:
@@ -320,7 +362,7 @@ class PrefixCache:
         None where the pages of the text itself, which nothing was evicted from, reach as far.
         """
         state = self._match_states(query)
-        pages = self.match_prefix(query) if state or self.state_tiers else None
+        pages = self._match_scored(query)[0] if state or self.state_tiers else None
         length = pages.length if pages else 0
         if found := self.find_offloaded_state(query, max(length, state.position if state else 0)):
             self._load_state(query, *found)

@@ -10,6 +10,7 @@ import numpy as np
 from retain.kv.eviction.evicted_state import EvictedState
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.prompt_masses import PromptMasses
 from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import FoundPrefix
 from retain.kv.prefix.events import PrefixObserver
@@ -40,6 +41,9 @@ class NullPrefixCache:
     def store(  # noqa: D102
         self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
     ) -> None:
+        return
+
+    def store_masses(self, entry: PrefixEntry, masses: PromptMasses) -> None:  # noqa: D102
         return
 
     def find_state(self, query: PrefixQuery) -> EvictedState | None:  # noqa: D102

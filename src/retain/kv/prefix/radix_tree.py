@@ -92,6 +92,12 @@ class RadixTree:
         pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
         return PrefixMatch(length, pages, snapshot, common)
 
+    def pages_of(self, root_hash: bytes, tokens: Sequence[int]) -> Ints:
+        """Return the pages of the whole blocks of a text that are cached, [K, n]. Counts as no use."""
+        root = self.roots[root_hash]
+        path, _ = self._walk(root, self.hash_blocks(root_hash, np.asarray(tokens, np.int32)))
+        return np.concatenate([node.pages[..., :n] for node, n in path], -1)
+
     def nearest_text(self, root_hash: bytes, tokens: Ints) -> tuple[Ints, int] | None:
         """Return the cached text that shares the most first tokens, and their number. Counts as no use."""
         root = self.roots.get(root_hash)

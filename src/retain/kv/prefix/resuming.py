@@ -16,6 +16,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState, EvictorState, used_pages
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.prompt_masses import read_masses, write_masses
 from retain.kv.eviction.resumption import Resumption
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
@@ -55,7 +56,10 @@ def capture_evicted_state(
         windows = capture_sliding_windows(groups, row, position)
         if windows is None:
             return None
-    state = EvictedState(position, evictors[0].policy, tuple(e.capture_state(position) for e in evictors), windows)
+    parts = tuple(e.capture_state(position) for e in evictors)
+    needs_masses = evictors[0].policy.score_key and parts[0].is_dense
+    masses = read_masses(groups, row, position) if needs_masses else ()
+    state = EvictedState(position, evictors[0].policy, parts, windows, masses=masses)
     groups[0].pool.incref(state.own_pages)
     return state
 
@@ -129,5 +133,7 @@ def attach_evicted_state(
             t.counts[row, layers] = part.counts
             t.peaks[row] = t.counts[row]
             t.mark_dirty(row)
+        if state.masses:
+            write_masses(groups, row, position, state.masses)
     pool.free(state.page_list)
     return has_pages
