@@ -318,12 +318,13 @@ def test_states_of_others_are_never_found(first: dict[str, Any], second: dict[st
         return request
 
     text = random.Random(1).choices(range(128), k=90)
-    longer = [*text, *send(engine, text, **first).output_tokens, 1, 2, 3]
+    turn = [*text, *send(engine, text, **first).output_tokens]
+    longer = [*turn, 1, 2, 3]
     found = send(engine, longer, **second)
     assert found.output_tokens == send(plain, longer, **second).output_tokens
     assert found.stats.num_cached_tokens <= (0 if "salt" in second else len(text))
     resumes = "off" not in first.get("policy", "")
-    assert (send(engine, longer, **first).stats.num_cached_tokens > len(text)) == resumes
+    assert (send(engine, [*turn, 4, 5, 6], **first).stats.num_cached_tokens > len(text)) == resumes
 
 
 def test_edited_text_resumes_at_the_last_state_before_the_edit() -> None:
