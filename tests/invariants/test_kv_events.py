@@ -106,8 +106,8 @@ def test_events_follow_an_engine(family: str, num_pages: int) -> None:
     assert followed.consumer.content and any(e["type"] == "BlockRemoved" for e in followed.events) == (num_pages < 1000)
 
 
-@pytest.mark.parametrize("policy", ["h2o:budget=32", "sinks:budget=32", "ring:window=24"])
-def test_rows_that_keep_less_than_the_text_publish_nothing(policy: str) -> None:
+def test_rows_with_windows_of_their_own_publish_nothing() -> None:
+    policy = "ring:window=24"
     followed, prompt = FollowedEngine(), [7] * 100
     run_to_completion(followed.engine, [make_request(prompt, policy=policy)])
     assert not followed.follow()
@@ -116,6 +116,14 @@ def test_rows_that_keep_less_than_the_text_publish_nothing(policy: str) -> None:
     assert Prefix("", tuple(prompt[:96])) in known
     run_to_completion(followed.engine, [make_request([8] * 100, policy=policy)])
     assert followed.follow() == known
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=32", "sinks:budget=32"])
+def test_rows_with_a_budget_publish_their_prompt_alone(policy: str) -> None:
+    """Its pages were left before the budget began: every request may begin with them."""
+    followed, prompt = FollowedEngine(), [7] * 100
+    run_to_completion(followed.engine, [make_request(prompt, 40, policy=policy)])
+    assert followed.follow() == {Prefix("", tuple(prompt[:n])) for n in range(16, 97, 16)}
 
 
 def test_a_ring_no_shorter_than_the_models_windows_is_no_ring() -> None:
