@@ -1,10 +1,13 @@
 """Run random schedules of requests, and print each difference from the same requests alone with a smaller schedule.
 
     python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference] [--depth 2] [--families llama]
+    python -m tools.fuzz --conversations --schedules 2000
 
 A schedule (tests/helpers/schedules.py) mixes policies, drafters, prefixes, tiers with restarts, cancellations, and
-pools down to preemption. Of each difference one line is printed, then a schedule from which requests and options were
-taken away while a difference remains. The last line is a summary; the exit status is 1 if there was a difference.
+pools down to preemption. One of conversations (tests/helpers/conversations.py) has chats in turns, edits, branches,
+repeated prompts, other salts and killed engines; turns that resume equal a conversation without a pause. Of each
+difference one line is printed, then a schedule from which requests and options were taken away while a difference
+remains. The last line is a summary; the exit status is 1 if there was a difference.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ from typing import Any
 import torch
 
 from retain.sampling_params import SamplingParams
+from tests.helpers.conversation_runner import ConversationRun
+from tests.helpers.conversations import Turn, draw_conversations
 from tests.helpers.schedule_runner import Difference, ScheduleRun, num_drafts
 from tests.helpers.schedules import PlannedRequest, Schedule, draw_schedule, families_of_tests
 
@@ -61,15 +66,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--depth", type=int, default=1, help="pending steps of the engine; 2: they overlap")
     parser.add_argument("--families", default="", help="of the models; by default as they are drawn")
+    parser.add_argument("--conversations", action="store_true", help="chats in turns, with budgets that resume")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     counts = Counter[str]()
     num_differing = 0
+    draw = draw_conversations if args.conversations else draw_schedule
     with families_of_tests():
         for seed in range(args.seed, args.seed + args.schedules):
             if (seed - args.seed) % 100 == 99:
                 print(f"{seed - args.seed + 1} schedules", file=sys.stderr, flush=True)
-            schedule = draw_schedule(seed, args.backends.split(","), list(filter(None, args.families.split(","))))
+            schedule = draw(seed, args.backends.split(","), list(filter(None, args.families.split(","))))
             num_differing += print_differences(schedule, args.depth, counts)
     summary = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
     print(f"{args.schedules} schedules from seed {args.seed}, {num_differing} with differences: {summary}")
@@ -92,7 +99,8 @@ def print_differences(schedule: Schedule, depth: int, counts: Counter[str]) -> b
 def run_schedule(schedule: Schedule, depth: int, counts: Counter[str] | None = None) -> list[Difference]:
     """Run a schedule in an empty folder. Returns its differences, exceptions among them."""
     with tempfile.TemporaryDirectory() as folder:
-        run = ScheduleRun(schedule, Path(folder), depth)
+        has_turns = any(isinstance(r, Turn) for r in schedule.requests)
+        run = (ConversationRun if has_turns else ScheduleRun)(schedule, Path(folder), depth)
         try:
             run.run()
             found = list(run.differences())
@@ -102,13 +110,12 @@ def run_schedule(schedule: Schedule, depth: int, counts: Counter[str] | None = N
             found = [Difference(None, f"{type(error).__name__} in {where}: {error}")]
     if counts is not None:
         counts.update(requests=len(run.requests), reused_tokens=run.num_reused, loaded_tokens=run.num_loaded)
-        counts["refused"] += len(run.refused)
+        counts.update(run.counts)
         for request in run.requests.values():
             counts["layerwise_prompts"] += request.policy.prefill == "layers" and bool(request.output_tokens)
             counts["preemptions"] += request.stats.num_preemptions
             counts["accepted_drafts"] += num_drafts(request)[1]
             counts["tokens"] += len(request.output_tokens)
-            counts["tokens_compared"] += min(len(request.output_tokens), run.comparable[request])
     return found
 
 
@@ -206,10 +213,17 @@ def describe_schedule(schedule: Schedule) -> str:
     fields = {f.name: getattr(s, f.name) for f in dataclasses.fields(s) if f.name not in ("requests", "seed")}
     requests = [
         " ".join([f"[{len(r.prompt)}+{r.max_tokens}", r.policy, *describe_fields(r, PLAIN_REQUEST | {"engine": 0})])
-        + f" {' '.join(describe_fields(r.params, PLAIN_PARAMS))}]"
+        + f" {' '.join(describe_fields(r.params, PLAIN_PARAMS) + describe_parent(r))}]"
         for r in s.requests
     ]
     return " ".join([*(f"{k}={v}" for k, v in fields.items() if v not in ("", (), None, 0.0)), *requests])
+
+
+def describe_parent(request: PlannedRequest) -> list[str]:
+    """Say from which turn of a conversation a request goes on."""
+    if not isinstance(request, Turn):
+        return []
+    return [f"number={request.number} parent={request.parent} num_dropped={request.num_dropped}"]
 
 
 def describe_fields(value: PlannedRequest | SamplingParams, plain: dict[str, Any]) -> list[str]:

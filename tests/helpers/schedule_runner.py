@@ -7,7 +7,7 @@ and `draft` and `self` sample with other random numbers (docs/guide/speculation.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,6 +23,7 @@ from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.engine.spec_decode.draft_length import DraftLengthController
 from retain.kv.eviction import policies
+from retain.kv.eviction.policy import EvictionPolicy
 from tests.helpers.backend_variants import use_isa
 from tests.helpers.engines import make_engine
 from tests.helpers.schedules import PlannedRequest, Schedule
@@ -108,12 +109,17 @@ class ScheduleRun:
     """
 
     def __init__(self, schedule: Schedule, path: Path, depth: int = 1):
-        self.schedule, self.path, self.depth = schedule, path, depth
+        self.schedule = schedule
+        self.path = path
+        self.folder = path  # of the tiers
+        self.depth = depth
         self.requests = {i: r.build() for i, r in enumerate(schedule.requests)}
         self.comparable: dict[Request, int] = defaultdict(lambda: 10**9)
         self.refused: set[int] = set()
         self.logits: dict[Request, list[Tensor]] = defaultdict(list)  # that requests read
-        self.num_preemptions = self.num_loaded = self.num_accepted = self.num_reused = 0
+        self.counts = Counter[str]()  # of what happened, for a summary
+        self.num_loaded = 0
+        self.num_reused = 0
 
     def run(self) -> None:
         """Run all engines, one after the other. Raises AssertionError where the accountant does not balance."""
@@ -154,6 +160,11 @@ class ScheduleRun:
         self.num_loaded += sum(n for store, n in prefix.hits_by_source().items() if store != "pool")
         prefix.close_offloader()
 
+    def planned_lengths(self) -> Iterator[tuple[EvictionPolicy, int]]:
+        """Yield the resolved policy of each request, and the tokens that it computes."""
+        for request in self.requests.values():
+            yield request.policy, len(request.prompt) + request.input.max_tokens - 1
+
     def _make_engine(self) -> Engine:
         s = self.schedule
         limits: dict[str, Any] = {
@@ -163,10 +174,8 @@ class ScheduleRun:
         }
         sizes = make_engine(**s.engine_options, **limits, num_pages=1).cache
         needed = [1]
-        for request in self.requests.values():
-            policy = sizes.effective_policy(request.policy)
-            length = len(request.prompt) + request.input.max_tokens - 1
-            needed.append(sizes.pages_needed(policy, length, length))
+        for policy, length in self.planned_lengths():
+            needed.append(sizes.pages_needed(sizes.effective_policy(policy), length, length))
         drafter = WatchedDrafter(drafters.parse(s.drafter), s.draft_error_rate) if s.drafter else None
         engine = make_engine(
             **s.engine_options,
@@ -174,7 +183,7 @@ class ScheduleRun:
             num_pages=int(max(needed) * s.pool_factor),
             drafter=drafter,
             prefix_cache=s.prefix_cache,
-            tiers=[spec.format(path=self.path) for spec in s.tiers],
+            tiers=[spec.format(path=self.folder) for spec in s.tiers],
         )
         engine.depth = self.depth
         if drafter and drafter.k == "auto":
@@ -187,6 +196,7 @@ class ScheduleRun:
             engine.add(*(self.requests[i] for i in indices))
         except ValueError:
             self.refused.update(indices)
+            self.counts["refused"] += len(indices)
 
     def _step(self, engine: Engine) -> None:
         running = list(engine.scheduler.running)
@@ -203,7 +213,7 @@ class ScheduleRun:
                 self._compare_up_to(request, num_tokens + accepted - num_accepted + 1)
             if request in drafted and not request.params.greedy and self.schedule.drafter.startswith(("draft", "self")):
                 self._compare_up_to(request, num_tokens)
-            if request in evictors and evictors[request].policy.budget_tokens < request.policy.budget_tokens:
+            if request in evictors and evictors[request].has_shrunk:
                 self._compare_up_to(request, num_tokens)
 
     def _compare_up_to(self, request: Request, num_tokens: int) -> None:
@@ -218,6 +228,7 @@ class ScheduleRun:
                 continue
             alone = run_alone(self.schedule, self.schedule.requests[i])
             n = min(self.comparable[request], len(request.output_tokens))
+            self.counts["tokens_compared"] += n
             num_forced = len(request.input.forced_tokens)  # they have no log-probabilities
             if self.schedule.backend == "reference" and policies.name_of(request.policy) == "knorm":
                 n = 0  # keys of equal tokens have equal norms but for rounding, which the batch decides there

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -115,7 +115,8 @@ class Schedule:
 
     `pool_factor`: pages of the pool, as a multiple of those that its largest request needs. `tiers` are specs; in those
     of disks `{path}` stands for a folder. `restarts` are steps after which one engine is closed with all its requests
-    and the next one opened. `preemptions` are steps before which a running request is preempted.
+    and the next one opened. `kills` are those of them, counted from 0, at which the next one opens a copy of the folder
+    that was made while the first one ran. `preemptions` are steps before which a running request is preempted.
     """
 
     seed: int
@@ -137,6 +138,7 @@ class Schedule:
     restarts: tuple[int, ...]
     preemptions: tuple[int, ...]
     requests: tuple[PlannedRequest, ...]
+    kills: tuple[int, ...] = ()
 
     @property
     def engine_options(self) -> dict[str, Any]:
@@ -198,12 +200,11 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     isas = ISAS if backend == "cpu" and ISAS else [""]
     spec = model_spec(family).kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
-    can_demote = slots_in_page(page_size, head_dim, kv_dtype or dtype, DEMOTED_DTYPE) > page_size
     drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(spec.groups) == 1)) if rng.random() < 0.6 else ""
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:
         drafter = ""  # such a copy saves nothing, and is refused
-    return Schedule(
+    schedule = Schedule(
         seed=seed,
         family=family,
         backend=backend,
@@ -222,8 +223,18 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         tiers=tiers,
         restarts=restarts,
         preemptions=tuple(rng.randint(1, 80) for _ in range(rng.choice([0, 0, 1, 4]))),
-        requests=tuple(draw_requests(rng, PolicyLimits(can_demote, spec.can_compare_layers), len(restarts))),
+        requests=(),
     )
+    return replace(schedule, requests=tuple(draw_requests(rng, policy_limits(schedule), len(restarts))))
+
+
+def policy_limits(schedule: Schedule) -> PolicyLimits:
+    """Return which policies the model and the pool of a schedule can carry out."""
+    s = schedule
+    spec = model_spec(s.family).kv_cache
+    head_dim = max(g.k_dim for g in spec.groups)
+    can_demote = slots_in_page(s.page_size, head_dim, s.kv_dtype or s.dtype, DEMOTED_DTYPE) > s.page_size
+    return PolicyLimits(can_demote, spec.can_compare_layers)
 
 
 def draw_dtypes(rng: random.Random, backend: str) -> tuple[torch.dtype, torch.dtype | None, str]:

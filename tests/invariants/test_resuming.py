@@ -15,19 +15,17 @@ import pytest
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from retain.kv.eviction.evicted_state import EvictedState
-from retain.kv.eviction.resumption import plan_resumption
-from retain.kv.row import AttachedPrefix, Row
+from retain.kv.row import Row
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request
 from tests.helpers.marks import slow
+from tests.helpers.one_row import STEP_TOKENS, OneRow, Positions
 from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
 
 ANSWER = 20  # tokens
 TURNS = (70, 17, 30, 45)  # tokens that the user adds
 UNWINDOWED = (1, 3)  # of the layers of the unlike family that have a cache
-Positions = list[list[list[int]]]
 
 POLICIES = [
     "sinks:budget=40",
@@ -96,52 +94,10 @@ def ask(engine: Engine, text: Sequence[int], policy: str, max_tokens: int = ANSW
     return request
 
 
-class OneRow:
-    """An engine whose row stays open between two requests of a conversation."""
-
-    def __init__(self, engine: Engine):
-        self.engine = engine
-        self.positions: list[Positions] = []
-        self.row: Row | None = None
-        self.num_computed = 0
-        engine.scheduler._release = self.keep_row  # type: ignore[method-assign]
-        open_row = engine.cache.open
-        engine.cache.open = lambda *args: self.continue_row(args[0]) or open_row(*args)  # type: ignore[method-assign]
-
-    def keep_row(self, request: Request) -> None:
-        """End a request without its row."""
-        self.row = cast(Row, request.row)
-        self.num_computed = request.num_computed_tokens
-        self.positions.append(self.row.positions())
-        self.engine.scheduler.running.remove(request)
-        request.row = None
-
-    def continue_row(self, policy: Any) -> Row | None:
-        """Let the row go on under the policy of another request, in the pages that it has."""
-        row = self.row
-        p = self.num_computed
-        if row is None:
-            return None
-        state = EvictedState(p, row.evictors[0].policy, tuple(e.capture_state(p) for e in row.evictors), None)
-        plan = plan_resumption(state, policy)
-        assert plan
-        row.policy = policy
-        row.evictors = []
-        row._open_evictors(plan.policy)
-        for evictor, part, slots in zip(row.evictors, state.evictors, plan.slots, strict=True):
-            evictor.resume(part, plan, slots)
-        row.attach_prefix = lambda *_: AttachedPrefix(p, 0)  # type: ignore[method-assign]
-        return row
-
-    def ask(self, text: list[int], policy: str) -> Request:
-        """Run one request to its end."""
-        return ask(self.engine, text, policy)
-
-
 def talk_in_one_row(policy: str, **options: Any) -> tuple[list[Request], list[Positions]]:
-    """Hold a conversation without a pause. A step has room for a page: so many tokens fit into shrunk rings."""
-    one_row = OneRow(make_engine(max_batched_tokens=16, max_running_requests=4, **options))
-    return talk(policy, one_row.ask), one_row.positions
+    """Hold a conversation without a pause."""
+    one_row = OneRow(make_engine(max_batched_tokens=STEP_TOKENS, max_running_requests=4, **options))
+    return talk(policy, partial(ask, one_row.engine)), one_row.positions
 
 
 def talk_through_tree(policy: str, engine: Engine) -> tuple[list[Request], list[Positions]]:
