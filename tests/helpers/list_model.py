@@ -134,6 +134,7 @@ class ListModel:
         self.sizes: dict[HeadId, int] = {}  # tokens that each head keeps; empty before the first eviction
         self.fresh_positions = torch.zeros(0, dtype=torch.int64)
         self.prompt_len, self.expected_len, self.seed = 0, 1, 0
+        self.tokens: list[int] = []  # of the last prompt and its answer
         self.next_eviction = 0  # computed tokens at that moment
 
     @cached_property
@@ -386,11 +387,24 @@ class ListModel:
                 self.forward(fresh[:n], first)
                 self.evict(first + n - 1)
                 fresh, n = fresh[n:], policy.chunk
+        return self.answer(tokens, fresh, num_tokens)
+
+    @torch.inference_mode()
+    def go_on(self, message: list[int], num_tokens: int) -> list[int]:
+        """Return the greedy answer to a message that follows the last answer, whose lists are not whole any more."""
+        fresh = [self.tokens[-1], *message]
+        tokens = [*self.tokens, *message]
+        self.prompt_len = len(tokens)
+        return self.answer(tokens, fresh, num_tokens)
+
+    def answer(self, tokens: list[int], fresh: list[int], num_tokens: int) -> list[int]:
+        """Append a greedy answer to a prompt, of which the last tokens `fresh` are not computed. Returns it."""
         while len(tokens) < self.prompt_len + num_tokens:
             logits = self.forward(fresh, len(tokens) - len(fresh))
             fresh = [int(logits.argmax())]
-            if len(tokens) == self.prompt_len and policy.name == "reread":
+            if len(tokens) == self.prompt_len and self.policy.name == "reread":
                 self.reread(tokens)
             self.evict(len(tokens) - 1)
             tokens += fresh
+        self.tokens = tokens
         return tokens[self.prompt_len :]

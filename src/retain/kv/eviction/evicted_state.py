@@ -73,6 +73,11 @@ class EvictedState:
         """A text goes on from the very position at which the state was taken."""
         return self.position
 
+    @property
+    def ladder_reach(self) -> int:
+        """Inside a prompt only the ends of chunks can be kept: the last one before a rung stands for it."""
+        return self.policy.chunk if self.in_prompt else 0
+
     @cached_property
     def own_pages(self) -> Ints:
         """The pages of unwindowed layers, demoted tokens included, each named once."""

@@ -25,6 +25,11 @@ class SlidingWindows:
     min_resume_position: int
     groups: tuple[int, ...]
 
+    @property
+    def ladder_reach(self) -> int:
+        """Any position can be kept: rungs are kept themselves."""
+        return 0
+
     @cached_property
     def page_list(self) -> Ints:
         """All pages, each named once."""

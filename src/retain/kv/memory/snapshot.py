@@ -18,6 +18,10 @@ class Snapshot(Protocol):
         """The first position at which a text can go on with it; the last is where it was taken."""
 
     @property
+    def ladder_reach(self) -> int:
+        """Tokens of the text behind it before which no other can be taken: it stands for a rung among them."""
+
+    @property
     def page_list(self) -> Ints:
         """All pages, each named once."""
 

@@ -227,19 +227,23 @@ class RadixTree:
         pinned ones; first parts of pages that it repeats; and rungs that the ladder leaves out further back.
         """
         while parent := node.parent:
-            position = self._end_position(parent)
             if len(parent.children) > 1:
                 repeated = [c for c in _children(parent) if self._is_repeated(c, node.tokens)]
                 parent.is_branch = parent.is_branch or len(parent.children) > 1 + len(repeated)
                 for child in repeated:
-                    if self._end_position(child) < begun_at and child not in self.pins:
+                    if self._is_outgrown(child, length, begun_at):
                         self._drop_outgrown_snapshot(child)
                         self._remove(child)
-            is_outgrown = position < begun_at or self.ladder.has(position)
-            must_stay = parent.is_branch or parent in self.pins or self.ladder.keeps(position, length)
-            if is_outgrown and not must_stay:
+            if self._is_outgrown(parent, length, begun_at) and not parent.is_branch:
                 self._drop_outgrown_snapshot(parent)
             node = parent
+
+    def _is_outgrown(self, node: Node, length: int, begun_at: int) -> bool:
+        """Return whether a text of `length` tokens, which began at `begun_at`, needs no snapshot at a node's end."""
+        position = self._end_position(node)
+        reach = node.snapshot.ladder_reach if node.snapshot else 0
+        is_behind = position < begun_at or self.ladder.has(position, reach)
+        return is_behind and node not in self.pins and not self.ladder.keeps(position, length, reach)
 
     def _drop_outgrown_snapshot(self, node: Node) -> None:
         if node.snapshot and self.on_outgrown:

@@ -23,14 +23,15 @@ class SnapshotLadder:
             return range(0)
         return range(begin // self.interval * self.interval + self.interval, end + 1, self.interval)
 
-    def has(self, position: int) -> bool:
-        """Return whether a position is a rung, or was one."""
-        return self.interval > 0 and position % self.interval == 0
+    def has(self, position: int, reach: int = 0) -> bool:
+        """Return whether a position is a rung, or was one, or stands for one of the next `reach` tokens."""
+        return len(self.crossed(position - 1, position + reach)) > 0
 
-    def keeps(self, position: int, length: int) -> bool:
-        """Return whether a text of `length` tokens keeps a snapshot at a position."""
-        if not self.has(position):
+    def keeps(self, position: int, length: int, reach: int = 0) -> bool:
+        """Return whether a text of `length` tokens keeps a snapshot at a position. `reach` as in `has`."""
+        rungs = self.crossed(position - 1, position + reach)
+        if not rungs:
             return False
-        num_behind = (length - position) // self.interval
+        num_behind = max(length - rungs[0], 0) // self.interval
         stride = 1 << (num_behind // NUM_DENSE).bit_length()
-        return position // self.interval % stride == 0
+        return rungs[0] // self.interval % stride == 0
