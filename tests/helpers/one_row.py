@@ -55,6 +55,8 @@ class OneRow:
         state = EvictedState(p, row.evictors[0].policy, tuple(e.capture_state(p) for e in row.evictors), None)
         plan = plan_resumption(state, policy)
         assert plan
+        for tables in row.groups:
+            tables.allocated_upto[row.index] = p  # the next policy may want more slots behind the same tokens
         row.policy = policy
         row.evictors = []
         row._open_evictors(plan.policy)
