@@ -85,7 +85,7 @@ class ConversationRun(ScheduleRun):
 
     def run(self) -> None:
         """Run all engines, one after the other. Raises AssertionError where the accountant does not balance."""
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(mode=0o700, exist_ok=True)
         with use_isa(self.schedule.isa):
             for number in range(len(self.schedule.restarts) + 1):
                 self._run_engine(number)
@@ -186,7 +186,7 @@ class ConversationRun(ScheduleRun):
                         target.parent.mkdir(parents=True, exist_ok=True)
                         shutil.copy2(file, target)
 
-        path.mkdir()
+        path.mkdir(mode=0o700)
         offloader = engine.cache.prefix_cache.offloader  # type: ignore[union-attr]
         disks = [store for store in offloader.stores if isinstance(store, DiskStore)] if offloader else []
         if disks:  # between two writes: a copy of a database that changes is none

@@ -69,7 +69,7 @@ def draw_conversations(
     turns = tuple(draw_turns(rng, policy_limits(schedule)))
     return replace(
         schedule,
-        prefix_cache="exact:keep=prompt" if rng.random() < 0.1 else "exact",
+        prefix_cache="exact:keep=prompt" if rng.random() < 0.05 else "exact",
         pool_factor=rng.choice([1.0, 1.2, 1.5, 2.0, 3.0, 6.0, 20.0]),
         drafter=schedule.drafter if rng.random() < 0.3 else "",
         preemptions=schedule.preemptions if rng.random() < 0.5 else (),
@@ -85,7 +85,8 @@ def draw_turns(rng: random.Random, limits: PolicyLimits) -> list[Turn]:
     """Draw the turns of some chats, which share first tokens, policies and salts."""
     alphabet = rng.choice([128, 128, 9])
     begin = [rng.randrange(alphabet) for _ in range(rng.choice([0, 20, 48, 90]))]
-    specs = rng.choice([["full"], draw_policies(rng, limits), ["full", *draw_policies(rng, limits)]])
+    budgets = [draw_budget(rng, limits) for _ in range(2)]
+    specs = rng.choice([["full", draw_policy(rng, limits)], budgets[:1], budgets, ["full", *budgets]])
     turns: list[Turn] = []
     lengths: list[int] = []  # of prompts and answers
     for _ in range(rng.randint(3, MAX_TURNS)):
@@ -122,11 +123,11 @@ def draw_turns(rng: random.Random, limits: PolicyLimits) -> list[Turn]:
     return turns
 
 
-def draw_policies(rng: random.Random, limits: PolicyLimits) -> list[str]:
-    """Draw two policies, of which the first is a budget."""
-    while not parse_policy(first := draw_policy(rng, limits)).has_budget:
+def draw_budget(rng: random.Random, limits: PolicyLimits) -> str:
+    """Draw a policy with a budget."""
+    while not parse_policy(spec := draw_policy(rng, limits)).has_budget:
         pass
-    return [first, draw_policy(rng, limits)]
+    return spec
 
 
 def go_on(rng: random.Random, turn: Turn, before: Turn, kind: str, length: int) -> Turn:

@@ -17,11 +17,11 @@ from retain.kernels import cpu
 from tests.helpers.attention_case import torch_threads
 from tests.helpers.conversation_runner import ConversationRun
 from tests.helpers.conversations import draw_conversations
-from tests.helpers.marks import slow
 from tests.helpers.schedules import families_of_tests
 
 BACKENDS = ["cpu"] if cpu.unavailable_reason() is None else ["reference"]
-CASES = [*((seed, 1 + seed % 2) for seed in range(3)), *slow(*((seed, 1 + seed % 2) for seed in range(3, 13)))]
+NUM_FAST = 3  # schedules
+NUM_SLOW = 13
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +39,16 @@ def run(seed: int, depth: int, path: Path) -> Counter[str]:
     return conversations.counts + Counter(loaded=conversations.num_loaded)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_every_turn_of_a_random_conversation_equals_one_without_a_pause(case: tuple[int, int], tmp_path: Path) -> None:
-    run(*case, tmp_path)
+@pytest.mark.parametrize("seed", range(NUM_FAST))
+def test_every_turn_of_a_random_conversation_equals_one_without_a_pause(seed: int, tmp_path: Path) -> None:
+    run(seed, 1 + seed % 2, tmp_path)
+
+
+@pytest.mark.slow
+def test_conversations_resume_from_states_and_tiers_also_after_kills(tmp_path: Path) -> None:
+    """More of the same; together they meet all that the law is about."""
+    counts = Counter[str]()
+    for seed in range(NUM_FAST, NUM_SLOW):
+        (folder := tmp_path / str(seed)).mkdir()
+        counts += run(seed, 1 + seed % 2, folder)
+    assert min(counts[name] for name in ("hits", "resumed", "resumed_tokens_compared", "kills", "loaded")) > 0
