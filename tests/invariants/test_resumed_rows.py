@@ -13,12 +13,14 @@ import pytest
 
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine, make_request
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.one_row import STEP_TOKENS, OneRow, Positions
 
 ANSWER = 12  # tokens
+WITH_LOGPROBS = SamplingParams(temperature=0, ignore_eos=True, logprobs=2, seed=0)
 MESSAGES = (70, 17, 30)  # tokens that the user adds
 
 
@@ -147,9 +149,9 @@ def test_streamed_texts_are_left_at_the_rungs_of_the_ladder(policy: str, interva
     chunk = make_request(text, 4, policy).policy.intervals[0]
     for cut in [rng.randrange(440 - 5 * interval, 440) for _ in range(8)]:
         prompt = [*text[:cut], *(rng.randrange(128) for _ in range(15))]
-        request = make_request(prompt, ANSWER, policy)
-        cold = make_request(prompt, ANSWER, policy)
+        request, cold = (make_request(prompt, ANSWER, policy, WITH_LOGPROBS) for _ in range(2))
         positions = run(engine, [request])
         assert positions == run(make_engine("llama", backend="cpu"), [cold])
         assert request.output_tokens == cold.output_tokens
+        assert request.logprobs == cold.logprobs  # bit for bit: the same tokens lie in the same slots
         assert cut - request.stats.num_cached_tokens <= interval + chunk

@@ -272,7 +272,10 @@ class BudgetEvictor:
         if not self.has_holes:
             return torch.zeros(*self.head_budgets.shape, 0, dtype=torch.long, device=t.kv.device)
         begin = position - self.holes_from
-        slots = t.on_device.get_holes(self.row, self.layers, begin, self.next_eviction - self.holes_from).long()
+        end = self.next_eviction - self.holes_from
+        if position < self.policy.prompt_len:  # a longer prompt fills a whole chunk
+            end = max(end, begin + self.policy.chunk)
+        slots = t.on_device.get_holes(self.row, self.layers, begin, end).long()
         pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]  # [M, G, pages]
         is_page = pages[..., None] == (slots // t.page_size)[:, :, None]  # [M, G, pages, n]
         return is_page.byte().argmax(2) * t.page_size + slots % t.page_size
@@ -310,9 +313,9 @@ class BudgetEvictor:
         self._num_inherited = self.num_evicted
         self.holes_from = plan.position
         self.num_held = state.num_tokens
-        if plan.position < self.policy.prompt_len:
+        if plan.previous.prompt_len <= plan.position < self.policy.prompt_len:
             self._list_holes(plan.position)
-        else:  # the same answer goes on: its tokens fill the same holes, for sums depend on the order of slots
+        else:  # the same answer or prompt goes on: it fills the same holes, for sums depend on the order of slots
             self._set_holes(state.hole_places, plan.position)
 
     def _list_holes(self, position: int) -> None:
