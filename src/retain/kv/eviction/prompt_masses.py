@@ -35,6 +35,11 @@ class PromptMasses:
         return self.position
 
     @property
+    def ladder_reach(self) -> int:
+        """Masses stand for no rung."""
+        return 0
+
+    @property
     def num_pages(self) -> int:
         """The number of pages."""
         return len(self.page_list)

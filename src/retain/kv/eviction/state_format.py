@@ -31,7 +31,7 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True)
 class StateShape:
-    """What a state must fit: the kv heads and the slots of a page of each KV cache group.
+    """What a state must fit: the kv heads, the slots of a page and its columns of masses, of each KV cache group.
 
     `full_layers` counts the layers without a window of each group; `sliding` are the group and the window of the other
     layers, one after another. Tensors go to `device`.
@@ -39,6 +39,7 @@ class StateShape:
 
     num_kv_heads: Sequence[int]
     page_sizes: Sequence[int]
+    score_columns: Sequence[int]
     full_layers: Sequence[int]
     sliding: Sequence[tuple[int, int]]
     device: torch.device
@@ -99,6 +100,7 @@ def encode_state(state: EvictedState) -> bytes:
         },
     }
     arrays: dict[str, NDArray[Any]] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
+    arrays |= {f"masses.{g}": _on_host(x) for g, x in enumerate(state.masses)}
     for i, part in enumerate(state.evictors):
         scores, scored_pos = part.scores
         arrays |= {
@@ -161,7 +163,16 @@ class _Decoder:
         _check(isinstance(in_prompt, bool), "in_prompt")
         windows = self._windows()
         _check(self.num_named == self.num_pages, "the number of pages")
-        return EvictedState(self.position, self._policy(policy), evictors, windows, in_prompt)
+        return EvictedState(self.position, self._policy(policy), evictors, windows, in_prompt, self._masses())
+
+    def _masses(self) -> tuple[Tensor, ...]:
+        """Return the masses of a state that has evicted nothing, in all groups, or none."""
+        if "masses.0" not in self.arrays:
+            return ()
+        s = self.shape
+        sizes = zip(s.full_layers, s.num_kv_heads, s.page_sizes, s.score_columns, strict=True)
+        shapes = [(M, G, -(-self.position // S), C, S) for M, G, S, C in sizes]
+        return tuple(self._tensor(self._array(f"masses.{g}", np.float32, x)) for g, x in enumerate(shapes))
 
     def _policy(self, policy: BudgetPolicy) -> BudgetPolicy:
         """Return the policy of the state: another one of the same name, for another prompt."""

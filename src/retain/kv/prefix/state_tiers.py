@@ -120,6 +120,7 @@ class StateTiers:
         return StateShape(
             num_kv_heads=[t.counts.shape[2] for t in self.groups],
             page_sizes=[t.page_size for t in self.groups],
+            score_columns=[t.kv.mass.shape[1] for t in self.groups],
             full_layers=[own.count(NO_WINDOW) for own in windows],
             sliding=[(g, w) for g, own in enumerate(windows) for w in own if w < NO_WINDOW],
             device=self.groups[0].kv.device,
