@@ -307,10 +307,10 @@ def test_budgets_say_why_they_do_not_go_on(end: str, monkeypatch: pytest.MonkeyP
         "kept": (MissReason.NEW_TEXT, 93, ""),
         "evicted": (MissReason.EVICTED, 0, ""),
         "in a tier": (MissReason.NOT_LOADED, 0, "ram"),
-        "edited": (MissReason.NO_STATE, 0, "none between 0 and 80 tokens"),
-        "computing": (MissReason.IN_PROGRESS, 0, ""),
-        "other": (MissReason.NOT_STORED, 0, "h2o:budget=22,recent=6"),
-        "off": (MissReason.NOT_STORED, 0, "h2o:budget=22,recent=6,resume=off"),
+        "edited": (MissReason.OWN_POLICY, 0, "h2o:budget=24,recent=7"),  # masses are kept at ends of prompts only
+        "computing": (MissReason.IN_PROGRESS, 80, ""),  # the whole pages of its prompt
+        "other": (MissReason.NOT_STORED, 80, "h2o:budget=22,recent=6"),
+        "off": (MissReason.NOT_STORED, 80, "h2o:budget=22,recent=6,resume=off"),
     }
     assert (found.reason, found.num_cached_tokens, found.detail) == expected[end]
     assert found.known_length == {"edited": 80, "computing": 90, "other": 90, "off": 90}.get(end, 93)

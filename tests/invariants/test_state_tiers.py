@@ -392,7 +392,7 @@ def test_disk_keeps_the_states_that_the_tree_keeps(tmp_path: Path) -> None:
     turns = talk(H2O, partial(ask, engine), (70, 17, 30, 45, 20, 10))
     ask(engine, [*turns[1].tokens, 5, 6, 7], H2O)
     tree = engine.cache.prefix_cache.tree
-    kept = sorted(node.snapshot.min_resume_position for node in tree.iter_nodes() if node.snapshot)
+    kept = sorted(n.snapshot.position for n in tree.iter_nodes() if isinstance(n.snapshot, EvictedState))
     assert states_of(engine) == kept
     assert len(kept) < len(turns)
     pauses.close()
@@ -578,7 +578,7 @@ def encoded_states() -> list[tuple[str, bytes, EvictedState, StateTiers]]:
         engine = make_engine(prefix_cache="exact", tiers=["ram:capacity=1MB"], **options_of(family, policy))
         talk(policy, partial(ask, engine), (70,))
         prefix_cache = engine.cache.prefix_cache
-        (state,) = [node.snapshot for node in prefix_cache.tree.iter_nodes() if node.snapshot]
+        (state,) = [n.snapshot for n in prefix_cache.tree.iter_nodes() if isinstance(n.snapshot, EvictedState)]
         found.append((policy, encode_state(state), state, prefix_cache.state_tiers))
     return found
 

@@ -158,12 +158,13 @@ class _Decoder:
 
     def decode(self, policy: BudgetPolicy) -> EvictedState:
         """Return the state. Raises ValueError, and what a damaged header leads to."""
-        evictors = tuple(self._evictor(i, g) for i, g in enumerate(self.shape.evicting_groups))
+        own = self._policy(policy)
+        evictors = tuple(self._evictor(i, g, own) for i, g in enumerate(self.shape.evicting_groups))
         in_prompt = self.header["in_prompt"]
         _check(isinstance(in_prompt, bool), "in_prompt")
         windows = self._windows()
         _check(self.num_named == self.num_pages, "the number of pages")
-        return EvictedState(self.position, self._policy(policy), evictors, windows, in_prompt, self._masses())
+        return EvictedState(self.position, own, evictors, windows, in_prompt, self._masses())
 
     def _masses(self) -> tuple[Tensor, ...]:
         """Return the masses of a state that has evicted nothing, in all groups, or none."""
@@ -183,7 +184,7 @@ class _Decoder:
         object.__setattr__(found, "prompt_len", _number(self.header["prompt_len"], 0))
         return found
 
-    def _evictor(self, i: int, group: int) -> EvictorState:
+    def _evictor(self, i: int, group: int, policy: BudgetPolicy) -> EvictorState:
         shape = self.shape
         heads = (shape.full_layers[group], shape.num_kv_heads[group])
         counts = self._array(f"{i}.counts", np.int32, heads)
@@ -195,7 +196,10 @@ class _Decoder:
         _check(bool((num_tokens <= np.minimum(num_slots, self.position)).all()), "tokens without slots")
         _check(bool((places < num_slots[..., None]).all()), "holes beyond the tables")
         next_eviction = _number(self.header["next_eviction"][i], self.position)
-        _check(places.shape[-1] == (0 if is_dense else next_eviction - self.position), "the number of holes")
+        num_holes = next_eviction - self.position
+        if self.position < policy.prompt_len:  # a longer prompt fills a whole chunk
+            num_holes = max(num_holes, policy.chunk)
+        _check(places.shape[-1] == (0 if is_dense else num_holes), "the number of holes")
         has_scores = self.arrays[f"{i}.scores"].ndim > 1
         scores = self._array(f"{i}.scores", np.float32, (*heads, None) if has_scores else (0,))
         return EvictorState(
