@@ -317,6 +317,22 @@ def test_budgets_say_why_they_do_not_go_on(end: str, monkeypatch: pytest.MonkeyP
     assert (found.age is not None) == (end == "evicted")
 
 
+@pytest.mark.parametrize("at", [20, 60, 80])
+def test_streamed_budgets_say_between_where_no_state_is(at: int) -> None:
+    """Its pages hold a selection from the first chunk on, and a chat keeps its ends alone."""
+    policy = "h2o:budget=40,prefill=stream,chunk=24"
+    engine = make_engine("llama", prefix_cache="exact")
+    first = explained(range(90), policy=policy)
+    run_to_completion(engine, [first])
+    text = [*range(90), *first.output_tokens, 1, 2, 3]
+    text[at] = 127
+    second = explained(text, policy=policy)
+    run_to_completion(engine, [second])
+    found = diagnosis_of(second)
+    assert (found.reason, found.num_cached_tokens, found.known_length) == (MissReason.NO_STATE, 0, at)
+    assert found.detail == f"none between 0 and {at} tokens"
+
+
 def test_followers_of_an_equal_prompt_have_the_diagnosis_of_their_leader() -> None:
     engine = make_engine("llama", prefix_cache="exact")
     requests = [explained(range(50)), explained(range(50))]
