@@ -22,6 +22,7 @@ from typing import Any
 from retain.cli.args import build_parser
 from retain.plugins import plugin_names
 from tools.reference_http import http_page
+from tools.reference_models import models_page
 from tools.reference_text import NOTE, ROOT, code, find, sentence, table
 
 PAGES = ROOT / "docs" / "reference"
@@ -225,7 +226,7 @@ def _docstring(thing: object) -> str:
 def pages() -> dict[Path, str]:
     """Return every page with its text."""
     made = {"cli": cli_page, "configuration": configuration_page, "plugins": plugins_page, "python": python_page}
-    return {PAGES / f"{name}.md": make() for name, make in {**made, "http": http_page}.items()}
+    return {PAGES / f"{name}.md": make() for name, make in {**made, "http": http_page, "models": models_page}.items()}
 
 
 def outdated() -> list[str]:

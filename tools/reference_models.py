@@ -1,0 +1,31 @@
+"""Write the page of families of models, for tools/reference.py: what is tested comes from the tests themselves."""
+
+from __future__ import annotations
+
+from retain import models
+from tests.helpers.family_variants import VARIANTS
+from tests.helpers.gguf_files import GGUF_ARCHS
+from tools.reference_text import NOTE, code, sentence, table
+
+TESTED = """Each family is compared with `transformers`: tiny random weights with every config below, in float32, whole,
+in chunks, token by token and in company (`tests/models/test_families.py`). Every instruction set and Triton's kernels
+are compared with that (`tests/models/test_programs.py`). A GGUF file of an architecture that is named here, written by
+the `gguf` package, gives the same logits (`tests/models/test_gguf.py`).
+"""
+FORMATS = """## Formats
+
+* A folder of safetensors, one file or shards, in float32, float16 or bfloat16; experts in MXFP4, as gpt-oss has them.
+* A GGUF file. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS and MXFP4 stay in 4 bits, Q5_0 and Q8_0 in 8; other types become int8.
+"""
+
+
+def models_page() -> str:
+    """Return the page: a row for each family."""
+    rows = []
+    for family in models.list_families():
+        about = sentence(models.load_family(family).__doc__).rstrip(".")
+        configs = [", ".join(code(key) for key in changes) for changes in VARIANTS[family]]
+        arch = code(GGUF_ARCHS.get(family, ""))
+        rows.append((code(family), about, arch, "; ".join(configs) or "-"))
+    head = ["`model_type`", "what it is", "GGUF architecture", "tested with other values of"]
+    return f"# Models\n\n{NOTE}{TESTED}\n{table(head, rows)}\n{FORMATS}"
