@@ -133,5 +133,5 @@ def drawn_objects(schedule: Schedule) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_family_is_drawn() -> None:
-    """But for `gemma3`, which is a wrapper of `gemma3_text`."""
-    assert {*CONFIGS} - {"gemma3"} == {*FAMILIES, *UNLIKE_FAMILIES}
+    """But for `gemma3` and `gemma4`, which are wrappers of their text models."""
+    assert {*CONFIGS} - {"gemma3", "gemma4"} == {*FAMILIES, *UNLIKE_FAMILIES}
