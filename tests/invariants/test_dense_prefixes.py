@@ -224,3 +224,34 @@ def test_equal_prompts_that_arrive_together_go_on_from_masses() -> None:
     engine.add(*requests)
     assert [*run_checked(engine, []), *[r.output_tokens for r in requests]] == [expected] * 3
     assert requests[0].stats.num_cached_tokens >= len(TEXT) // S * S
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=500", *slow("gate:budget=500", "snapkv:budget=500", "h2o:budget=50%")])
+@pytest.mark.parametrize(("length", "more"), [(300, 0), (300, 40), (60, 0)])
+def test_a_scored_prompt_of_sliding_layers_comes_again_beside_a_tier(policy: str, length: int, more: int) -> None:
+    """Windows are kept at the end of a text, so masses of a prompt inside it may have no windows to go with."""
+    engine = make_engine("gemma3_text", prefix_cache="exact", backend="cpu", tiers=["ram:capacity=100MB"])
+    prompt = [i % 97 for i in range(length)]
+    longer = prompt + [3] * more
+    run_checked(engine, [make_request(prompt, 8, policy)])
+    (found,) = run_checked(engine, [make_request(longer, 8, policy)])
+    cold = make_engine("gemma3_text", backend="cpu")
+    assert [found] == run_to_completion(cold, [make_request(longer, 8, policy)])
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=500", "tova:budget=50%", *slow("gate:budget=50%", "sinks:budget=50%")])
+@pytest.mark.parametrize("length", [150, 160])
+def test_a_request_that_is_preempted_in_its_answer_computes_a_token_of_its_prompt(policy: str, length: int) -> None:
+    """The whole prompt is cached, masses too; its last token gives the logits of the next one."""
+    expected = run_to_completion(make_engine("llama"), [make_request([i % 97 for i in range(length)], 8, policy)])
+    engine = make_engine("llama", prefix_cache="exact", max_batched_tokens=64)
+    request = make_request([i % 97 for i in range(length)], 8, policy)
+    engine.add(request)
+    was_preempted = False
+    for _ in iter_steps(engine):
+        check_cached_pages(engine.cache)
+        if request.num_output_tokens == 1 and not was_preempted:
+            engine.scheduler.preempt(request)
+            was_preempted = True
+    assert was_preempted
+    assert [request.output_tokens] == expected

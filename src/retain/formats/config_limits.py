@@ -12,6 +12,7 @@ from retain.files import quote
 MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
 MAX_HEADS = 2**16
+MAX_EXPERTS = 4096
 MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
 # Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
 SIZES = {
@@ -39,6 +40,22 @@ OPTIONAL_SIZES = {
     "n_inner": 2**24,
     "sliding_window": 2**31 - 1,
     "sliding_window_pattern": MAX_LAYERS,
+    "num_experts_per_tok": MAX_EXPERTS,
+    "top_k_experts": MAX_EXPERTS,
+    "moe_intermediate_size": 2**24,
+    "global_head_dim": 2**16,
+    "num_global_key_value_heads": MAX_HEADS,
+    "vocab_size_per_layer_input": 2**24,
+    "no_rope_layer_interval": MAX_LAYERS,
+    "decoder_sparse_step": MAX_LAYERS,
+    "original_max_position_embeddings": MAX_CONTEXT,
+}
+# The same, and 0, which means that a model has none.
+SIZES_OR_NONE = {
+    "num_experts": MAX_EXPERTS,
+    "num_local_experts": MAX_EXPERTS,
+    "hidden_size_per_layer_input": MAX_WIDTH,
+    "num_kv_shared_layers": MAX_LAYERS,
 }
 # Finite numbers above 0, or null.
 POSITIVE = (
@@ -51,6 +68,12 @@ POSITIVE = (
     "rotary_pct",
     "partial_rotary_factor",
     "query_pre_attn_scalar",
+    "final_logit_softcapping",
+    "embedding_multiplier",
+    "attention_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
 )
 ROPE_OPTIONS = ("rope_scaling", "rope_parameters")
 
@@ -72,6 +95,10 @@ def check_config(config: Mapping[str, Any]) -> None:
         if key == "sliding_window" and value == 0:  # some files write no window as 0
             continue
         raise ValueError(f"{key} is {quote(value)}, not a whole number from 1 to {largest}")
+    for key, largest in SIZES_OR_NONE.items():
+        value = config.get(key)
+        if value is not None and not (type(value) is int and 0 <= value <= largest):
+            raise ValueError(f"{key} is {quote(value)}, not a whole number from 0 to {largest}")
     for key in POSITIVE:
         if (value := config.get(key)) is not None and not _is_positive(value):
             raise ValueError(f"{key} is {quote(value)}, not a number above 0")

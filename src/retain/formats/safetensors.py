@@ -50,6 +50,8 @@ class SafetensorsCheckpoint:
         stems = {name.removesuffix("_blocks") for name in self._locations if name.endswith("_blocks")}
         self._mxfp4 = frozenset(stem for stem in stems if f"{stem}_scales" in self._locations)
         parts = {f"{stem}_{part}" for stem in self._mxfp4 for part in ("blocks", "scales")}
+        if both := self._mxfp4 & self._locations.keys():
+            raise ValueError(f"{path}: damaged: the tensor {quote(sorted(both)[0])} is there twice, once in MXFP4")
         self._names = frozenset(self._locations.keys() - parts) | self._mxfp4
 
     def names(self) -> frozenset[str]:

@@ -7,7 +7,8 @@ What a backend computes is defined in reference/experts.py.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ class Router:
 
     Scores become probabilities p: their softmax, or the sigmoid of each (`is_sigmoid`). The experts with the highest
     p + bias are chosen, of equal ones the first. Their weights are p alone, divided by their sum if `normalize`, times
-    `scale`, times the `expert_scale` of each.
+    `scale`, times the `expert_scale` of each. To a sum of sigmoids 1e-20 is added.
 
     With groups, only the best `top_groups` of `num_groups` take part. A group counts as much as its two best experts
     (DeepSeek-V3, arXiv 2412.19437).
@@ -36,6 +37,11 @@ class Router:
     num_groups: int = 1
     top_groups: int = 1
     expert_scale: Tensor | None = None  # float32 [n]
+
+    def map_tensors(self, convert: Callable[[Tensor], Tensor]) -> Router:
+        """Return the router with each of its tensors converted."""
+        bias, expert_scale = (None if x is None else convert(x) for x in (self.bias, self.expert_scale))
+        return replace(self, bias=bias, expert_scale=expert_scale)
 
 
 @dataclass(frozen=True, eq=False)

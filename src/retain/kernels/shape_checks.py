@@ -63,7 +63,7 @@ class BufferShapes:
         check_equal("an activation", n, self.widths[x] // (2 if gated else 1), self.widths[out])
 
     def check_experts(self, x: int, scores: int, out: int, experts: Experts) -> None:
-        """Check the experts of a layer, and their router. Raises ValueError for sizes that no backend packs."""
+        """Check the experts of a layer, and their router: also for sizes that no backend packs."""
         n = experts.num_experts
         width = experts.intermediate_size
         router = experts.router
@@ -71,15 +71,20 @@ class BufferShapes:
         check_equal("the scores of experts", n, self.widths[scores])
         check_equal("the gates of experts", experts.gate_up.shape[0], n * 2 * width)
         check_equal("the output of experts", experts.down.shape[0], n * self.widths[out])
-        check_equal("a bias of experts", numel_or_none(experts.gate_up_bias) or n * 2 * width, n * 2 * width)
-        check_equal("a bias of experts", numel_or_none(experts.down_bias) or n * self.widths[out], n * self.widths[out])
-        for per_expert in (router.bias, router.expert_scale):
-            check_equal("numbers of a router", numel_or_none(per_expert) or n, n)
+        for name, numbers, size in (
+            ("a bias of experts", experts.gate_up_bias, n * 2 * width),
+            ("a bias of experts", experts.down_bias, n * self.widths[out]),
+            ("the bias of a router", router.bias, n),
+            ("the scale of experts", router.expert_scale, n),
+        ):
+            if numbers is not None and numbers.shape != (size,):
+                raise WidthError(f"{name} has the shape {list(numbers.shape)}, but [{size}] is expected")
         for size in (2 * width, self.widths[out]):
             if size % TILE_ROWS:
                 raise WidthError(f"experts of {width} by {self.widths[out]}: sizes must be multiples of {TILE_ROWS}")
-        num_usable = n // router.num_groups * router.top_groups
-        if not 1 <= router.top_k <= num_usable or n % router.num_groups or router.top_groups > router.num_groups:
+        are_groups = 1 <= router.top_groups <= router.num_groups and n % router.num_groups == 0
+        num_usable = n // router.num_groups * router.top_groups if are_groups else 0
+        if not 1 <= router.top_k <= num_usable:
             raise WidthError(f"a router that takes {router.top_k} of {num_usable} experts is not possible")
 
     def check_multiply(self, x: int, by: int, first: int) -> None:
@@ -91,6 +96,12 @@ class BufferShapes:
         """Check a product of the first numbers with factors."""
         if num_factors > self.widths[x]:
             raise WidthError(f"{num_factors} factors do not fit a buffer of width {self.widths[x]}")
+
+    def check_scale_by_position(self, x: int, n: int, period: int) -> None:
+        """Check a product with factors that grow with each period of positions."""
+        self.check_scale(x, n)
+        if period < 1:
+            raise ValueError(f"queries cannot grow every {period} positions")
 
     def check_attention(
         self, qkv: int, out: int, heads: tuple[int, int, int], params: AttentionParams, rope: Rope | None

@@ -29,18 +29,24 @@ class MixtureOfExperts:
 
 
 def load_experts(w: Weights, num_experts: int, router: Router, act: str) -> Experts:
-    """Load experts without biases, as published files have them, or stacked, as transformers has them in memory."""
+    """Load experts without biases: one by one, or stacked in one tensor of a layer."""
     if "experts.gate_up_proj" not in w:
-        return load_published_experts(w, num_experts, router, act)
-    gate_up = w.load_stack("experts.gate_up_proj")
-    return Experts(num_experts, gate_up, w.load_stack("experts.down_proj"), router, resolve_activation(act))
+        return load_single_experts(w, num_experts, router, act)
+    gate_up = w.load_stack("experts.gate_up_proj", num_experts)
+    down = w.load_stack("experts.down_proj", num_experts)
+    return Experts(num_experts, gate_up, down, router, resolve_activation(act))
 
 
-def load_published_experts(w: Weights, num_experts: int, router: Router, act: str, bias: bool = False) -> Experts:
+def load_single_experts(w: Weights, num_experts: int, router: Router, act: str, bias: bool = False) -> Experts:
     """Load the experts of a layer, each from gate_proj, up_proj and down_proj in experts.<e>."""
     own = [w.scope(f"experts.{e}.") for e in range(num_experts)]
-    gate_up = concat_rows([x.load_matrix(f"{name}.weight") for x in own for name in ("gate_proj", "up_proj")])
-    down = concat_rows([x.load_matrix("down_proj.weight") for x in own])
+    gates_and_ups = [x.load_matrix(f"{name}.weight") for x in own for name in ("gate_proj", "up_proj")]
+    downs = [x.load_matrix("down_proj.weight") for x in own]
+    for matrices in (gates_and_ups, downs):
+        if len(shapes := {tuple(m.shape) for m in matrices}) > 1:
+            raise ValueError(f"experts of a layer have the shapes {sorted(shapes)}, not one shape")
+    gate_up = concat_rows(gates_and_ups)
+    down = concat_rows(downs)
     experts = Experts(num_experts, gate_up, down, router, resolve_activation(act))
     if not bias:
         return experts

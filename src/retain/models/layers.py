@@ -148,7 +148,7 @@ ACTIVATION_ALIASES = {
 def resolve_activation(name: str) -> str:
     """Return the name of a program's activation for the name in a config. Raises ValueError for an unknown name."""
     resolved = ACTIVATION_ALIASES.get(name, name)
-    if resolved not in ACTIVATIONS:
+    if resolved not in ACTIVATIONS or resolved == "swiglu_oai":  # which is a family's own
         raise ValueError(f"activation {quote(name)} is not supported")
     return resolved
 

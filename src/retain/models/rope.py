@@ -58,7 +58,7 @@ def get_rope(dim: int, params: Mapping[str, Any], interleaved: bool = False) -> 
     if rope_type == "linear":
         return Rope(freqs / params["factor"], interleaved)
     if rope_type == "proportional":  # of all pairs, the first share turns as in whole heads, and the rest never does
-        is_rotated = torch.arange(dim // 2) < int(params.get("partial_rotary_factor", 1.0) * dim // 2)
+        is_rotated = torch.arange(dim // 2) < int(get_rotated_share(params) * dim // 2)
         return Rope(torch.where(is_rotated, freqs / params.get("factor", 1.0), 0.0), interleaved)
     if rope_type == "llama3":
         return Rope(_llama3_freqs(freqs, params), interleaved)
@@ -109,20 +109,38 @@ def _yarn_attention_factor(params: Mapping[str, Any]) -> float:
     return gain(m) / gain(all_dim) if m and all_dim else gain(1.0)
 
 
-def get_whole_head_rope(head_dim: int, config: Mapping[str, Any]) -> Rope:
+def get_whole_head_rope(
+    head_dim: int, config: Mapping[str, Any], defaults: Mapping[str, Any] = ROPE_DEFAULTS, interleaved: bool = False
+) -> Rope:
     """Return the Rope of a family that rotates whole heads.
 
     As in transformers, such a family ignores `partial_rotary_factor`; but scaled types would use it. Raises ValueError.
     """
-    params = get_rope_parameters(config)
+    params = get_rope_parameters(config, defaults=defaults)
     if params["rope_type"] != "default":
         check_supported(params, partial_rotary_factor=1.0)
-    return get_rope(head_dim, params)
+    return get_rope(head_dim, params, interleaved)
 
 
 def get_partial_rope(
     head_dim: int, config: Mapping[str, Any], defaults: Mapping[str, Any] = ROPE_DEFAULTS, interleaved: bool = False
 ) -> Rope:
-    """Return the Rope of a family that rotates a share of each head, `partial_rotary_factor`."""
+    """Return the Rope of a family that rotates a share of each head, `partial_rotary_factor`. Raises ValueError."""
     params = get_rope_parameters(config, defaults=defaults)
-    return get_rope(int(head_dim * params.get("partial_rotary_factor", 1.0)), params, interleaved)
+    return get_rope(int(head_dim * get_rotated_share(params)), params, interleaved)
+
+
+def get_rotated_share(params: Mapping[str, Any]) -> float:
+    """Return the share of each head that is rotated. Raises ValueError unless it is above 0, and at most 1."""
+    share = params.get("partial_rotary_factor", 1.0)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {quote(share)}, not a number above 0 up to 1")
+    return float(share)
+
+
+def get_original_context(params: Mapping[str, Any]) -> int:
+    """Return the context before scaling, in tokens. Raises ValueError unless it is a whole number above 0."""
+    context = params["original_max_position_embeddings"]
+    if type(context) is not int or context < 1:
+        raise ValueError(f"original_max_position_embeddings is {quote(context)}, not a whole number above 0")
+    return context

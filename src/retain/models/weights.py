@@ -65,14 +65,19 @@ class Weights:
         self._on_read(matrix.shape.numel())
         return matrix
 
-    def load_stack(self, name: str, transposed: bool = False) -> Weight:
-        """Load matrices [n, out, in] of one tensor, one below the other: [n out, in]. See load_matrix.
+    def load_stack(self, name: str, n: int, transposed: bool = False) -> Weight:
+        """Load the matrices [n, out, in] of one tensor, one below the other: [n out, in]. See load_matrix.
 
-        `transposed`: dense ones are stored [n, in, out]; blocks never are.
+        `transposed`: dense ones are stored [n, in, out]; blocks never are. Raises ValueError for another shape.
         """
         if (blocks := self.checkpoint.read_blocks(self.full_name(name))) is not None:
+            self._on_read(blocks.shape.numel())
+            if blocks.shape[0] % n:
+                raise ValueError(f"the tensor {name!r} has {blocks.shape[0]} rows, not those of {n} experts")
             return replace(blocks, kind=self._choose_kind(blocks.kind, embedding=False))
         tensor = self.checkpoint.read(self.full_name(name))
+        if tensor.ndim != 3 or len(tensor) != n:
+            raise ValueError(f"the tensor {name!r} has the shape {list(tensor.shape)}, not that of {n} experts")
         tensor = (tensor.transpose(1, 2) if transposed else tensor).flatten(0, 1)
         self._on_read(tensor.numel())
         return self._to_kind(name, tensor, embedding=False)

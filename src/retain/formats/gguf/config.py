@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from retain.files import quote
+from retain.formats.config_limits import MAX_EXPERTS
 from retain.formats.errors import UnsupportedError
 
 HFConfig = dict[str, Any]
 EXPERT_ARCHITECTURES = ("qwen3moe", "gpt-oss")
-MAX_EXPERTS = 4096
 T = TypeVar("T")
 
 

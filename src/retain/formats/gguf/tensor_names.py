@@ -55,7 +55,9 @@ class Architecture:
         number, _, stem = rest.partition(".")
         if blk == "blk" and stem in self.layer_tensors and number in map(str, range(num_layers)):
             hf_stem = f"{self.layer_prefix.format(number)}.{self.layer_tensors[stem]}"
-            return hf_stem if stem in self.bare else f"{hf_stem}.{leaf}"
+            if stem in self.bare:
+                return hf_stem if leaf == "weight" else None
+            return f"{hf_stem}.{leaf}"
         return None
 
     def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:

@@ -1,7 +1,7 @@
 """Programs of the cpu backend: C++ computes the whole forward pass in one call. See `Program` in kernels/api.py.
 
 Rows are float32 between operations. Weights are packed in tiles (csrc/packed_gemm.h). Activations are rounded to
-bfloat16 for bfloat16 weights, and to 8 bits in groups of 32 for int8 and int4 weights.
+bfloat16 for bfloat16 weights, and to 8 bits in groups of 32 for weights of 8 and 4 bits.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ class CpuProgram:
 
     def scale_by_position(self, x: int, n: int, beta: float, period: int) -> None:
         """Emit a product with factors that grow with the position."""
-        self._shapes.check_scale(x, n)
+        self._shapes.check_scale_by_position(x, n, period)
         self._program.scale_by_position(x, n, beta, period)
 
     def attend(

@@ -19,7 +19,7 @@ def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """
     scores = scores.float()
     p = scores.sigmoid() if router.is_sigmoid else scores.softmax(-1)
-    chosen_by = p if router.bias is None else p + router.bias.to(p.device)
+    chosen_by = p if router.bias is None else p + router.bias
     if router.num_groups > 1:
         groups = chosen_by.view(len(scores), router.num_groups, -1)
         best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)  # [T, groups]
@@ -30,7 +30,7 @@ def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     if router.normalize:
         weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if router.is_sigmoid else 0.0))
     if router.expert_scale is not None:
-        weights = weights * router.expert_scale.to(weights.device)[experts]
+        weights = weights * router.expert_scale[experts]
     return experts, weights * router.scale
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import torch
@@ -132,7 +132,8 @@ class TorchProgram(Generic[S]):
         down = self._weights.get(experts.down)
         gate_up_bias = self._to_dtype(experts.gate_up_bias)
         down_bias = self._to_dtype(experts.down_bias)
-        mixture = ExpertWeights(experts, gate_up, down, gate_up_bias, down_bias)
+        router = experts.router.map_tensors(lambda x: x.to(self.device, torch.float32))
+        mixture = ExpertWeights(replace(experts, router=router), gate_up, down, gate_up_bias, down_bias)
         self._emit(out, lambda s: self._mix_experts(s.buffers[x], s.buffers[scores], mixture), add)
 
     def clip(self, x: int, limit: float) -> None:
@@ -158,7 +159,7 @@ class TorchProgram(Generic[S]):
 
     def scale_by_position(self, x: int, n: int, beta: float, period: int) -> None:
         """Emit a product with factors that grow with the position. Padding tokens have position -1."""
-        self._shapes.check_scale(x, n)
+        self._shapes.check_scale_by_position(x, n, period)
 
         def compute(s: S) -> Tensor:
             periods = s.positions.clamp(min=0) // period

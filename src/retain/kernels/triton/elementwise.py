@@ -51,11 +51,14 @@ def activation(
     if ACT == SIGMOID:
         y = 1.0 / (1.0 + tl.exp(-y))
     if ACT == SWIGLU_OAI:
-        y = tl.minimum(y, 7.0)
+        y = tl.minimum(y, 7.0, propagate_nan=tl.PropagateNan.ALL)
         y = y / (1.0 + tl.exp(-1.702 * y))
     if GATED:
         gate = tl.load(x + t * x_row + n + i, mask=valid, other=0.0).to(tl.float32)
-        y *= tl.maximum(tl.minimum(gate, 7.0), -7.0) + 1.0 if ACT == SWIGLU_OAI else gate
+        if ACT == SWIGLU_OAI:
+            bounded = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+            gate = tl.maximum(bounded, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
+        y *= gate
     tl.store(out + t * n + i, y.to(out.dtype.element_ty), mask=valid)
 
 

@@ -334,8 +334,14 @@ class PrefixCache:
     def _match_scored(self, query: PrefixQuery) -> tuple[PrefixMatch | None, PromptMasses | None]:
         """Return what the tree has of a text, and the masses without which the policy could skip less of it."""
         masses = self.find_masses(query)
-        match = self.match_prefix(query, min(masses.position, query.max_length) if masses else 0)
-        return match, masses if match and match.length > query.max_skipped_tokens else None
+        if masses:
+            assert isinstance(query.policy, BudgetPolicy)
+            # At least one token of the prompt is computed, for logits.
+            length = min(masses.position, query.max_length, query.policy.prompt_len - 1)
+            match = self.match_prefix(query, length)
+            if match and match.length > query.max_skipped_tokens:
+                return match, masses
+        return self.match_prefix(query), None
 
     def store_masses(self, entry: PrefixEntry, masses: PromptMasses) -> None:
         """Keep the masses of the first tokens of a text whose pages were stored."""

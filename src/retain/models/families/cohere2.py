@@ -10,7 +10,7 @@ from retain.models.decoder import Decoder, ModelSpec, ParallelLayer, scope_base_
 from retain.models.families import llama
 from retain.models.family_config import add_defaults, get_layer_types, get_windows
 from retain.models.layers import Embedding, LayerNorm, load_layer_norm, load_lm_head
-from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -38,7 +38,7 @@ def read_layer_types(c: Mapping[str, Any]) -> list[str]:
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. Heads share the hidden size."""
-    c = add_defaults(c, {**DEFAULTS, "head_dim": None})
+    c = add_defaults(c, DEFAULTS)
     return llama.make_spec({**c, "head_dim": None}, get_windows(read_layer_types(c), c["sliding_window"]))
 
 
@@ -56,7 +56,7 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(c)
     layer_types = read_layer_types(c)
     tensors = llama.OptionalTensors(c["attention_bias"], c["attention_bias"])
-    rope = get_rope(s.kv_cache.attention(0).k_dim, get_rope_parameters(c), interleaved=True)
+    rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, interleaved=True)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
     table = m.load_matrix("embed_tokens.weight", embedding=True)
     tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None

@@ -8,7 +8,7 @@ from typing import Any
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
-from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -39,5 +39,5 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(c)
     bias = bool(c["use_bias"])
-    rope = get_rope(s.kv_cache.attention(0).k_dim, get_rope_parameters(c, defaults=ROPE_DEFAULTS), interleaved=True)
+    rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS, interleaved=True)
     return llama.build_decoder(w, s, llama.OptionalTensors(bias, bias, bias), rope=rope)

@@ -310,16 +310,20 @@ def load_embedding(m: Weights) -> Embedding:
     size = c["hidden_size_per_layer_input"]
     if not size:
         return Embedding(table, scale)
+    inputs_table = m.load_matrix("embed_tokens_per_layer.weight", embedding=True)
+    norm = m["per_layer_projection_norm.weight"].float()
+    expected = (c["vocab_size"], c["num_hidden_layers"] * size)
+    if tuple(inputs_table.shape) != expected or norm.shape != (size,):
+        raise ValueError(f"the inputs of layers have the shape {list(inputs_table.shape)}, not {list(expected)}")
     half = 2.0**-0.5  # of the table's rows and of the projection
-    norm = m["per_layer_projection_norm.weight"].float() * half
     eps = c["rms_norm_eps"] * c["hidden_size"]  # the projection is divided by the root of E, which a norm undoes
     return PerLayerEmbedding(
         table,
         scale,
-        inputs_table=m.load_matrix("embed_tokens_per_layer.weight", embedding=True),
+        inputs_table=inputs_table,
         inputs_scale=size**0.5 * half,
         inputs_projection=load_linear(m, "per_layer_model_projection", bias=False),
-        inputs_norm=RMSNorm(norm.expand(c["num_hidden_layers"], -1), eps),
+        inputs_norm=RMSNorm((norm * half).expand(c["num_hidden_layers"], -1), eps),
     )
 
 
@@ -327,7 +331,10 @@ def get_ropes(c: Mapping[str, Any]) -> dict[str, Rope]:
     """Return the Rope of each type of layers."""
     given = c.get("rope_parameters") or ROPE_DEFAULTS
     dims = {"sliding_attention": c["head_dim"], "full_attention": get_full_sizes(c)[1]}
-    return {t: get_rope(dim, complete_rope_parameters({**ROPE_DEFAULTS[t], **given[t]}, c)) for t, dim in dims.items()}
+    return {
+        t: get_rope(dim, complete_rope_parameters({**ROPE_DEFAULTS[t], **(given.get(t) or {})}, c))
+        for t, dim in dims.items()
+    }
 
 
 def build(w: Weights) -> Decoder:

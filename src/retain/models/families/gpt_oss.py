@@ -12,11 +12,11 @@ from retain.kernels.experts import Experts, Router
 from retain.kernels.rope import Rope
 from retain.kernels.weight import select_rows
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.experts import MixtureOfExperts, load_published_experts
+from retain.models.experts import MixtureOfExperts, load_single_experts
 from retain.models.families import llama
 from retain.models.family_config import add_defaults, check_supported, get_layer_types, get_windows
 from retain.models.layers import Linear
-from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -64,11 +64,11 @@ def load_experts(w: Weights, num_experts: int, router: Router) -> Experts:
     """
     act = "swiglu_oai"
     if "experts.gate_up_proj_bias" not in w:
-        return load_published_experts(w, num_experts, router, act, bias=True)
+        return load_single_experts(w, num_experts, router, act, bias=True)
     rows = torch.arange(w["experts.gate_up_proj_bias"].numel())
     rows = rows.view(num_experts, -1, 2).transpose(1, 2).flatten()
-    gate_up = select_rows(w.load_stack("experts.gate_up_proj", transposed=True), rows)
-    down = w.load_stack("experts.down_proj", transposed=True)
+    gate_up = select_rows(w.load_stack("experts.gate_up_proj", num_experts, transposed=True), rows)
+    down = w.load_stack("experts.down_proj", num_experts, transposed=True)
     gate_up_bias = w["experts.gate_up_proj_bias"].flatten()[rows]
     return Experts(num_experts, gate_up, down, router, act, gate_up_bias, w["experts.down_proj_bias"].flatten())
 
@@ -86,7 +86,7 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.Opt
 def get_gpt_oss_rope(c: Mapping[str, Any], dim: int) -> Rope:
     """Return the Rope of all layers."""
     is_given = c.get("rope_scaling") or c.get("rope_parameters")
-    return get_rope(dim, get_rope_parameters(c, defaults=THETA if is_given else ROPE_DEFAULTS))
+    return get_whole_head_rope(dim, c, THETA if is_given else ROPE_DEFAULTS)
 
 
 def build(w: Weights) -> Decoder:

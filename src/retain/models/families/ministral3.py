@@ -10,7 +10,7 @@ from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
-from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.rope import get_original_context, get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -52,7 +52,7 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(c)
     is_given = c.get("rope_scaling") or c.get("rope_parameters")
     params = get_rope_parameters(c, defaults={} if is_given else ROPE_DEFAULTS)
-    growth = (float(params["llama_4_scaling_beta"]), int(params["original_max_position_embeddings"]))
+    growth = (float(params["llama_4_scaling_beta"]), get_original_context(params))
 
     def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
         layer = llama.build_layer(w, i, s, rope, tensors)

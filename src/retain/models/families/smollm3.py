@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retain.files import quote
 from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.families import llama
 from retain.models.family_config import add_defaults, get_layer_types, get_windows
-from retain.models.rope import get_rope, get_rope_parameters
+from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -38,8 +39,8 @@ def has_rope(c: Mapping[str, Any]) -> list[bool]:
     n = c["num_hidden_layers"]
     if (listed := c["no_rope_layers"]) is None:
         return [(i + 1) % c["no_rope_layer_interval"] != 0 for i in range(n)]
-    if len(listed) != n:
-        raise ValueError(f"no_rope_layers is for {len(listed)} layers, but there are {n}")
+    if not isinstance(listed, list) or len(listed) != n or any(x not in (0, 1) for x in listed):
+        raise ValueError(f"no_rope_layers is {quote(listed)}, not 0 or 1 for each of {n} layers")
     return [bool(x) for x in listed]  # 1: with rope
 
 
@@ -62,5 +63,5 @@ def build(w: Weights) -> Decoder:
     def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
         return llama.build_layer(w, i, s, rope if is_rotated[i] else None, tensors)
 
-    rope = get_rope(s.kv_cache.attention(0).k_dim, get_rope_parameters(c, defaults=ROPE_DEFAULTS))
+    rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS)
     return llama.build_decoder(w, s, llama.OptionalTensors(bias, bias, c["mlp_bias"]), build_layer, rope)

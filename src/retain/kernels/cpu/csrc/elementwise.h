@@ -66,7 +66,7 @@ INLINE F sigmoid(F x) {  // from e^-|x|, which cannot overflow
   return (x < 0.0f ? e : splat(1.0f)) / (e + 1.0f);
 }
 
-INLINE F min(F x, F y) { return x < y ? x : y; }
+INLINE F min(F x, F y) { return y < x ? y : x; }  // NaN where x is
 
 template <Activation A>
 INLINE F activation(F x) {
@@ -92,7 +92,7 @@ INLINE void activate_row(const float* x, const float* gate, int n, float* out) {
     F y = activation<A>(load_tail(x + i, n - i));
     if (gate) {
       F g = load_tail(gate + i, n - i);
-      if constexpr (A == Activation::swiglu_oai) g = max(min(g, splat(7.0f)), splat(-7.0f)) + 1.0f;
+      if constexpr (A == Activation::swiglu_oai) g = 1.0f - min(-min(g, splat(7.0f)), splat(7.0f));
       y *= g;
     }
     store_tail(out + i, n - i, y);

@@ -327,7 +327,8 @@ static bool pack_rows(const BlockRows& rows, int begin, int end, const PackedWei
       case WeightFormat::int4: finite &= pack_row<B, WeightFormat::int4>(block, w.in, tile, lane); break;
       case WeightFormat::iq4:
       case WeightFormat::mxfp4:  // no other type is converted to these
-        if constexpr (has_codebook(B::NATIVE)) finite &= w.format == B::NATIVE && pack_row<B, B::NATIVE>(block, w.in, tile, lane);
+        if constexpr (has_codebook(B::NATIVE))
+          finite &= w.format == B::NATIVE && pack_row<B, B::NATIVE>(block, w.in, tile, lane);
         break;
     }
   }

@@ -370,7 +370,7 @@ void Program::compute_rope_tables(const StepArgs& s, ThreadTeam::Member& member)
 
 void Program::run(const StepArgs& step, int begin, int end) {
   if (begin == 0) {
-    reserve(std::max(step.T, step.N));
+    reserve(std::max({step.T, step.N, 1}));
     for (const auto& check : checks_) check({step, *this, step.T});
   }
   ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
