@@ -11,6 +11,7 @@ import pytest
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kv.eviction.prompt_masses import PromptMasses
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.sampling_params import SamplingParams
 from tests.helpers.cached_pages import check_cached_pages
@@ -255,3 +256,21 @@ def test_a_request_that_is_preempted_in_its_answer_computes_a_token_of_its_promp
             was_preempted = True
     assert was_preempted
     assert [request.output_tokens] == expected
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=500,resume=off", *slow("h2o:budget=50%,resume=off", "h2o:budget=500")])
+def test_masses_go_with_their_texts_and_a_small_shortage_frees_little(policy: str) -> None:
+    engine = make_engine("llama", prefix_cache="exact", num_pages=20000)
+    rng = random.Random(0)
+    prompts = [random_tokens(rng, 200 + 7 * i) for i in range(4)]
+    for prompt in prompts:
+        run_to_completion(engine, [make_request(prompt, 1 + rng.randrange(30), policy)])
+    tree = engine.cache.prefix_cache.tree
+    for _ in range(12):
+        num_free = engine.cache.pool.num_free
+        tree.evict(20)
+        assert 20 <= engine.cache.pool.num_free - num_free < 60
+        texts = {page for node in tree.iter_nodes() for page in node.pages.ravel().tolist()}
+        masses = [n.snapshot for n in tree.iter_nodes() if isinstance(n.snapshot, PromptMasses)]
+        assert all(texts.issuperset(m.page_list.tolist()) for m in masses)
+        engine.cache.check()

@@ -78,6 +78,11 @@ class EvictedState:
         """Inside a prompt only the ends of chunks can be kept: the last one before a rung stands for it."""
         return self.policy.chunk if self.in_prompt else 0
 
+    @property
+    def holds_text(self) -> bool:
+        """A text goes on from it without its other pages."""
+        return False
+
     @cached_property
     def own_pages(self) -> Ints:
         """The pages of unwindowed layers, demoted tokens included, each named once."""

@@ -40,6 +40,11 @@ class PromptMasses:
         return 0
 
     @property
+    def holds_text(self) -> bool:
+        """Masses without the pages of their text are of no use."""
+        return True
+
+    @property
     def num_pages(self) -> int:
         """The number of pages."""
         return len(self.page_list)

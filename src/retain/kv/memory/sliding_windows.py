@@ -30,6 +30,11 @@ class SlidingWindows:
         """Any position can be kept: rungs are kept themselves."""
         return 0
 
+    @property
+    def holds_text(self) -> bool:
+        """Its pages are those of rings."""
+        return False
+
     @cached_property
     def page_list(self) -> Ints:
         """All pages, each named once."""

@@ -22,6 +22,10 @@ class Snapshot(Protocol):
         """Tokens of the text behind it before which no other can be taken: it stands for a rung among them."""
 
     @property
+    def holds_text(self) -> bool:
+        """Whether its pages are those of the text, without which it is of no use."""
+
+    @property
     def page_list(self) -> Ints:
         """All pages, each named once."""
 

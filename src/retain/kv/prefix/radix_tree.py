@@ -44,6 +44,7 @@ class RadixTree:
         self.roots: dict[bytes, Node] = {}
         self.ladder = ladder or SnapshotLadder(0)
         self.num_holders = np.zeros(pool.num_pages, np.int32)  # nodes and snapshots of the tree that hold each page
+        self.num_text_holders = np.zeros(pool.num_pages, np.int32)  # of these the snapshots that need the text
         self.clock = itertools.count(1)
         self.pins = Pins()
         self.on_evict: Callable[[Node, int], None] | None = None
@@ -211,14 +212,29 @@ class RadixTree:
         self.num_holders[snapshot.page_list] += 1
         if node.snapshot:
             self._free_pages(snapshot.page_list)
-        else:
-            node.snapshot = snapshot
+            return
+        node.snapshot = snapshot
+        if snapshot.holds_text:
+            self.num_text_holders[snapshot.page_list] += 1
 
     def _drop_snapshot(self, node: Node) -> None:
         """Free the pages of a node's snapshot."""
-        if node.snapshot:
-            self._free_pages(node.snapshot.page_list)
-            node.snapshot = None
+        if not node.snapshot:
+            return
+        self._free_pages(node.snapshot.page_list)
+        if node.snapshot.holds_text:
+            self.num_text_holders[node.snapshot.page_list] -= 1
+        node.snapshot = None
+
+    def _drop_holders_of_text(self, pages: Ints) -> None:
+        """Drop the snapshots that are of no use without these pages of a text."""
+        if not self.num_text_holders[pages].any():
+            return
+        lost = np.zeros(self.pool.num_pages, bool)
+        lost[pages] = True
+        for node in self.iter_nodes():
+            if node.snapshot and node.snapshot.holds_text and lost[node.snapshot.page_list].any():
+                self._drop_snapshot(node)
 
     def _drop_outgrown(self, node: Node, length: int, begun_at: int) -> None:
         """Drop what a text of `length` tokens, which ends with a node, has outgrown.
@@ -345,6 +361,8 @@ class RadixTree:
             parent = node.parent
             if parent is None or node in self.pins:
                 continue  # it was found as a leaf and as the holder of a snapshot
+            if node.snapshot and node.snapshot.holds_text and not in_use:
+                continue  # it frees nothing, and goes with its text
             if node.children:
                 if node.snapshot and (in_use or self._has_evictable_pages(node.snapshot.page_list)):
                     self._evict_snapshot(node)
@@ -395,8 +413,8 @@ class RadixTree:
         return bool((self.pool.ref_counts[pages] == self.num_holders[pages]).any())
 
     def _num_exclusive_pages(self, pages: Ints) -> int:
-        """Return how many of these pages are free once they are held once less."""
-        return int(np.count_nonzero(self.pool.ref_counts[pages] == 1))
+        """Return how many of these pages are free once their text and what needs it are gone."""
+        return int(np.count_nonzero(self.pool.ref_counts[pages] - self.num_text_holders[pages] == 1))
 
     def clear(self) -> None:
         """Drop all texts and pins, without `on_evict`."""
@@ -417,6 +435,7 @@ class RadixTree:
             self.history.evict(node.block_hashes[num_pages:])
         if self.observer:
             self.observer.on_removed(node.block_hashes[num_pages:])
+        self._drop_holders_of_text(node.pages[..., num_pages:].ravel())
         if not num_pages:
             return self._remove(node)
         self._free_pages(node.pages[..., num_pages:].ravel())
