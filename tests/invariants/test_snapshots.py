@@ -308,6 +308,7 @@ class OnePage:
         self.num_pages = num_pages
         self.min_resume_position = position
         self.ladder_reach = 0
+        self.holds_text = False
 
 
 def test_snapshots_that_save_little_go_before_texts_and_those_that_save_much_after_them() -> None:
