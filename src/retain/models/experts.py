@@ -30,11 +30,12 @@ class MixtureOfExperts:
 
 def load_experts(w: Weights, num_experts: int, router: Router, act: str) -> Experts:
     """Load experts without biases: one by one, or stacked in one tensor of a layer."""
+    act = resolve_activation(act)
     if "experts.gate_up_proj" not in w:
         return load_single_experts(w, num_experts, router, act)
     gate_up = w.load_stack("experts.gate_up_proj", num_experts)
     down = w.load_stack("experts.down_proj", num_experts)
-    return Experts(num_experts, gate_up, down, router, resolve_activation(act))
+    return Experts(num_experts, gate_up, down, router, act)
 
 
 def load_single_experts(w: Weights, num_experts: int, router: Router, act: str, bias: bool = False) -> Experts:
@@ -47,7 +48,7 @@ def load_single_experts(w: Weights, num_experts: int, router: Router, act: str, 
             raise ValueError(f"experts of a layer have the shapes {sorted(shapes)}, not one shape")
     gate_up = concat_rows(gates_and_ups)
     down = concat_rows(downs)
-    experts = Experts(num_experts, gate_up, down, router, resolve_activation(act))
+    experts = Experts(num_experts, gate_up, down, router, act)
     if not bias:
         return experts
     gate_up_bias = torch.cat([x[f"{name}.bias"] for x in own for name in ("gate_proj", "up_proj")])
