@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retain.kernels.weight import Weight
 
-TILE_ROWS = 16  # outputs of an expert come in multiples of it, so that no packed tile has rows of two experts
+TILE_ROWS = 16  # of a packed weight. Outputs of an expert come in multiples, so no tile has rows of two experts
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,13 +10,13 @@ from torch import Tensor
 import retain.kernels.cpu._C as _C
 from retain.kernels.block_weight import BlockRows, BlockWeight
 from retain.kernels.cpu.memory import Arena
+from retain.kernels.experts import TILE_ROWS
 from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, Int4, Int8, Kind
 from retain.kernels.weight import Weight, unpack
 
 DTYPE_CODES: dict[Kind, int] = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3, IQ4: 4, MXFP4: 5}
 # That C++ unpacks: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4.
 GGML_TYPES = frozenset((2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39))
-TILE_ROWS = 16
 RELEASE_BYTES = 2**25  # of a mapped file, after which its memory is given back
 
 

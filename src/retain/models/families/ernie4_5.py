@@ -29,8 +29,7 @@ ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 500000.0}
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    c = add_defaults(c, DEFAULTS)
-    return llama.make_spec(c, (None,) * c["num_hidden_layers"])
+    return llama.make_spec(add_defaults(c, DEFAULTS))
 
 
 def build(w: Weights) -> Decoder:

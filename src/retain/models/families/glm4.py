@@ -33,8 +33,7 @@ NORMS = ("input_layernorm", "post_self_attn_layernorm", "post_attention_layernor
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    c = add_defaults(c, DEFAULTS)
-    return llama.make_spec(c, (None,) * c["num_hidden_layers"])
+    return llama.make_spec(add_defaults(c, DEFAULTS))
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> SandwichNormLayer:

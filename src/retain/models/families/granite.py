@@ -29,7 +29,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
     c = add_defaults(c, DEFAULTS)
-    spec = llama.make_spec(c, (None,) * c["num_hidden_layers"])
+    spec = llama.make_spec(c)
     return replace(spec, attention=AttentionParams(float(c["attention_multiplier"])))
 
 

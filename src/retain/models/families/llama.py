@@ -49,11 +49,11 @@ class OptionalTensors:
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
     c = add_defaults(c, DEFAULTS)
-    return make_spec(c, (None,) * c["num_hidden_layers"])
+    return make_spec(c)
 
 
-def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpec:
-    """Read the spec from a config with its family's defaults."""
+def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...] | None = None) -> ModelSpec:
+    """Read the spec from a config with its family's defaults. Without `windows` all layers have full attention."""
     heads = c["num_attention_heads"]
     head_dim = c["head_dim"] or c["hidden_size"] // heads
     return ModelSpec(
@@ -61,7 +61,7 @@ def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...]) -> ModelSpe
         hidden_size=c["hidden_size"],
         num_heads=heads,
         max_position_embeddings=c["max_position_embeddings"],
-        layers=uniform_layers(c["num_key_value_heads"] or heads, head_dim, windows),
+        layers=uniform_layers(c["num_key_value_heads"] or heads, head_dim, windows or (None,) * c["num_hidden_layers"]),
         attention=AttentionParams(head_dim**-0.5),
     )
 
