@@ -43,6 +43,7 @@ from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.reinterpret import PageFormat
 from retain.kernels.rope import Rope
@@ -148,7 +149,7 @@ class GroupInputs:
 
     kv: KV
     tables: Tables  # the pages that the tokens attend to
-    slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token
+    slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token; of the trash page where it is not written
 
     def for_layer(self, index: int) -> GroupInputs:
         """Return the inputs of one layer, by its place in the group."""
@@ -267,6 +268,20 @@ class Program(Protocol):
 
         `heads` is (H, G, D). The rows in `qkv` are undefined afterwards. Rows may be [q] alone: the layer attends to
         the cache of another one, writes nothing, and changes no mass.
+        """
+
+    def convolve(self, x: int, out: int, layer: int, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Set out = bias + sum_i weight[:, i] x[position - W + 1 + i], with zeros before the text; weight [C, W].
+
+        Write x [C] into slots of the layer, which have C / G numbers in each of G heads: those of K, then those of V.
+        """
+
+    def linear_attention(
+        self, qkv: int, gates: int, out: int, layers: tuple[int, int], params: LinearAttention
+    ) -> None:
+        """Set out = the linear attention of rows [q | k | v] with their gates; see kernels/linear_attention.py.
+
+        `layers` are those with the slots of tokens, and with states (`LinearTokensSpec`, `LinearStateSpec`).
         """
 
     def gather_rows(self, x: int, out: int) -> None:

@@ -1,14 +1,15 @@
 """What the layers of a model cache: one value for each layer, and the groups of layers whose slots are equal.
 
-The names are vLLM's (vllm/v1/kv_cache_interface.py). A layer whose cache is a state in place of slots, as in linear
-attention, will be one more kind here.
+The names are vLLM's (vllm/v1/kv_cache_interface.py). A layer without attention caches other numbers in slots: inputs
+of a short convolution; or, of linear attention, tokens and the states that they fold into at page ends. Such a layer
+may have several caches: each counts as a layer here.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 
@@ -43,8 +44,67 @@ class SharedCacheSpec:
     layer: int
 
 
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """A causal convolution over the latest `window` tokens: a slot has its inputs, divided into heads of K and V."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+    window: int
+
+
+@dataclass(frozen=True)
+class LinearTokensSpec:
+    """The tokens of linear attention since the last page end: a slot has a key with its decay, and a value.
+
+    A head is one of values; a slot has K of `key_dim` + 8 numbers (kernels/linear_attention.py).
+    """
+
+    num_kv_heads: int
+    key_dim: int
+    v_dim: int
+    window: int = 16  # the tokens of a page of states
+
+    @property
+    def k_dim(self) -> int:
+        """A key, its decay, and 7 numbers that are not used: sizes are multiples of 8."""
+        return self.key_dim + 8
+
+
+@dataclass(frozen=True)
+class LinearStateSpec:
+    """The states of linear attention at page ends: matrices of `num_rows` rows of `k_dim` numbers in each value head.
+
+    A slot has one row in K and one in V. A page has the state behind its last token, or a part of it: then a value head
+    is several heads here.
+    """
+
+    num_value_heads: int
+    num_rows: int
+    k_dim: int
+    page_size: int = 16
+
+    @property
+    def v_dim(self) -> int:
+        """A row, as in K."""
+        return self.k_dim
+
+    @property
+    def window(self) -> int:
+        """A token needs the state at the end of the page before its own."""
+        return self.page_size + 1
+
+    @property
+    def num_kv_heads(self) -> int:
+        """The parts of all states."""
+        return self.num_value_heads * -(-self.num_rows // (2 * self.page_size))
+
+
 AttentionSpec = FullAttentionSpec | SlidingWindowSpec
-LayerCacheSpec = AttentionSpec | SharedCacheSpec
+StateSpec = ConvolutionSpec | LinearTokensSpec | LinearStateSpec
+OwnCacheSpec = AttentionSpec | StateSpec
+LayerCacheSpec = OwnCacheSpec | SharedCacheSpec
 
 
 @dataclass(frozen=True)
@@ -56,6 +116,9 @@ class KVCacheGroupSpec:
     k_dim: int
     v_dim: int
     windows: tuple[int | None, ...]  # of each of these layers
+    # Whether slots hold numbers of layers without attention, in float32. Queries of a step need no slots of the step's
+    # own tokens then: only the last of these are written, as many as a ring has room for.
+    is_state: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,11 +139,34 @@ class KVCacheSpec:
         spec = self.layers[layer]
         return spec.layer if isinstance(spec, SharedCacheSpec) else layer
 
-    def attention(self, layer: int) -> AttentionSpec:
+    def attention(self, layer: int) -> OwnCacheSpec:
         """Return the sizes of the cache that a layer attends to."""
         spec = self.layers[self.cached_layer(layer)]
         assert not isinstance(spec, SharedCacheSpec)
         return spec
+
+    @property
+    def has_states(self) -> bool:
+        """Whether layers without attention cache something."""
+        return any(isinstance(layer, StateSpec) for layer in self.layers)
+
+    @property
+    def state_group(self) -> KVCacheGroupSpec | None:
+        """The states of linear attention, if there are any. Raises ValueError where their sizes differ."""
+        states = [layer for layer in self.layers if isinstance(layer, LinearStateSpec)]
+        if len({(s.num_value_heads, s.num_rows, s.k_dim) for s in states}) > 1:
+            raise ValueError("layers of linear attention must be alike")
+        return next((g for g in self.groups if isinstance(self.layers[g.layers[0]], LinearStateSpec)), None)
+
+    def fold_at(self, page_size: int) -> KVCacheSpec:
+        """Return the same layers, where pages of the states of linear attention have so many slots."""
+
+        def resize(layer: LayerCacheSpec) -> LayerCacheSpec:
+            if isinstance(layer, LinearTokensSpec):
+                return replace(layer, window=page_size)
+            return replace(layer, page_size=page_size) if isinstance(layer, LinearStateSpec) else layer
+
+        return KVCacheSpec(tuple(resize(layer) for layer in self.layers))
 
     @property
     def has_shared_caches(self) -> bool:
@@ -106,7 +192,7 @@ class KVCacheSpec:
     @property
     def num_traced_heads(self) -> int:
         """The kv heads that stand for those of any layer: the least common multiple of their numbers."""
-        return math.lcm(*(group.num_kv_heads for group in self.groups))
+        return math.lcm(*(group.num_kv_heads for group in self.groups if not group.is_state))
 
     @property
     def only_group(self) -> KVCacheGroupSpec:
@@ -130,13 +216,16 @@ class KVCacheSpec:
         return groups[0]
 
     def _group(self, layers: Sequence[int]) -> tuple[KVCacheGroupSpec, ...]:
-        found: dict[tuple[int, int, int], list[int]] = {}
+        found: dict[KVCacheGroupSpec, list[int]] = {}
         for i in layers:
             if self.cached_layer(i) == i:
                 a = self.attention(i)
-                found.setdefault((a.num_kv_heads, a.k_dim, a.v_dim), []).append(i)
+                # Layers of states are of one kind in a group: each kind divides its pages in its own way.
+                alike = KVCacheGroupSpec((), a.num_kv_heads, a.k_dim, a.v_dim, (), isinstance(a, StateSpec))
+                kind = replace(alike, windows=(a.window,)) if alike.is_state else alike
+                found.setdefault(kind, []).append(i)
         windows = self.windows
-        return tuple(KVCacheGroupSpec(tuple(g), *sizes, tuple(windows[i] for i in g)) for sizes, g in found.items())
+        return tuple(replace(kind, layers=tuple(g), windows=tuple(windows[i] for i in g)) for kind, g in found.items())
 
 
 def uniform_layers(num_kv_heads: int, head_dim: int, windows: Sequence[int | None]) -> tuple[LayerCacheSpec, ...]:

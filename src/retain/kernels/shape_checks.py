@@ -7,6 +7,7 @@ from torch import Tensor
 from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import TILE_ROWS, Experts
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
@@ -120,6 +121,21 @@ class BufferShapes:
         if rope and 2 * len(rope.freqs) > D:
             raise WidthError(f"rope of {len(rope.freqs)} frequencies does not fit heads of {D}")
         return v_dim, has_kv
+
+    def check_convolve(self, x: int, out: int, shape: tuple[int, ...], bias: int | None) -> None:
+        """Check a convolution with a weight of this shape, [channels, window], and `bias` biases."""
+        channels, _ = shape
+        check_equal("a convolution", channels, self.widths[x], self.widths[out], channels if bias is None else bias)
+
+    def check_linear_attention(self, qkv: int, gates: int, out: int, params: LinearAttention) -> None:
+        """Check the sizes of linear attention."""
+        H = params.num_value_heads
+        if H % params.num_key_heads:
+            raise WidthError(f"{H} value heads cannot share {params.num_key_heads} key heads")
+        check_equal("q, k and v of linear attention", params.qkv_width, self.widths[qkv])
+        check_equal("the gates of linear attention", 2 * H, self.widths[gates])
+        check_equal("the output of linear attention", H * params.v_dim, self.widths[out])
+        check_equal("the decay of linear attention", H, len(params.decay), len(params.time_bias))
 
     def check_gather_rows(self, x: int, out: int) -> None:
         """Check that the gathered rows keep their width."""

@@ -7,7 +7,8 @@ program's dtype; a quantized weight is multiplied in float32.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
@@ -15,10 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, Batch
+from retain.kernels.api import CPU, KV, Batch, GroupInputs
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.reference.experts import ExpertWeights, mix_experts
+from retain.kernels.reference.linear_attention import attend_linearly, convolve
 from retain.kernels.reference.rows import activate, linear, replace_columns, rms_norm, select_indices, split_heads
 from retain.kernels.rope import Angles, Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
@@ -46,6 +49,7 @@ class ReferenceStep(Step):
     """A step, and how its tokens attend."""
 
     attend: Attend
+    use_cache: Callable[[int], AbstractContextManager[GroupInputs]]  # of a layer without attention
     angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
 
 
@@ -270,12 +274,44 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
 
         self._emit(out, compute)
 
+    def convolve(self, x: int, out: int, layer: int, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Emit a short convolution."""
+        self._shapes.check_convolve(x, out, weight.shape, numel_or_none(bias))
+        w = weight.float()
+        b = None if bias is None else bias.float()
+
+        def compute(s: ReferenceStep) -> Tensor:
+            with s.use_cache(layer) as inputs:
+                return convolve(s.buffers[x], inputs, s.positions, w, b)
+
+        self._emit(out, compute)
+
+    def linear_attention(
+        self, qkv: int, gates: int, out: int, layers: tuple[int, int], params: LinearAttention
+    ) -> None:
+        """Emit linear attention."""
+        self._shapes.check_linear_attention(qkv, gates, out, params)
+        params = replace(params, decay=params.decay.float(), time_bias=params.time_bias.float())
+
+        def compute(s: ReferenceStep) -> Tensor:
+            with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:
+                return attend_linearly(s.buffers[qkv], s.buffers[gates], tokens, states, s.positions, params)
+
+        self._emit(out, compute)
+
     def compute(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor, attend: Attend) -> Tensor:
         """Compute logits float32 [N, V] with an attention of the caller's, differentiably.
 
-        See `Batch` for the tensors. `attend` is called for one layer after the other.
+        See `Batch` for the tensors. `attend` is called for one layer after the other. Raises ValueError for a model
+        with layers that cache states.
         """
-        step = ReferenceStep(input_ids=input_ids, positions=positions, logits_indices=logits_indices, attend=attend)
+        step = ReferenceStep(
+            input_ids=input_ids,
+            positions=positions,
+            logits_indices=logits_indices,
+            attend=attend,
+            use_cache=_refuse_states,
+        )
         return self._run_ops(step)
 
     @torch.no_grad()
@@ -296,4 +332,23 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
                 batch.after_attention(layer)
             return o
 
-        return self.compute(batch.input_ids, batch.positions, batch.logits_indices, attend)
+        @contextmanager
+        def use_cache(layer: int) -> Iterator[GroupInputs]:
+            if batch.before_attention:
+                batch.before_attention(layer, torch.zeros(len(batch.input_ids), 0, 0))
+            yield batch.layer(layer)
+            if batch.after_attention:
+                batch.after_attention(layer)
+
+        step = ReferenceStep(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            logits_indices=batch.logits_indices,
+            attend=attend,
+            use_cache=use_cache,
+        )
+        return self._run_ops(step)
+
+
+def _refuse_states(layer: int) -> AbstractContextManager[GroupInputs]:
+    raise ValueError("a model with convolutions or linear attention cannot be computed without a cache")

@@ -61,27 +61,43 @@ def divide_pages(
     A slot has masses for each of up to `score_columns` query heads of a kv head; where it is 1, one for all of them.
     """
     # Where each query head has a mass, these are the query heads of the model.
-    num_heads = score_columns * min(g.num_kv_heads for g in spec.groups)
+    num_heads = score_columns * min((g.num_kv_heads for g in spec.groups if not g.is_state), default=1)
     largest = max(_slot_bytes(g, dtype) for g in spec.groups)
     formats = []
     demoted = []
     for g in spec.groups:
         most = max(LARGEST_PAGE // page_size, 1)
         slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), int(log2(most)))
-        columns = num_heads // g.num_kv_heads if score_columns > 1 else 1
-        formats.append(PageFormat(slots, dtype, g.k_dim, g.v_dim, columns))
-        if demoted_dtype:
+        columns = num_heads // g.num_kv_heads if score_columns > 1 and not g.is_state else 1
+        formats.append(PageFormat(slots, _slot_dtype(g, dtype), g.k_dim, g.v_dim, columns))
+        if demoted_dtype and g.is_state:
+            demoted.append(formats[-1])  # never used
+        elif demoted_dtype:
             fewer = slots_in_page(slots, g.k_dim, dtype, demoted_dtype, v_dim=g.v_dim)
             demoted.append(PageFormat(fewer, demoted_dtype, g.k_dim, g.v_dim, columns))
     return GroupPages(tuple(formats), tuple(demoted))
 
 
+def fold_states(spec: KVCacheSpec, page_size: int, dtype: torch.dtype) -> KVCacheSpec:
+    """Return the layers of a model with states of linear attention that fold at the ends of their pages."""
+    if not spec.state_group:
+        return spec
+    formats = divide_pages(spec, page_size, dtype).formats
+    return spec.fold_at(formats[spec.groups.index(spec.state_group)].page_size)
+
+
 def mean_slot_bytes(spec: KVCacheSpec, dtype: torch.dtype) -> float:
-    """Return the bytes of a slot with its position and one mass, the mean over all kv heads of all layers."""
-    heads = [len(g.layers) * g.num_kv_heads for g in spec.groups]
-    sizes = [_slot_bytes(g, dtype) + 8 for g in spec.groups]
+    """Return the bytes of a slot with its position and one mass, the mean over all kv heads of layers that attend."""
+    groups = [g for g in spec.groups if not g.is_state]
+    heads = [len(g.layers) * g.num_kv_heads for g in groups]
+    sizes = [_slot_bytes(g, dtype) + 8 for g in groups]
     return sum(n * size for n, size in zip(heads, sizes, strict=True)) / sum(heads)
 
 
+def _slot_dtype(group: KVCacheGroupSpec, dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if group.is_state else dtype
+
+
 def _slot_bytes(group: KVCacheGroupSpec, dtype: torch.dtype) -> int:
+    dtype = _slot_dtype(group, dtype)
     return key_bytes(group.k_dim, dtype) + value_bytes(group.v_dim, dtype)
