@@ -25,7 +25,7 @@ from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.manager import KVCacheManager
-from retain.kv.memory.group_pages import divide_pages
+from retain.kv.memory.group_pages import divide_pages, first_attention_group, fold_states
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
 from retain.kv.offload import tiers
@@ -103,14 +103,15 @@ def build_cache(
 ) -> KVCacheManager:
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
     demoted_dtype = DEMOTED_DTYPE if config.demoted_page_size else None
+    spec = fold_states(spec, config.page_size, dtype)
     pages = divide_pages(spec, config.page_size, dtype, config.score_columns, demoted_dtype)
     planner = CapacityPlanner(spec, config, load_gate, pages=pages)
     size = pages.page_bytes
     most = config.max_running_requests * planner.max_pages
     pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
-    f = pages.formats[0]
+    f = pages.formats[first_attention_group(spec)]
     kv = backend.allocate(
-        pool.num_pages, f.page_size, f.k_dim, dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
+        pool.num_pages, f.page_size, f.k_dim, f.dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
     )
     slots = ", ".join(str(f.page_size) for f in pages.formats)
     log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)
@@ -121,8 +122,9 @@ def build_cache(
 
 def text_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, num_tokens: int) -> int:
     """Return the bytes of the pages that keep a text whole."""
-    pages = divide_pages(spec.kv_cache, config.page_size, dtype, config.score_columns)
-    return CapacityPlanner(spec.kv_cache, config, pages=pages).pages_of_text(num_tokens) * pages.page_bytes
+    layers = fold_states(spec.kv_cache, config.page_size, dtype)
+    pages = divide_pages(layers, config.page_size, dtype, config.score_columns)
+    return CapacityPlanner(layers, config, pages=pages).pages_of_text(num_tokens) * pages.page_bytes
 
 
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:

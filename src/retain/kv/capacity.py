@@ -8,9 +8,10 @@ from functools import cached_property
 from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
-from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec
+from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
@@ -64,7 +65,9 @@ class GroupPlanner:
 
     @property
     def max_pages_per_head(self) -> int:
-        """Pages of the longest text."""
+        """Pages of the longest text; of its ring where that is a state."""
+        if self.group.is_state:
+            return int(ring_capacities(self.model_windows, 1, self.page_size, self.block_size).max()) // self.page_size
         return -(-self.config.max_model_len // self.page_size)
 
     @property
@@ -74,7 +77,11 @@ class GroupPlanner:
 
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
-        return np.minimum(self.model_windows, policy.ring_window or NO_WINDOW)
+        return self.model_windows if self.group.is_state else np.minimum(self.model_windows, _policy_window(policy))
+
+    def pages_of_text(self, length: int) -> int:
+        """Return the pages of a text of so many tokens in all layers and heads, if all that a layer has is kept."""
+        return self.num_heads * min(-(-length // self.page_size), self.max_pages_per_head)
 
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """Return the pages that a request owns at most on the way to `length` tokens.
@@ -83,7 +90,11 @@ class GroupPlanner:
         """
         S = self.page_size
         windows = self.windows(policy)
-        fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
+        fresh = (
+            1
+            if self.group.is_state
+            else min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
+        )
         ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S, self.block_size))
         full = policy.peak_slots(length)
         if policy.has_budget:
@@ -169,11 +180,17 @@ class CapacityPlanner:
 
     def pages_of_text(self, length: int) -> int:
         """Return the pages of a text of so many tokens, in all layers and heads, if all of them are kept."""
-        return sum(g.num_heads * -(-length // g.page_size) for g in self.groups)
+        return sum(g.pages_of_text(length) for g in self.groups)
 
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
-        return np.minimum(self.model_windows, policy.ring_window or NO_WINDOW)
+        shorter = np.minimum(self.model_windows, _policy_window(policy))
+        return np.where(self._state_layers, self.model_windows, shorter)
+
+    @cached_property
+    def _state_layers(self) -> NDArray[np.bool_]:
+        """Mark the layers without attention, [L]."""
+        return np.array([isinstance(layer, StateSpec) for layer in self.spec.layers])
 
     def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
         """Return the sizes of the layers that have a cache, in their order in the model."""
@@ -212,3 +229,7 @@ class CapacityPlanner:
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """Return the pages that a request owns at most on the way to `length` tokens, in all layers."""
         return sum(g.pages_needed(policy, length, num_uncomputed_tokens) for g in self.groups)
+
+
+def _policy_window(policy: EvictionPolicy) -> int:
+    return policy.ring_window or NO_WINDOW

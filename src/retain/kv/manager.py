@@ -27,6 +27,7 @@ from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_layout import BlockLayout, block_layout
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
+from retain.kv.memory.group_pages import first_attention_group
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.quantized_copies import QuantizedCopies
@@ -361,6 +362,8 @@ class KVCacheManager:
         """Return the slots that rings overwrite in a text of so many tokens."""
         found = 0
         for group in self.planner.groups:
+            if group.group.is_state:
+                continue
             windows = group.windows(policy)
             overwritten = np.maximum(num_tokens - windows[windows < NO_WINDOW], 0)
             found += int(overwritten.sum()) * group.group.num_kv_heads
@@ -401,12 +404,16 @@ class KVCacheManager:
 
 
 def _open_tables(planner: CapacityPlanner, store: PageStore) -> list[BlockTables]:
-    """Return the tables of each KV cache group, over pages of one pool; `store` has those of the first group."""
+    """Return the tables of each KV cache group, over pages of one pool.
+
+    `store` has those of the first group that attends.
+    """
     c = planner.config
+    first = first_attention_group(planner.spec)
     found = []
     for i, group in enumerate(planner.groups):
-        own = store if i == 0 or planner.pages is None else store.reinterpret(planner.pages.formats[i])
-        demoted = own.in_dtype(DEMOTED_DTYPE) if c.demoted_page_size else None
+        own = store if i == first or planner.pages is None else store.reinterpret(planner.pages.formats[i])
+        demoted = own.in_dtype(DEMOTED_DTYPE) if c.demoted_page_size and not group.group.is_state else None
         most = group.max_pages_per_head
         found.append(BlockTables(own, c.max_running_requests, group.group, most, demoted, group.block_size))
     return found

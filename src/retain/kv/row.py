@@ -195,12 +195,16 @@ class Row:
         return any(have_gone) and self._reserve_eviction(end_position)
 
     def tokens_until_eviction(self, num_computed_tokens: int) -> int:
-        """Return how many tokens can be computed before the row evicts, or gets masses.
+        """Return how many tokens can be computed before the row evicts, gets masses, or keeps a snapshot of states.
 
         A step must not pass that point.
         """
         next_eviction = self.evictors[0].next_eviction if self.evictors else UNBOUNDED
-        return min(next_eviction, self.masses_due or UNBOUNDED) - num_computed_tokens
+        next_snapshot = UNBOUNDED
+        if any(t.is_state for t in self.groups):  # those of earlier positions are gone after a step
+            ladder = self.parts.prefix_cache.ladder
+            next_snapshot = next(iter(ladder.crossed(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
+        return min(next_eviction, next_snapshot, self.masses_due or UNBOUNDED) - num_computed_tokens
 
     @property
     def needs_single_step(self) -> bool:

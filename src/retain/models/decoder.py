@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import AttentionSpec, KVCacheSpec, LayerCacheSpec, uniform_layers
+from retain.kernels.kv_cache_spec import KVCacheSpec, LayerCacheSpec, OwnCacheSpec, uniform_layers
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import WidthError
 from retain.models.layers import Embedding, Layer, Linear
@@ -102,7 +102,7 @@ class Attention:
     query_growth: tuple[float, int] | None = None  # see Program.scale_by_position: queries grow with their position
 
     @property
-    def sizes(self) -> AttentionSpec:
+    def sizes(self) -> OwnCacheSpec:
         """The sizes of the cache that the layer attends to."""
         return self.spec.kv_cache.attention(self.layer_idx)
 

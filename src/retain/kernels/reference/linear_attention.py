@@ -51,7 +51,7 @@ def attend_linearly(
     H, D, V = p.num_value_heads, p.k_dim, p.v_dim
     R = H // p.num_key_heads
     q, k, v = torch.split(qkv.float(), [p.num_key_heads * D, p.num_key_heads * D, H * V], dim=1)
-    a, beta = gates.float().split(H, dim=1)
+    a, beta = torch.split(gates.float(), [H, H], dim=1)
     g = p.decay * F.softplus(a + p.time_bias)  # [T, H]
     beta = beta.sigmoid()
     out = torch.zeros(len(qkv), H, V)
@@ -111,9 +111,9 @@ class _Head:
         slot = self.tokens.slot_mapping[self.h : self.h + 1, t : t + 1]
         _write(self.tokens.kv, slot, extended.view(1, 1, -1), self.u[-1].view(1, 1, -1), pos)
         kv = self.states.kv
-        for slot in self._state_slots(t):
-            if slot >= kv.page_size:
-                kv.pos[slot // kv.page_size, slot % kv.page_size] = position
+        for place in self._state_slots(t):
+            if place >= kv.page_size:
+                kv.pos[place // kv.page_size, place % kv.page_size] = position
 
     def _fold(self, t: int, decay: Tensor) -> None:
         """Let the slots of a page become part of the state, and write it into the page of the token."""

@@ -48,6 +48,7 @@ class BlockTables:
         self.kv = store.kv
         self.page_size = store.page_size
         self.block_size = block_size or store.page_size
+        self.is_state = group.is_state
         self.layers: Ints = np.array(group.layers, np.int32)  # their numbers in the model, [L]
         self.max_pages = max_pages  # of one head, for the longest text
         self.pages: Ints = np.zeros((N, L, G, max_pages + EXTRA_TABLE_PAGES), np.int32)

@@ -53,8 +53,8 @@ class KVCache:
 
     def open_row(self, windows: Ints, num_uncomputed: int) -> int:
         """Open a row of these windows [L] for a request with so many uncomputed tokens. It owns no pages yet."""
-        fresh = min(num_uncomputed, self.max_batched_tokens)
         t = self.tables
+        fresh = 1 if t.is_state else min(num_uncomputed, self.max_batched_tokens)
         return t.open_row(windows, ring_capacities(windows, fresh, t.page_size, t.block_size))
 
     def reserve(self, row: int, upto: int) -> bool:
@@ -146,6 +146,11 @@ class KVCache:
         ring = ((positions[:, None] - t.ring_base[rows]) % t.capacity[rows]).T  # [L, T]
         pages = t.pages[rows, np.arange(len(ring))[:, None], :, ring // S]  # [L, T, G]
         slots: Ints = (pages * np.int32(S) + (ring % S)[:, :, None].astype(np.int32)).transpose(0, 2, 1)  # [L, G, T]
+        if t.is_state and len(rows):
+            last = np.zeros(len(t.allocated_upto), np.int32)  # of the step, by row
+            np.maximum.at(last, rows, positions)
+            is_overwritten = (positions[:, None] + t.capacity[rows] <= last[rows, None]).T  # [L, T], in the same step
+            slots = np.where(is_overwritten[:, None], np.int32(0), slots)  # slot 0 is of the trash page
         return slots
 
     def fork_row(self, src: int, dst: int, num_computed_tokens: int, can_share: bool) -> bool:

@@ -86,6 +86,11 @@ def fold_states(spec: KVCacheSpec, page_size: int, dtype: torch.dtype) -> KVCach
     return spec.fold_at(formats[spec.groups.index(spec.state_group)].page_size)
 
 
+def first_attention_group(spec: KVCacheSpec) -> int:
+    """Return the number of the first group whose layers attend, or 0: its slots have the pool's dtype."""
+    return next((i for i, g in enumerate(spec.groups) if not g.is_state), 0)
+
+
 def mean_slot_bytes(spec: KVCacheSpec, dtype: torch.dtype) -> float:
     """Return the bytes of a slot with its position and one mass, the mean over all kv heads of layers that attend."""
     groups = [g for g in spec.groups if not g.is_state]

@@ -30,7 +30,7 @@ def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -
         end_page = -(-end // S)
         block_begin = end // t.block_size * t.block_size  # where a tier lets texts resume; the tree does at `end`
         W, capacity, base = (int(x[row, layer]) for x in (t.window, t.capacity, t.ring_base))
-        first = max((block_begin - W) // S, end_page - capacity // S, base // S, 0)
+        first = max((block_begin - W + 1) // S, end_page - capacity // S, base // S, 0)
         places = (np.arange(first, end_page) * S - base) % capacity // S
         pages: Ints = t.pages[row, layer][:, places]
         first_pages.append(first)

@@ -48,6 +48,8 @@ class AttentionTrace:
         self.is_observed[:] = False
         self.is_kept[:] = False
         for t in groups:
+            if t.is_state:
+                continue
             self.is_observed[t.layers] = t.window[row] == NO_WINDOW
             self._record_pages(t, t.kv, t.pages[row], t.owned(row), t.window[row], num_computed_tokens)
             if d := t.demoted:
