@@ -90,11 +90,8 @@ class GroupPlanner:
         """
         S = self.page_size
         windows = self.windows(policy)
-        fresh = (
-            1
-            if self.group.is_state
-            else min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
-        )
+        fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
+        fresh = 1 if self.group.is_state else fresh
         ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S, self.block_size))
         full = policy.peak_slots(length)
         if policy.has_budget:
