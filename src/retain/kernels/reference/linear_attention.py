@@ -31,8 +31,9 @@ def convolve(x: Tensor, inputs: GroupInputs, positions: Tensor, weight: Tensor, 
         slots = torch.cat([kv.k[pages], kv.v[pages]], -1).flatten(1, 2)  # [G, n S, C / G]
         before = rows.new_zeros(W - 1, C)
         for i in range(W - 1):
-            found = (held == int(positions[begin]) - (W - 1) + i).nonzero().flatten()
-            if len(found):
+            position = int(positions[begin]) - (W - 1) + i
+            found = (held == position).nonzero().flatten()
+            if len(found) and position >= 0:  # a hole has position -1
                 before[i] = slots[:, found[0]].flatten()
         text = torch.cat([before, rows[begin:end]])
         y = torch.zeros(end - begin, C) if bias is None else bias.expand(end - begin, C).clone()
