@@ -43,11 +43,13 @@ class BlockLayout:
 
     def join(self, pages: Sequence[Ints]) -> Ints:
         """Return the blocks [K, n] of pages [M, G, p] of each group."""
-        parts = []
+        n = max(p.shape[2] // g.pages_per_block for g, p in zip(self.groups, pages, strict=True))
+        parts = [np.zeros((0, n), np.int32)]
         for group, p in zip(self.groups, pages, strict=True):
-            M, G, num_pages = p.shape
+            M, G, _ = p.shape
             r = group.pages_per_block
-            parts.append(p.reshape(M, G, num_pages // r, r).swapaxes(2, 3).reshape(M * G * r, num_pages // r))
+            if M:  # tables of states are too short for all blocks
+                parts.append(p.reshape(M, G, n, r).swapaxes(2, 3).reshape(M * G * r, n))
         return np.concatenate(parts)
 
     def split(self, blocks: Ints) -> list[Ints]:
