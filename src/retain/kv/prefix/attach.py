@@ -100,8 +100,9 @@ def _attach_group(
     G = t.counts.shape[2]
     full_layers = t.full_layers(row)[: len(shared)]
     t.ring_base[row] = [_first_visible_page(length, w, S) * S for w in t.window[row].tolist()]
-    t.pages[row, full_layers, :, : shared.shape[-1]] = shared
-    t.counts[row, full_layers] = shared.shape[-1]
+    if len(full_layers):
+        t.pages[row, full_layers, :, : shared.shape[-1]] = shared
+        t.counts[row, full_layers] = shared.shape[-1]
     allocated = remaining = np.sort(t.store.allocate(sum(s.num_own for s in sources) * G))
     src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages[:, s.num_shared :].ravel() for s in sources)])
     dst = [NO_PAGES.ravel()]
