@@ -11,8 +11,7 @@ from torch import Tensor
 
 from retain import models
 from retain.kernels import reference
-from retain.kernels.api import CPU, KV, NO_WINDOW, Tables
-from retain.kernels.attention_params import AttentionParams
+from retain.kernels.api import CPU, KV, NO_WINDOW, Batch, GroupInputs, Tables
 from retain.kernels.reference.program import Attend, ReferenceProgram
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.weights import Weights
@@ -37,8 +36,12 @@ class ReferenceModel:
     @property
     def key_offsets(self) -> dict[int, Tensor]:
         """The offsets of keys, [G, D], of the layers that have one."""
-        offsets = ((i, self.decoder.load_layer(i).attention.key_offset) for i in range(self.spec.num_layers))
-        return {i: offset for i, offset in offsets if offset is not None}
+        offsets = {}
+        for i in range(self.decoder.num_layers or self.spec.num_layers):
+            a = self.decoder.load_layer(i).attention
+            if a and a.key_offset is not None:
+                offsets[a.layer_idx] = a.key_offset
+        return offsets
 
     def compute(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
         """Return the logits [T, V] of all tokens."""
@@ -57,37 +60,35 @@ class ReferenceCache:
     PAGE_SIZE = 4
 
     def __init__(self, spec: ModelSpec, num_requests: int, length: int, dtype: torch.dtype = torch.float32):
-        self.spec, n = spec, -(-length // self.PAGE_SIZE)
-        cache = spec.kv_cache
+        self.spec, n = spec.kv_cache.fold_at(self.PAGE_SIZE), -(-length // self.PAGE_SIZE)
         self.layers: dict[int, tuple[KV, Tensor]] = {}  # memory and pages [B, G, n] of each layer with a cache
-        for layer in sorted({cache.cached_layer(i) for i in range(spec.num_layers)}):
-            a = cache.attention(layer)
-            pages = torch.arange(num_requests * a.num_kv_heads * n, dtype=torch.int32) + 1
-            kv = reference.allocate(1 + len(pages), self.PAGE_SIZE, a.k_dim, dtype, v_dim=a.v_dim)
-            kv.pos.fill_(-1)
-            self.layers[layer] = kv, pages.view(num_requests, a.num_kv_heads, n)
+        for group in self.spec.groups:
+            for layer in group.layers:
+                pages = torch.arange(num_requests * group.num_kv_heads * n, dtype=torch.int32) + 1
+                numbers = torch.float32 if group.is_state else dtype
+                kv = reference.allocate(1 + len(pages), self.PAGE_SIZE, group.k_dim, numbers, v_dim=group.v_dim)
+                kv.pos.fill_(-1)
+                self.layers[layer] = kv, pages.view(num_requests, group.num_kv_heads, n)
 
-    def make_attend(self, counts: Sequence[int], pos: Tensor) -> Attend:
-        """Return the attention of a step with `counts` fresh tokens of each request, at positions `pos` [T]."""
-        s, starts = self.spec, torch.tensor([0, *counts]).cumsum(0).int()
+    def run(self, model: ReferenceModel, ids: Tensor, pos: Tensor, counts: Sequence[int]) -> Tensor:
+        """Return the logits [T, V] of a step with `counts` fresh tokens of each request, at positions `pos` [T]."""
+        starts = torch.tensor([0, *counts]).cumsum(0).int()
         rows = torch.arange(len(counts), dtype=torch.int32)
         request_of_token = rows.long().repeat_interleave(torch.tensor(counts))  # [T]
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-            kv, pages = self.layers[s.kv_cache.cached_layer(layer)]
+        groups = []
+        for layer, (kv, pages) in self.layers.items():
             slots = pages[request_of_token, :, pos // self.PAGE_SIZE].T * self.PAGE_SIZE + pos % self.PAGE_SIZE
-            if k.shape[1]:
-                reference.write(kv, slots.int(), k, v, pos.int())  # slots [G, T]
             tables = Tables(
-                pages=pages,
-                counts=torch.full(pages.shape[:2], pages.shape[2], dtype=torch.int32),
-                windows=torch.full(rows.shape, s.kv_cache.windows[layer] or NO_WINDOW, dtype=torch.int32),
+                pages=pages[None],
+                counts=torch.full((1, *pages.shape[:2]), pages.shape[2], dtype=torch.int32),
+                windows=torch.full((1, *rows.shape), self.spec.windows[layer] or NO_WINDOW, dtype=torch.int32),
                 rows=rows,
                 query_start_loc=starts,
             )
-            return reference.attend(q, kv, tables, pos.int(), params)
-
-        return attend
+            groups.append(GroupInputs(kv, tables, slots[None].int()))  # slots [1, G, T]
+        places = {layer: (i, 0) for i, layer in enumerate(self.layers)}
+        layers = [places[self.spec.cached_layer(i)] for i in range(len(self.spec.layers))]
+        return model.program.run(Batch(groups, layers, ids, pos.int(), torch.arange(len(ids))))
 
 
 @torch.inference_mode()
@@ -99,7 +100,7 @@ def run_decoder(model: ReferenceModel, texts: Sequence[Tensor], steps: Sequence[
         spans = [slice(n, n + count) for n, count in zip(num_computed, counts, strict=True)]
         pos = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         ids = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)])
-        step_logits = model.compute(ids, pos, cache.make_attend(counts, pos))
+        step_logits = cache.run(model, ids, pos, counts)
         for chunk, chunks in zip(step_logits.split(list(counts)), logits, strict=True):
             chunks.append(chunk)
         num_computed = [span.stop for span in spans]

@@ -64,6 +64,10 @@ VARIANTS: dict[str, list[Changes]] = {
         {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     ],
     "gemma4": [],
+    "lfm2": [
+        {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
+        {"layer_types": None, "full_attn_idxs": [1], "num_key_value_heads": 1},
+    ],
     "gpt2": [
         {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},  # as Cerebras-GPT
         {"scale_attn_weights": False, "n_embd": 32},

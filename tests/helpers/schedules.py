@@ -27,12 +27,13 @@ from retain.models.decoder import ModelSpec
 from retain.sampling_params import SamplingParams
 from tests.helpers.backend_variants import ISAS
 from tests.helpers.sink_family import SINKS, add_sink_family
-from tests.helpers.tiny_models import CONFIGS, tiny_model
+from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, has_states, tiny_model
 from tests.helpers.unlike_family import VARIANTS, add_unlike_families
 
 MAX_MODEL_LEN = 512
 UNLIKE_FAMILIES = (*VARIANTS, "gemma4_text")  # their layers differ in heads or head dims
-FAMILIES = (*(family for family in CONFIGS if family not in ("gemma3", "gemma4", *UNLIKE_FAMILIES)), SINKS)
+STATE_FAMILIES = tuple(family for family in CONFIGS if has_states(family))
+FAMILIES = (*(f for f in CONFIGS if f not in (*MULTIMODAL, *UNLIKE_FAMILIES, *STATE_FAMILIES)), SINKS)
 POLICY_NAMES = ("full", *policies.names())
 SEPARATOR = 11  # a token that separates the messages of a prompt, for reread:ask=repeat
 INSTRUCTION = (3, 90, 41, 5)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retain import models
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceModel, build_model
 
@@ -61,6 +62,15 @@ GEMMA4: dict[str, Any] = {
     "rms_norm_eps": 1e-5,
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
+}
+LFM2: dict[str, Any] = {
+    **{k: v for k, v in LLAMA.items() if k not in ("head_dim", "rms_norm_eps", "rope_theta")},
+    "norm_eps": 1e-5,
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+    "block_auto_adjust_ff_dim": False,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
 }
 GPT: dict[str, Any] = {
     "vocab_size": 128,
@@ -118,6 +128,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
     "gemma4_text": GEMMA4,
     "gemma4": {"text_config": GEMMA4, "tie_word_embeddings": True},
+    "lfm2": LFM2,
     "gpt2": GPT,
     "gptj": {**GPT, "rotary_dim": 8},
     "mpt": {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512},
@@ -143,6 +154,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
+
+
+MULTIMODAL = tuple(family for family, config in CONFIGS.items() if "text_config" in config)
+
+
+def has_states(model_type: str) -> bool:
+    """Whether layers of a family cache states: such a model cannot be computed without a cache."""
+    config = {"model_type": model_type, **CONFIGS[model_type]}
+    return models.load_family(model_type).spec_from_config(config).kv_cache.has_states
 
 
 def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> ReferenceModel:
@@ -303,6 +323,36 @@ def gemma4_vision_shapes(c: dict[str, Any]) -> Shapes:
     yield from gemma4_shapes(c["text_config"], "model.language_model.")
 
 
+def lfm2_shapes(c: dict[str, Any]) -> Shapes:
+    E, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
+    D = c.get("head_dim") or E // c["num_attention_heads"]
+    H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
+    bias = c.get("conv_bias", False)
+    attending = c.get("full_attn_idxs") or range(c["num_hidden_layers"])
+    default = ["full_attention" if i in attending else "conv" for i in range(c["num_hidden_layers"])]
+    yield "model.embed_tokens.weight", (V, E)
+    for i, layer_type in enumerate(c.get("layer_types", default)):
+        p = f"model.layers.{i}."
+        if layer_type == "conv":
+            yield from linear_shapes(p + "conv.in_proj", 3 * E, E, bias)
+            yield p + "conv.conv.weight", (E, 1, c.get("conv_L_cache", 3))
+            if bias:
+                yield p + "conv.conv.bias", (E,)
+            yield from linear_shapes(p + "conv.out_proj", E, E, bias)
+        else:
+            for name, shape in (("q_proj", (H, E)), ("k_proj", (G, E)), ("v_proj", (G, E)), ("out_proj", (E, H))):
+                yield f"{p}self_attn.{name}.weight", shape
+            yield p + "self_attn.q_layernorm.weight", (D,)
+            yield p + "self_attn.k_layernorm.weight", (D,)
+        for name, shape in (("w1", (F, E)), ("w3", (F, E)), ("w2", (E, F))):
+            yield f"{p}feed_forward.{name}.weight", shape
+        yield p + "operator_norm.weight", (E,)
+        yield p + "ffn_norm.weight", (E,)
+    yield "model.embedding_norm.weight", (E,)
+    if not c.get("tie_word_embeddings", True):
+        yield "lm_head.weight", (V, E)
+
+
 def norm_shapes(name: str, E: int) -> Shapes:
     yield name + ".weight", (E,)
     yield name + ".bias", (E,)
@@ -418,6 +468,7 @@ TENSOR_SHAPES = {
     "gemma3": gemma3_shapes,
     "gemma4_text": gemma4_shapes,
     "gemma4": gemma4_vision_shapes,
+    "lfm2": lfm2_shapes,
     "gpt2": gpt2_shapes,
     "gptj": gptj_shapes,
     "mpt": mpt_shapes,

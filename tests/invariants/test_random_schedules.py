@@ -31,13 +31,14 @@ from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
 from tests.helpers.schedules import (
     FAMILIES,
+    STATE_FAMILIES,
     UNLIKE_FAMILIES,
     Schedule,
     draw_schedule,
     families_of_tests,
     parse_policy,
 )
-from tests.helpers.tiny_models import CONFIGS
+from tests.helpers.tiny_models import CONFIGS, MULTIMODAL
 
 BACKENDS = ["cpu", "reference"] if cpu.unavailable_reason() is None else ["reference"]
 
@@ -133,5 +134,5 @@ def drawn_objects(schedule: Schedule) -> Iterator[tuple[str, Any]]:
 
 
 def test_every_family_is_drawn() -> None:
-    """But for `gemma3` and `gemma4`, which are wrappers of their text models."""
-    assert {*CONFIGS} - {"gemma3", "gemma4"} == {*FAMILIES, *UNLIKE_FAMILIES}
+    """But for those with vision, which are wrappers of their text models, and those that cache states."""
+    assert {*CONFIGS} - {*MULTIMODAL, *STATE_FAMILIES} == {*FAMILIES, *UNLIKE_FAMILIES}

@@ -23,7 +23,7 @@ from retain.models.weights import Weights, open_weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import Changes
 from tests.helpers.folders import save_model_folder
-from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.tiny_models import MULTIMODAL, tiny_checkpoint
 
 FULL, SLIDING = ["full_attention"] * 3, ["sliding_attention"] * 3
 # Keys of other families at values that would change the answer if they were obeyed.
@@ -147,11 +147,11 @@ OLDER_KEYS = {
     "gemma3_text": {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"},
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
-OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite"), HEAD_DIM)
+OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite", "lfm2"), HEAD_DIM)
 OPTIONAL_FIELDS["gemma4_text"] = {"global_head_dim", "num_global_key_value_heads"}  # become a per_layer_config
 SHARED_KEYS = {"rope_scaling", "original_max_position_embeddings", "model_type"}
 ROPE_KEYS = {"rope_theta", "partial_rotary_factor"}
-TEXT_FAMILIES = [family for family in models.list_families() if family not in ("gemma3", "gemma4")]
+TEXT_FAMILIES = [family for family in models.list_families() if family not in MULTIMODAL]
 
 
 def get_fields(family: str) -> dict[str, Any]:

@@ -26,6 +26,8 @@ from retain.formats.config_limits import check_config
         ("final_logit_softcapping", float("nan")),
         ("logits_scaling", 0),
         ("attention_multiplier", float("inf")),
+        ("conv_L_cache", 2**20),
+        ("norm_eps", 0),
     ],
 )
 def test_impossible_numbers_are_refused(key: str, value: Any) -> None:

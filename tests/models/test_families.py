@@ -232,6 +232,10 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("mpt", {"attn_config": {"attn_type": "multiquery_attention"}}, "attn_type='multiquery_attention'"),
         ("opt", {"layer_norm_elementwise_affine": False}, "layer_norm_elementwise_affine=False is not supported"),
         ("opt", {"max_position_embeddings": 513}, "do not fit its config"),
+        ("lfm2", {"layer_types": ["linear_attention"] * 4}, "is not supported: one of conv, full_attention for"),
+        ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs is 1, not a list of layers"),
+        ("lfm2", {"hidden_size": 72}, "a convolution over 72 channels is not supported: only over multiples of 16"),
+        ("lfm2", {"conv_L_cache": 4}, "do not fit its config: a convolution has a weight [64, 1, 3], but [64, 1, 4]"),
         ("gpt_neox", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     ],
 )

@@ -33,7 +33,7 @@ class BiasedCheckpoint(TinyCheckpoint):
 def compute(model: ReferenceModel, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Return the logits of 40 tokens, and their keys in the cache, [P, S, D]."""
     ids, cache = random_tokens(40), ReferenceCache(model.spec, 1, 40, dtype)
-    logits = model.compute(ids, torch.arange(40), cache.make_attend([40], torch.arange(40)))
+    logits = cache.run(model, ids, torch.arange(40), [40])
     return logits, torch.cat([kv.k for kv, _ in cache.layers.values()])
 
 

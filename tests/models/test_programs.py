@@ -23,7 +23,7 @@ from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import CASES, Changes
 from tests.helpers.marks import slow
-from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, has_states, tiny_checkpoint, tiny_model
 
 pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason()))
 needs_triton = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
@@ -187,7 +187,7 @@ def test_rejects_weights_whose_shapes_do_not_fit() -> None:
         models.build(Weights(checkpoint, torch.float32), cpu.program(torch.float32, CPU))
 
 
-@pytest.mark.parametrize("family", models.list_families())
+@pytest.mark.parametrize("family", [family for family in models.list_families() if not has_states(family)])
 def test_the_reference_can_be_differentiated(family: str) -> None:
     """The gradient by an output of attention is how the logits change with it."""
     model, step = tiny_model(family), 1e-2

@@ -21,7 +21,7 @@ INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs la
 def log_probs(model: ReferenceModel, slots: torch.dtype) -> Tensor:
     """Return log-probabilities behind 40 tokens whose K and V are in slots of this dtype."""
     ids, cache = random_tokens(40), ReferenceCache(model.spec, 1, 40, slots)
-    return model.compute(ids, torch.arange(40), cache.make_attend([40], torch.arange(40))).log_softmax(-1)
+    return cache.run(model, ids, torch.arange(40), [40]).log_softmax(-1)
 
 
 def without_factors(weights: Weights) -> ReferenceModel:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels.api import ACTIVATIONS
-from retain.kernels.attention_params import AttentionParams
+from retain.kernels.api import ACTIVATIONS, KV
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
+from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
 from retain.kernels.weight import Weight
 from retain.models.families.gemma4_text import CappedHead
 from retain.models.layers import Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
-from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
+from tests.helpers.decoder_runner import ReferenceModel, build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import Changes
 from tests.helpers.tiny_models import tiny_checkpoint, tiny_model
 
@@ -77,14 +79,20 @@ def test_tied_head_is_the_embedding_table(family: str, changes: Changes) -> None
 @each_variant
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
 def test_hidden_states_stay_bfloat16(family: str, changes: Changes, quantization: str) -> None:
-    checkpoint, dtypes = tiny_checkpoint(family, **changes), set()
-    model = build_model(Weights(checkpoint, torch.bfloat16, quantization))
+    dtypes = set()
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-        dtypes.update((q.dtype, k.dtype, v.dtype))
+    def write(kv: KV, slots: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
+        dtypes.update((k.dtype, v.dtype))
+
+    def attend(q: Tensor, *_: Any, **options: Any) -> Tensor:
+        dtypes.add(q.dtype)
         return q
 
-    assert model.compute(torch.arange(3), torch.arange(3), attend).dtype == torch.float32
+    program = ReferenceProgram(torch.bfloat16, write, attend)
+    weights = Weights(tiny_checkpoint(family, **changes), torch.bfloat16, quantization)
+    model = ReferenceModel(models.build(weights, program), program)
+    (logits,) = run_decoder(model, [random_tokens(3)], [[3]])
+    assert logits.dtype == torch.float32
     assert dtypes == {torch.bfloat16}
 
 

@@ -13,6 +13,7 @@ MAX_LAYERS = 4096
 MAX_WIDTH = 2**20
 MAX_HEADS = 2**16
 MAX_EXPERTS = 4096
+MAX_CONVOLUTION = 64
 MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
 # Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
 SIZES = {
@@ -49,6 +50,7 @@ OPTIONAL_SIZES = {
     "no_rope_layer_interval": MAX_LAYERS,
     "decoder_sparse_step": MAX_LAYERS,
     "original_max_position_embeddings": MAX_CONTEXT,
+    "conv_L_cache": MAX_CONVOLUTION,
 }
 # The same, and 0, which means that a model has none.
 SIZES_OR_NONE = {
@@ -59,6 +61,7 @@ SIZES_OR_NONE = {
 }
 # Finite numbers above 0, or null.
 POSITIVE = (
+    "norm_eps",
     "rms_norm_eps",
     "layer_norm_eps",
     "layer_norm_epsilon",

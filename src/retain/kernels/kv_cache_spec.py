@@ -228,6 +228,17 @@ class KVCacheSpec:
         return tuple(replace(kind, layers=tuple(g), windows=tuple(windows[i] for i in g)) for kind, g in found.items())
 
 
+def convolution_spec(channels: int, window: int) -> ConvolutionSpec:
+    """Return the slots of a convolution: as few heads as K and V of at most 128 numbers allow.
+
+    Raises ValueError unless the channels divide into K and V of multiples of 8 numbers.
+    """
+    sizes = (n for n in range(128, 0, -8) if channels % (2 * n) == 0)
+    if not (size := next(sizes, 0)):
+        raise ValueError(f"a convolution over {channels} channels is not supported: only over multiples of 16")
+    return ConvolutionSpec(channels // (2 * size), size, size, window)
+
+
 def uniform_layers(num_kv_heads: int, head_dim: int, windows: Sequence[int | None]) -> tuple[LayerCacheSpec, ...]:
     """Return layers that differ in nothing but their windows; None is full attention."""
     sizes = num_kv_heads, head_dim, head_dim

@@ -35,8 +35,8 @@ class DecoderLayer(Protocol):
         """Return the norm that is nearest to attention's input."""
 
     @property
-    def attention(self) -> Attention:
-        """Return the layer's attention."""
+    def attention(self) -> Attention | None:
+        """Return the layer's attention, if it has one."""
 
     def emit(self, program: Program, x: int) -> None:
         """Write the layer into a program; it updates buffer `x` in place."""
@@ -44,7 +44,10 @@ class DecoderLayer(Protocol):
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """The sizes of a model, and what each of its layers caches."""
+    """The sizes of a model, and what its layers cache.
+
+    `layers` are caches in the order in which the model uses them. A layer of linear attention has several ones.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -55,7 +58,7 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Return L."""
+        """Return L, the number of caches, shared ones included."""
         return len(self.layers)
 
     @cached_property
@@ -83,7 +86,8 @@ def multi_head_spec(
 class Attention:
     """Compute o_proj(attend(q, k, v)). `qkv_proj` returns all heads of q, then those of k, then those of v.
 
-    A layer that shares the cache of an earlier one has heads of q alone. Sizes are those of the cache that it reads.
+    `layer_idx` is the number of the layer's cache. A layer that shares that of an earlier one has heads of q alone.
+    Sizes are those of the cache that it reads.
 
     Factors of heads (`qk_factors`, see qk_balance.py) leave products q.k as they are. Keys are cached less
     `key_offset`. That changes all scores of a query by the same number, so its weights stay. With a softcap or sink
@@ -100,6 +104,7 @@ class Attention:
     own_params: AttentionParams | None = None  # in place of the spec's
     v_norm: Layer | None = None  # applied to the heads of v
     query_growth: tuple[float, int] | None = None  # see Program.scale_by_position: queries grow with their position
+    gate_proj: Linear | None = None  # [T, E] -> [T, H V]: outputs are multiplied by its sigmoid
 
     @property
     def sizes(self) -> OwnCacheSpec:
@@ -172,7 +177,19 @@ class Attention:
         if self.query_growth:
             program.scale_by_position(qkv, H * a.k_dim, *self.query_growth)
         program.attend(qkv, o, self.layer_idx, (H, a.num_kv_heads, a.k_dim), self.params, self.rope)
+        if self.gate_proj:
+            gate = program.buffer(f"output gate {H * a.v_dim}", H * a.v_dim)
+            self.gate_proj.emit(program, x, gate)
+            program.activation(gate, gate, "sigmoid", H * a.v_dim)
+            program.multiply(o, gate)
         self.o_proj.emit(program, o, out, add)
+
+
+def emit_residual_branch(program: Program, x: int, hidden_size: int, norm: Layer, branch: Layer) -> None:
+    """Write x += branch(norm(x)) into a program."""
+    h = program.buffer("h", hidden_size)
+    norm.emit(program, x, h)
+    branch.emit(program, h, x, add=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,11 +203,8 @@ class PreNormLayer:
 
     def emit(self, program: Program, x: int) -> None:
         """Write the layer into a program; it updates buffer `x` in place."""
-        h = program.buffer("h", self.attention.spec.hidden_size)
-        self.norm1.emit(program, x, h)
-        self.attention.emit(program, h, x, add=True)
-        self.norm2.emit(program, x, h)
-        self.mlp.emit(program, h, x, add=True)
+        for norm, branch in ((self.norm1, self.attention), (self.norm2, self.mlp)):
+            emit_residual_branch(program, x, self.attention.spec.hidden_size, norm, branch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -223,7 +237,8 @@ class Decoder:
     norm: Layer | None
     lm_head: Layer
     ropes: Sequence[Rope] = ()
-    # Of the layers that were emitted and have them, [G, D] each.
+    num_layers: int | None = None  # None: as many as the spec has caches
+    # By cache: of the layers that were emitted and have them, [G, D] each.
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 
     def emit(self, program: Program) -> None:
@@ -239,7 +254,7 @@ class Decoder:
         x = program.buffer("x", s.hidden_size)
         last = program.buffer("last", s.hidden_size)
         e.emit(program, x)
-        for i in range(s.num_layers):
+        for i in range(s.num_layers if self.num_layers is None else self.num_layers):
             self._load_balanced(i).emit(program, x)
         program.gather_rows(x, last)
         if self.norm:
@@ -249,15 +264,16 @@ class Decoder:
 
     def _load_balanced(self, i: int) -> DecoderLayer:
         layer = _balance(self.load_layer(i))
-        if layer.attention.key_factors is not None:
-            self.key_factors[i] = layer.attention.key_factors
+        a = layer.attention
+        if a is not None and a.key_factors is not None:
+            self.key_factors[a.layer_idx] = a.key_factors
         return layer
 
 
 def _balance(layer: DecoderLayer) -> DecoderLayer:
     """Return the layer with factors of its queries and keys."""
     a = layer.attention
-    if a.is_shared:
+    if a is None or a.is_shared:
         return layer
     heads = a.spec.num_heads, a.sizes.num_kv_heads, a.sizes.k_dim
     factors = find_qk_factors(layer.norm1, a.qkv_proj, a.qk_norm, a.rope, a.key_offset, heads)

@@ -41,14 +41,18 @@ def check_supported(config: Mapping[str, Any], **supported: Any) -> None:
             raise ValueError(f"a model with {key}={quote(config[key])} is not supported (only {value!r})")
 
 
-def get_layer_types(config: Mapping[str, Any], default: Sequence[str]) -> list[str]:
-    """Return whether each layer has "full_attention" or "sliding_attention". Raises ValueError for other kinds.
+ATTENTION_TYPES = ("full_attention", "sliding_attention")
+
+
+def get_layer_types(
+    config: Mapping[str, Any], default: Sequence[str], known: Sequence[str] = ATTENTION_TYPES
+) -> list[str]:
+    """Return the kind of each layer, one of `known`. Raises ValueError for other kinds.
 
     `default` is for configs that list no `layer_types`.
     """
     layer_types = config.get("layer_types")
     layer_types = list(default) if layer_types is None else layer_types
-    known = ("full_attention", "sliding_attention")
     is_list = isinstance(layer_types, list) and len(layer_types) == config["num_hidden_layers"]
     if not is_list or not all(layer_type in known for layer_type in layer_types):
         raise ValueError(

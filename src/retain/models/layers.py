@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.files import quote
 from retain.kernels.api import ACTIVATIONS, Program
-from retain.kernels.weight import Weight, concat_rows
+from retain.kernels.weight import Weight, concat_rows, select_rows
 from retain.models.weights import Weights
 
 
@@ -36,6 +36,10 @@ class Linear:
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         program.linear(x, out, self.weight, self.bias, add)
+
+    def select(self, index: Tensor) -> Linear:
+        """Return the layer that computes these outputs alone, int64 [n]. Raises IndexError."""
+        return Linear(select_rows(self.weight, index), None if self.bias is None else self.bias[index])
 
 
 def load_linear(w: Weights, *names: str, bias: bool, transposed: bool = False) -> Linear:
