@@ -20,10 +20,10 @@ from retain.kernels.reference.rows import split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
 from retain.kernels.transfers import to_device
-from retain.kernels.triton import attention, elementwise, experts, fresh_tokens
+from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
-from retain.kernels.triton.plan import plan_attention
+from retain.kernels.triton.plan import plan_attention, request_tiles
 from retain.kernels.triton.step_inputs import DeviceStep
 from retain.kernels.weight import Weight
 
@@ -34,6 +34,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
     def __init__(self, dtype: torch.dtype, device: torch.device):
         super().__init__(dtype, device)
         self._num_heads = 0  # H, known once an attention is emitted
+        self._attended: set[int] = set()  # the layers of attentions
         self._graphs = CUDAGraphRunner(self._run_ops, device)
 
     @property
@@ -122,6 +123,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params, rope)
         H, G, D = heads
         self._num_heads = H
+        self._attended.add(layer)
         rope = replace(rope, freqs=self._to_float32(rope.freqs)) if rope else None
         params = params.map_tensors(self._to_float32)
 
@@ -129,20 +131,28 @@ class TritonProgram(TorchProgram[DeviceStep]):
             q = split_heads(s.buffers[qkv][:, : H * D], H)
             if rope and len(q):
                 q = rotate(q, s.positions, rope)
-            if s.before_attention:
-                s.before_attention(layer, q)
-            inputs = s.layer(layer)
-            plan = s.plans[s.layers[layer][0]]
-            if has_kv:
-                k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
-                keys, values = split_heads(k, G), split_heads(v, G)
-                fresh_tokens.write(inputs.kv, inputs.slot_mapping, keys, values, s.positions, rope, params.key_offset)
-            else:
-                plan = plan.without_masses()
-            o = attention.attend(q, inputs.kv, inputs.tables, plan, s.positions, params, layer)
-            if s.after_attention:
-                s.after_attention(layer)
-            return o.flatten(1)
+            plan = s.plan(layer)
+            with s.use_cache(layer, q) as inputs:
+                if has_kv:
+                    k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
+                    keys, values = split_heads(k, G), split_heads(v, G)
+                    slots = inputs.slot_mapping
+                    fresh_tokens.write(inputs.kv, slots, keys, values, s.positions, rope, params.key_offset)
+                else:
+                    plan = plan.without_masses()
+                return attention.attend(q, inputs.kv, inputs.tables, plan, s.positions, params, layer).flatten(1)
+
+        self._emit(out, compute)
+
+    def convolve(self, x: int, out: int, layer: int, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Emit a short convolution. One kernel convolves, one writes the rows."""
+        self._shapes.check_convolve(x, out, weight.shape, numel_or_none(bias))
+        w = self._to_float32(weight)
+        b = None if bias is None else self._to_float32(bias)
+
+        def compute(s: DeviceStep) -> Tensor:
+            with s.use_cache(layer) as inputs:
+                return linear_attention.convolve(s.buffers[x], inputs, s.requests, s.positions, w, b)
 
         self._emit(out, compute)
 
@@ -150,13 +160,15 @@ class TritonProgram(TorchProgram[DeviceStep]):
     def run(self, batch: Batch) -> Tensor:
         """Compute one step."""
         check_batch(batch)
+        attended = {batch.layers[layer][0] for layer in self._attended}
+        num_heads = [self._num_heads if i in attended else 0 for i in range(len(batch.groups))]
         if not (batch.before_attention or batch.after_attention):
-            logits = self._graphs.run(batch, self._num_heads)
+            logits = self._graphs.run(batch, num_heads)
             if logits is not None:
                 return logits
         plans = [
-            plan_attention(g.tables, self._num_heads // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring)
-            for g in batch.groups
+            plan_attention(g.tables, H // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring) if H else None
+            for g, H in zip(batch.groups, num_heads, strict=True)
         ]
         step = DeviceStep(
             input_ids=to_device(batch.input_ids, self.device),
@@ -165,6 +177,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
             groups=[replace(g, slot_mapping=to_device(g.slot_mapping, self.device)) for g in batch.groups],
             layers=batch.layers,
             plans=plans,
+            requests=request_tiles(batch.groups[0].tables, self.device),
             before_attention=batch.before_attention,
             after_attention=batch.after_attention,
         )

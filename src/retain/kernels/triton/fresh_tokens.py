@@ -40,8 +40,12 @@ def write(
     pos: Tensor,
     rope: Rope | None = None,
     offset: Tensor | None = None,
+    first_slot: int = 0,
 ) -> None:
-    """Store fresh tokens in their slots; with `rope`, rotate the keys on the way, then subtract `offset` [G, D]."""
+    """Store fresh tokens in their slots; with `rope`, rotate the keys on the way, then subtract `offset` [G, D].
+
+    Tokens of slots before `first_slot` are not written (but for numbers of 4 bits).
+    """
     T, G, D = k.shape
     if offset is not None:
         k = (rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k.float()) - offset
@@ -68,6 +72,7 @@ def write(
         S=kv.page_size, D=D, DP=triton.next_power_of_2(D), V=kv.v_dim, VP=triton.next_power_of_2(kv.v_dim),
         C=C, CP=triton.next_power_of_2(C), T=block_t,
         ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, **pages.constants,
+        FIRST_SLOT=first_slot,
         num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
 

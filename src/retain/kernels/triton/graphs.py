@@ -7,7 +7,7 @@ once. On a CPU there are no graphs: a captured step is computed again instead of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class GroupShape:
 
     L: int
     G: int
+    H: int  # query heads; 0 where no attention reads the layers, and no pages count
     max_pages: int  # pages of a head, at most
     max_demoted_pages: int  # the same of demoted tokens; 0 if the step has none
 
@@ -94,6 +95,11 @@ class GraphInputs:
     def scoring(self) -> AttentionScoring:
         """Return the scoring on the device."""
         return AttentionScoring(**{f.name: self.device_views[f.name] for f in fields(AttentionScoring)})
+
+    @property
+    def tiles(self) -> Tensor:
+        """Return the tile of each request on the device, int32 [B, 6]."""
+        return self.device_views["tiles"].view(-1, 6)
 
     def fill(self, batch: Batch) -> None:
         """Copy the inputs of a step to the device; padding requests get no tokens."""
@@ -143,10 +149,10 @@ class CUDAGraphRunner:
         self.memory_pool: Any = None  # shared by all graphs, because only one runs at a time
         self.capture_stream: torch.cuda.Stream | None = None
 
-    def run(self, batch: Batch, num_heads: int) -> Tensor | None:
+    def run(self, batch: Batch, num_heads: Sequence[int]) -> Tensor | None:
         """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet).
 
-        The model has `num_heads` query heads.
+        `num_heads` are the query heads that attend to each group; 0 for groups that no attention reads.
         """
         shape = self._graph_shape(batch, num_heads)
         if shape is None:
@@ -158,7 +164,7 @@ class CUDAGraphRunner:
             if self.num_calls[key] < CAPTURE_AFTER:
                 return None
             try:
-                self.graphs[key] = self._capture(shape, batch, num_heads)
+                self.graphs[key] = self._capture(shape, batch)
             except torch.OutOfMemoryError:
                 self.graphs[key] = None
         self.graphs[key] = captured = self.graphs.pop(key)
@@ -169,7 +175,7 @@ class CUDAGraphRunner:
         captured.inputs.fill(batch)
         return captured.replay()[: len(batch.input_ids)]
 
-    def _graph_shape(self, batch: Batch, num_heads: int) -> GraphShape | None:
+    def _graph_shape(self, batch: Batch, num_heads: Sequence[int]) -> GraphShape | None:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
         T, B = len(batch.input_ids), len(batch.rows)
         batch_size = pad_batch_size(B)
@@ -177,21 +183,26 @@ class CUDAGraphRunner:
             return None
         if not bool((batch.query_start_loc.diff() == T // B).all()):
             return None
+        if T // B > plan.MAX_DECODE_ROWS:  # a step without attention has no tiles that limit it
+            return None
         groups = []
-        for group in batch.groups:
+        for group, H in zip(batch.groups, num_heads, strict=True):
             tables = group.tables
             L, _, G, n = tables.pages.shape
-            if T // B * (num_heads // G) > plan.max_decode_rows(group.kv.k_dim):
+            if not H:
+                groups.append(GroupShape(L, G, 0, 0, 0))
+                continue
+            if T // B * (H // G) > plan.max_decode_rows(group.kv.k_dim):
                 return None
             max_pages = min(triton.next_power_of_2(tables.max_pages or n), n)
             demoted = plan.max_demoted_pages(tables)
             if demoted and tables.demoted:
                 demoted = min(triton.next_power_of_2(demoted), tables.demoted.pages.shape[-1])
-            groups.append(GroupShape(L, G, max_pages, demoted))
+            groups.append(GroupShape(L, G, H, max_pages, demoted))
         noise_mode = plan.noise_mode_of(batch.scoring) if batch.scoring else None
         return GraphShape(batch_size, T // B, tuple(groups), noise_mode)
 
-    def _capture(self, shape: GraphShape, batch: Batch, num_heads: int) -> CapturedStep:
+    def _capture(self, shape: GraphShape, batch: Batch) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
         groups = [
             GroupInputs(group.kv, replace(group.tables, max_pages=own.max_pages), slots)
@@ -202,7 +213,8 @@ class CUDAGraphRunner:
             step = DeviceStep(
                 groups=groups,
                 layers=batch.layers,
-                plans=[_plan_group(shape, *x, inputs, num_heads) for x in zip(shape.groups, groups, strict=True)],
+                plans=[_plan_group(shape, *x, inputs) for x in zip(shape.groups, groups, strict=True)],
+                requests=inputs.tiles,
                 input_ids=inputs.device_views["input_ids"],
                 positions=inputs.device_views["positions"],
                 logits_indices=torch.arange(shape.T, device=self.device),
@@ -228,18 +240,18 @@ class CUDAGraphRunner:
         return CapturedStep(inputs, replay)
 
 
-def _plan_group(
-    shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: GraphInputs, num_heads: int
-) -> AttentionPlan:
-    """Return the plan of the layers of a group: one decode tile for each request."""
+def _plan_group(shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: GraphInputs) -> AttentionPlan | None:
+    """Return the plan of the layers of a group, if attention reads them: one decode tile for each request."""
+    if not own.H:
+        return None
     kv = group.kv
     block_n = plan.choose_block_n(kv)
     num_splits = plan.max_splits(own.max_pages * (kv.page_size // block_n))
-    num_rows = shape.F * num_heads // own.G
-    tiles = TileList(inputs.device_views["tiles"].view(-1, 6), plan.pad_rows(num_rows), num_splits, num_rows)
+    num_rows = shape.F * own.H // own.G
+    tiles = TileList(inputs.tiles, plan.pad_rows(num_rows), num_splits, num_rows)
     mass_buffers = None
     if shape.noise_mode is not None:
-        buffers = plan.allocate_mass_buffers(kv, own.max_pages, shape.T, num_heads, shape.T)
+        buffers = plan.allocate_mass_buffers(kv, own.max_pages, shape.T, own.H, shape.T)
         mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
     whole = AttentionPlan([tiles], None, None, mass_buffers, block_n, own.max_pages)
     return plan.add_demoted(whole, group.tables, own.max_demoted_pages)

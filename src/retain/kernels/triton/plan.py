@@ -81,6 +81,17 @@ def max_decode_rows(D: int) -> int:
     return MAX_DECODE_ROWS if D <= 256 else 16
 
 
+def request_tiles(tables: Tables, device: torch.device) -> Tensor:
+    """Return tiles int32 [B, 6] with all fresh tokens of a request."""
+    begin = tables.query_start_loc[:-1]
+    tiles = torch.zeros(len(tables.rows), 6, dtype=torch.int32)
+    tiles[:, 0] = torch.arange(len(tiles))
+    tiles[:, 1] = tables.rows
+    tiles[:, 2] = begin
+    tiles[:, 3] = tables.query_start_loc[1:] - begin
+    return to_device(tiles, device)
+
+
 def max_demoted_pages(tables: Tables) -> int:
     """Return the pages of demoted tokens that a head has at most; 0 where the step has none."""
     d = tables.demoted

@@ -35,15 +35,16 @@ def write(
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
     C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
-    QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+    QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, FIRST_SLOT: tl.constexpr,
 ):  # fmt: skip
     """Write T of the fresh tokens k [T, G, D] and v [T, G, V] into one head's slots; rotate the keys if ROPE.
 
-    K and V of 4 bits are written before.
+    Slots before FIRST_SLOT stay as they are. K and V of 4 bits are written before.
     """
     t, g = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     valid, t = t < tokens, t.to(tl.int64)
     slot = tl.load(slots + g * slot_head + t * slot_token, mask=valid, other=0).to(tl.int64)
+    valid &= slot >= FIRST_SLOT
     p = tl.load(pos + t, mask=valid, other=-1)
     d = tl.arange(0, DP)[None, :]
     mask = valid[:, None] & (d < D)

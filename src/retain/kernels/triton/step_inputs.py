@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from retain.kernels.api import GroupInputs
@@ -18,11 +20,27 @@ class DeviceStep(Step):
 
     groups: Sequence[GroupInputs]  # with slot mappings on the device
     layers: Sequence[tuple[int, int]]  # see Batch
-    plans: Sequence[AttentionPlan]  # of each KV cache group
+    plans: Sequence[AttentionPlan | None]  # of each KV cache group; None where no attention reads it
+    requests: Tensor  # int32 [B, 6]: a tile for each request (see plan.py), whatever its length
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
 
-    def layer(self, layer: int) -> GroupInputs:
-        """Return the inputs of a layer of the model."""
+    @contextmanager
+    def use_cache(self, layer: int, q: Tensor | None = None) -> Iterator[GroupInputs]:
+        """Give the inputs of a layer of the model; call what the caller wants before and after it.
+
+        `q` are the queries [T, H, D] of an attention.
+        """
+        if self.before_attention:
+            no_queries = torch.zeros(len(self.positions), 0, 0, device=self.positions.device)
+            self.before_attention(layer, no_queries if q is None else q)
         group, index = self.layers[layer]
-        return self.groups[group].for_layer(index)
+        yield self.groups[group].for_layer(index)
+        if self.after_attention:
+            self.after_attention(layer)
+
+    def plan(self, layer: int) -> AttentionPlan:
+        """Return the plan of a layer that attends."""
+        plan = self.plans[self.layers[layer][0]]
+        assert plan is not None
+        return plan
