@@ -1,0 +1,223 @@
+"""Short convolutions and linear attention: every backend against the reference, and cuts of a text against none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from retain.kernels import reference, triton
+from retain.kernels.api import CPU, Backend, Program
+from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
+from retain.kernels.linear_attention import LinearAttention
+from tests.helpers.backend_variants import VARIANTS, use_variant
+from tests.helpers.marks import slow
+from tests.helpers.state_caches import Chunk, StateCaches
+
+WITH_STATES: tuple[str, ...] = ()  # the backends that have the operations
+BACKENDS = [v for v in VARIANTS if v.startswith(WITH_STATES)]
+each_backend = pytest.mark.parametrize("variant", BACKENDS)
+TOLERANCE = 1e-5  # of the largest output: the order of float32 sums
+LENGTH = 100  # tokens of a text
+
+# Three texts side by side: whole pages, cuts inside of pages, chunks longer than a ring, and drafts that are rejected.
+SCHEDULE = (
+    (Chunk(0, 1), Chunk(2, 37)),
+    (Chunk(1, 70, 2), Chunk(0, 14)),
+    (Chunk(2, 1, 3), Chunk(0, 1, 2), Chunk(1, 1)),
+    (Chunk(0, 1), Chunk(1, 9, 5), Chunk(2, 9, 4)),
+    (Chunk(0, 16), Chunk(2, 1), Chunk(1, 1)),
+    (Chunk(0, 51), Chunk(2, 1, 1), Chunk(1, 0, 3)),
+    (Chunk(1, 3), Chunk(0, 1)),
+)
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The sizes of a short convolution."""
+
+    heads: int = 2
+    k_dim: int = 24
+    v_dim: int = 40
+    window: int = 4
+    has_bias: bool = False
+    page_size: int = 16
+
+    def build(self, backend: Backend, device: torch.device = CPU) -> StateCaches:
+        C = self.heads * (self.k_dim + self.v_dim)
+        weight = random(C, self.window, seed=1)
+        bias = random(C, seed=2) if self.has_bias else None
+
+        def emit(program: Program, x: int, out: int) -> None:
+            program.convolve(x, out, 0, weight, bias)
+
+        spec = ConvolutionSpec(self.heads, self.k_dim, self.v_dim, self.window)
+        table = random(3, LENGTH, C)
+        return StateCaches(backend, [spec], emit, table, C, page_size=self.page_size, device=device)
+
+
+@dataclass(frozen=True)
+class Linear:
+    """The sizes of a layer of linear attention."""
+
+    key_heads: int = 2
+    value_heads: int = 4
+    k_dim: int = 24
+    v_dim: int = 40
+    page_size: int = 16
+    decay: float = -0.3
+
+    def build(self, backend: Backend, device: torch.device = CPU) -> StateCaches:
+        H = self.value_heads
+        decay = self.decay * torch.linspace(0.2, 1.0, H)
+        params = LinearAttention(self.key_heads, H, self.k_dim, self.v_dim, decay, random(H, seed=3))
+        table = random(3, LENGTH, params.qkv_width)
+        table[..., : 2 * self.key_heads * self.k_dim] *= self.k_dim**-0.5
+
+        def emit(program: Program, x: int, out: int) -> None:
+            gates = program.buffer("gates", 2 * H)
+            program.embedding(gates, random(2 * table.shape[0] * LENGTH, 2 * H, seed=4))
+            program.linear_attention(x, gates, out, (0, 1), params)
+
+        specs = [
+            LinearTokensSpec(H, self.k_dim, self.v_dim, self.page_size),
+            LinearStateSpec(H, self.k_dim, self.v_dim, self.page_size),
+        ]
+        width = H * self.v_dim
+        return StateCaches(backend, specs, emit, table, width, page_size=self.page_size, device=device)
+
+
+Case = Convolution | Linear
+
+
+CASES: list[Case] = [
+    Convolution(),
+    Convolution(heads=1, k_dim=72, v_dim=8, window=3, has_bias=True, page_size=32),
+    Linear(),
+    Linear(key_heads=1, value_heads=1, k_dim=40, v_dim=16),
+    Linear(key_heads=2, value_heads=2, k_dim=80, v_dim=64),  # a state of three pages
+    Linear(key_heads=1, value_heads=3, k_dim=72, v_dim=24, page_size=32, decay=-4.0),
+]
+MORE_CASES: list[Case] = [
+    Convolution(heads=3, k_dim=128, v_dim=128, window=2),
+    Convolution(heads=2, k_dim=8, v_dim=8, window=17, has_bias=True),
+    Linear(key_heads=1, value_heads=2, k_dim=128, v_dim=128),
+    Linear(key_heads=1, value_heads=1, k_dim=256, v_dim=8),
+]
+each_case = pytest.mark.parametrize("case", [*CASES, *slow(*MORE_CASES)], ids=str)
+
+
+@contextmanager
+def use_caches(variant: str, case: Case) -> Iterator[StateCaches]:
+    """The caches of a case in a backend, on the device that it computes on."""
+    with use_variant(variant) as backend:
+        if variant != "triton":
+            yield case.build(backend)
+        else:
+            yield case.build(triton, CPU if triton.is_interpreted() else torch.device("cuda"))
+
+
+def run_schedule(caches: StateCaches) -> tuple[list[Tensor], list[Tensor]]:
+    """The rows of the three texts, and the positions of all slots in the end."""
+    rows: list[list[Tensor]] = [[], [], []]
+    for chunks in SCHEDULE:
+        for chunk, y in zip(chunks, caches.run(*chunks), strict=True):
+            rows[chunk.request].append(y)
+    return [torch.cat(r) for r in rows], caches.positions()
+
+
+@lru_cache(None)
+def run_reference(case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    return run_schedule(case.build(reference))
+
+
+@each_case
+def test_reference_rows_do_not_depend_on_cuts(case: Case) -> None:
+    """But for the last bit of functions of torch, which rounds rows of a matrix in several ways."""
+    whole = case.build(reference)
+    for request, found in enumerate(run_reference(case)[0]):
+        (expected,) = whole.run(Chunk(request, len(found)))
+        torch.testing.assert_close(found, expected, atol=1e-6 * float(expected.abs().max()), rtol=0)
+
+
+@each_backend
+@each_case
+def test_a_backend_equals_the_reference(variant: str, case: Case) -> None:
+    expected_rows, expected_positions = run_reference(case)
+    with use_caches(variant, case) as caches:
+        rows, positions = run_schedule(caches)
+    for found, expected in zip(positions, expected_positions, strict=True):
+        assert torch.equal(found, expected)
+    for y, z in zip(rows, expected_rows, strict=True):
+        torch.testing.assert_close(y, z, atol=TOLERANCE * float(z.abs().max()), rtol=0)
+
+
+@each_backend
+@each_case
+def test_bits_depend_neither_on_cuts_nor_on_company(variant: str, case: Case) -> None:
+    with use_caches(variant, case) as caches:
+        rows, _ = run_schedule(caches)
+    for request, found in enumerate(rows):
+        with use_caches(variant, case) as alone:
+            (expected,) = alone.run(Chunk(request, len(found)))
+        assert torch.equal(found, expected), f"text {request}"
+
+
+@each_backend
+@given(data=st.data())
+def test_any_cuts_give_the_same_bits(variant: str, data: st.DataObject) -> None:
+    """A text in chunks of any lengths, with rejected drafts, has the bits of one chunk."""
+    case: Case = data.draw(st.sampled_from([Convolution(), Linear(value_heads=2)]))
+    with use_caches(variant, case) as caches:
+        (expected,) = caches.run(Chunk(1, 80))
+    rows: list[Tensor] = []
+    num_tokens = 0
+    with use_caches(variant, case) as caches:
+        while num_tokens < 80:
+            n = min(80 - num_tokens, data.draw(st.integers(0, 40)))
+            (y,) = caches.run(Chunk(1, n, data.draw(st.integers(n == 0, 5))))
+            rows.append(y)
+            num_tokens += n
+    assert torch.equal(torch.cat(rows), expected)
+
+
+def delta_rule(table: Tensor, gates: Tensor, case: Linear, h: int, params: LinearAttention) -> Tensor:
+    """The outputs of one head by the recurrence of arXiv 2412.06464, in float64: a state for each token."""
+    key = h // (case.value_heads // case.key_heads)
+    q, k, v = table.double().split([case.key_heads * case.k_dim] * 2 + [case.value_heads * case.v_dim], dim=1)
+    q, k = (x[:, key * case.k_dim : (key + 1) * case.k_dim] for x in (q, k))
+    v = v[:, h * case.v_dim : (h + 1) * case.v_dim]
+    state = torch.zeros(case.k_dim, case.v_dim, dtype=torch.float64)
+    out = []
+    for t in range(len(table)):
+        a, b = gates[t, h].double(), gates[t, case.value_heads + h].double()
+        state = state * torch.exp(params.decay[h] * torch.nn.functional.softplus(a + params.time_bias[h]))
+        state = state + torch.outer(k[t], b.sigmoid() * (v[t] - k[t] @ state))
+        out.append(q[t] @ state)
+    return torch.stack(out)
+
+
+def test_the_reference_is_the_gated_delta_rule() -> None:
+    """Folding at page ends changes nothing but rounding."""
+    case = Linear()
+    H = case.value_heads
+    decay = case.decay * torch.linspace(0.2, 1.0, H)
+    params = LinearAttention(case.key_heads, H, case.k_dim, case.v_dim, decay, random(H, seed=3))
+    table = random(3, LENGTH, params.qkv_width)
+    table[..., : 2 * case.key_heads * case.k_dim] *= case.k_dim**-0.5
+    gates = random(2 * len(table) * LENGTH, 2 * H, seed=4)
+    (found,) = case.build(reference).run(Chunk(0, LENGTH))
+    for h in range(H):
+        expected = delta_rule(table[0], gates, case, h, params).float()
+        torch.testing.assert_close(found[:, h * case.v_dim : (h + 1) * case.v_dim], expected, atol=1e-4, rtol=1e-4)
