@@ -14,6 +14,7 @@ from torch import Tensor
 
 from retain.kernels.api import ACTIVATIONS, Batch
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.program import TorchProgram
 from retain.kernels.reference.rows import split_heads
@@ -153,6 +154,23 @@ class TritonProgram(TorchProgram[DeviceStep]):
         def compute(s: DeviceStep) -> Tensor:
             with s.use_cache(layer) as inputs:
                 return linear_attention.convolve(s.buffers[x], inputs, s.requests, s.positions, w, b)
+
+        self._emit(out, compute)
+
+    def linear_attention(
+        self, qkv: int, gates: int, out: int, layers: tuple[int, int], params: LinearAttention
+    ) -> None:
+        """Emit linear attention. One kernel computes, one writes what its programs must not overwrite."""
+        self._shapes.check_linear_attention(qkv, gates, out, params)
+        decay, time_bias = self._to_float32(params.decay), self._to_float32(params.time_bias)
+        params = replace(params, decay=decay, time_bias=time_bias)
+
+        def compute(s: DeviceStep) -> Tensor:
+            with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:
+                rows, row_gates = s.buffers[qkv], s.buffers[gates]
+                return linear_attention.attend_linearly(
+                    rows, row_gates, tokens, states, s.requests, s.positions, params
+                )
 
         self._emit(out, compute)
 

@@ -6,16 +6,19 @@ each request, however many tokens it has.
 
 from __future__ import annotations
 
+import torch
 import triton
 from torch import Tensor
 
 from retain.kernels.api import GroupInputs
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.shape_checks import shape_error
 from retain.kernels.triton import fresh_tokens, linear_attention_kernels
 from retain.kernels.triton.fresh_tokens import tokens_per_program
 from retain.kernels.triton.page_layout import page_args
 
 MAX_BLOCK_CHANNELS = 128  # of a program of a convolution
+BLOCK_V = 32  # columns of a state that a program computes
 
 
 def convolve(
@@ -31,14 +34,12 @@ def convolve(
     if not T:
         return out
     pages = page_args(kv)
-    tables = inputs.tables
     block_t = tokens_per_program(T, 8)
     block_n = min(triton.next_power_of_2(C // G), MAX_BLOCK_CHANNELS)
     # A fused multiply-add rounds once where the definition rounds twice.
     linear_attention_kernels.convolve[(triton.cdiv(T, block_t), G, triton.cdiv(C // G, block_n))](
         x, x.stride(0), out, weight, weight if bias is None else bias, pages.k, pages.v, kv.pos,
-        tables.pages, *tables.pages.stride()[:2], tables.counts, *tables.counts.stride(),
-        requests, len(requests), positions, T,
+        *_table_args(inputs), requests, len(requests), positions, T,
         W=weight.shape[1], K=kv.k_dim, V=kv.v_dim, G=G, S=kv.page_size, SP=triton.next_power_of_2(kv.page_size),
         K_PAGE=pages.constants["K_PAGE"], V_PAGE=pages.constants["V_PAGE"],
         T=block_t, R=triton.next_power_of_2(len(requests)), N=block_n, BIAS=bias is not None,
@@ -47,3 +48,67 @@ def convolve(
     k, v = x.view(T, G, -1).split([kv.k_dim, kv.v_dim], dim=-1)
     fresh_tokens.write(kv, inputs.slot_mapping, k, v, positions, first_slot=kv.page_size)
     return out
+
+
+def attend_linearly(
+    qkv: Tensor,
+    gates: Tensor,
+    tokens: GroupInputs,
+    states: GroupInputs,
+    requests: Tensor,
+    positions: Tensor,
+    p: LinearAttention,
+) -> Tensor:
+    """Return outputs [T, value heads * v_dim] for rows [q | k | v] and gates [a | b]; write slots and states."""
+    T, H, D, V = len(qkv), p.num_value_heads, p.k_dim, p.v_dim
+    S, F = tokens.kv.page_size, states.kv.page_size
+    num_parts = triton.cdiv(D, 2 * F)
+    _check_caches(tokens, states, p, num_parts)
+    out = qkv.new_zeros(T, H * V)  # padding tokens are of no request
+    if not T:
+        return out
+    decays = torch.zeros(T, H, dtype=torch.float32, device=qkv.device)
+    own, at_ends = page_args(tokens.kv), page_args(states.kv)
+    own_slots, end_slots = tokens.slot_mapping, states.slot_mapping
+    k_page = own.constants["K_PAGE"]
+    sizes = {"H": H, "R": H // p.num_key_heads, "D": D, "S": S, "K_PAGE": k_page, "F": F, "PARTS": num_parts}
+    rows_of_page = _pad(F)
+    block_v = min(_pad(V), BLOCK_V)
+    # Whether a multiply-add is fused would be the compiler's choice.
+    linear_attention_kernels.attend_linearly[(len(requests), H, triton.cdiv(V, block_v))](
+        qkv, qkv.stride(0), gates, gates.stride(0), p.decay, p.time_bias, out, decays,
+        own.k, own.v, tokens.kv.pos, *_table_args(tokens), own_slots, *own_slots.stride(),
+        at_ends.k, at_ends.v, states.kv.pos, *_table_args(states), end_slots, *end_slots.stride(),
+        requests, positions,
+        **sizes, DP=_pad(D), V=V, VB=block_v, SP=triton.next_power_of_2(S), V_PAGE=own.constants["V_PAGE"],
+        FP=rows_of_page, STATE_K_PAGE=at_ends.constants["K_PAGE"], STATE_V_PAGE=at_ends.constants["V_PAGE"],
+        num_warps=8 if rows_of_page * _pad(D) > 4096 else 4, enable_fp_fusion=False,
+    )  # fmt: skip
+    block_t = tokens_per_program(T, 8)
+    C = tokens.kv.mass.shape[1]
+    linear_attention_kernels.write_keys[(triton.cdiv(T, block_t), H)](
+        qkv, qkv.stride(0), decays, own.k, tokens.kv.pos, tokens.kv.mass, own_slots, *own_slots.stride(),
+        states.kv.pos, end_slots, *end_slots.stride(), positions, T,
+        **sizes, C=C, CP=triton.next_power_of_2(C), T=block_t, N=triton.next_power_of_2(D + 8),
+    )  # fmt: skip
+    return out
+
+
+def _table_args(inputs: GroupInputs) -> tuple[Tensor | int, ...]:
+    """Return the arguments of a kernel for the tables of a layer."""
+    pages, counts = inputs.tables.pages, inputs.tables.counts
+    return pages, *pages.stride()[:2], counts, *counts.stride()
+
+
+def _pad(n: int) -> int:
+    """Return the next size of a matrix that kernels multiply."""
+    return max(16, int(triton.next_power_of_2(n)))
+
+
+def _check_caches(tokens: GroupInputs, states: GroupInputs, p: LinearAttention, num_parts: int) -> None:
+    """Raise ValueError unless the caches of a layer have the sizes of its slots and states."""
+    H, D, V = p.num_value_heads, p.k_dim, p.v_dim
+    found = [(x.tables.pages.shape[1], x.kv.k_dim, x.kv.v_dim) for x in (tokens, states)]
+    expected = [(H, D + 8, V), (H * num_parts, V, V)]
+    if found != expected:
+        raise ValueError(f"linear attention: expected caches of heads, k_dim and v_dim {expected}; got {found}")

@@ -69,3 +69,159 @@ def convolve(
         y = y + tl.load(weight + channel * W + i, mask=c < C, other=0.0)[None, :] * value
     to = out + t.to(tl.int64)[:, None] * G * C + channel[None, :]
     tl.store(to, y.to(out.dtype.element_ty), mask=(t < tokens)[:, None] & (c < C)[None, :])
+
+
+@triton.jit
+def find_pages(pos, table, count, position, S: tl.constexpr):
+    """Return the pages int64 [N] whose last slots have a position, each in a table (pointers [N]) of `count` pages [N].
+
+    It is -1 where there is none.
+    """
+    found = count.to(tl.int64) * 0 - 1
+    for i in range(0, tl.max(count, 0)):
+        page = tl.load(table + i, mask=i < count, other=0).to(tl.int64)
+        held = tl.load(pos + page * S + S - 1, mask=i < count, other=-1)
+        found = tl.where((held == position) & (held >= 0), page, found)
+    return found
+
+
+@triton.jit
+def softplus(x):
+    """Return log(1 + e^x), to float32's precision where e^x is small, too."""
+    y = tl.exp(tl.minimum(x, 20.0))
+    z = 1.0 + y
+    # The second factor takes back how 1 + y was rounded (Goldberg 1991, theorem 4).
+    small = tl.where(z == 1.0, y, tl.log(z) * (y / tl.where(z == 1.0, 1.0, z - 1.0)))
+    return tl.where(x > 20.0, x, small)
+
+
+@triton.jit
+def attend_linearly(
+    qkv, qkv_row, gates, gates_row, decay, time_bias, out, decays,  # out [T, H, V], decays float32 [T, H]
+    k, u, pos, pages, page_row, page_head, counts, count_row, count_head, slots, slot_head, slot_token,
+    state_k, state_v, state_pos, state_pages, state_page_row, state_page_head,
+    state_counts, state_count_row, state_count_head, state_slots, state_slot_head, state_slot_token,
+    requests, positions,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
+    F: tl.constexpr, FP: tl.constexpr, PARTS: tl.constexpr,
+    STATE_K_PAGE: tl.constexpr, STATE_V_PAGE: tl.constexpr,
+):  # fmt: skip
+    """Compute the fresh tokens of one request and one value head: VB of its V columns, F positions at a time.
+
+    Row j of a matrix is the token at position j of a page, whether it is fresh or from a slot. Sums are of all rows,
+    so bits do not depend on where steps cut the text. Writes u and the states, but not their positions: other columns
+    are found by these.
+    """
+    b, h = tl.program_id(0), tl.program_id(1)
+    row, begin, count = tl.load(requests + 6 * b + 1), tl.load(requests + 6 * b + 2), tl.load(requests + 6 * b + 3)
+    if count == 0:
+        return
+    row = row.to(tl.int64)
+    e = tl.program_id(2) * VB + tl.arange(0, VB)
+    d, j = tl.arange(0, DP), tl.arange(0, FP)
+    has_column = (e < V)[None, :]
+    position = tl.load(positions + begin)
+    base = position // F * F
+    num_old = position - base
+    # Each page of a state has F rows in K, and then F rows in V.
+    part, place = d // (2 * F), d % (2 * F)
+    head = h * PARTS + part
+    table = state_pages + row * state_page_row + head * state_page_head
+    has_state = (d < D) & (base > 0)
+    num_pages = tl.load(state_counts + row * state_count_row + head * state_count_head, mask=has_state, other=0)
+    page = find_pages(state_pos, table, num_pages, base - 1, F)
+    in_k, in_v = (page >= 0) & (place < F), (page >= 0) & (place >= F)
+    at_k = (page * STATE_K_PAGE + place * V)[:, None] + e[None, :]
+    at_v = (page * STATE_V_PAGE + (place - F) * V)[:, None] + e[None, :]
+    state = tl.load(state_k + at_k, mask=in_k[:, None] & has_column, other=0.0)
+    state += tl.load(state_v + at_v, mask=in_v[:, None] & has_column, other=0.0)  # [DP, VB]
+    num_pages = tl.load(counts + row * count_row + h * count_head)
+    table = pages + row * page_row + h * page_head + j * 0
+    slot = find_slots(pos, table, tl.where(j < num_old, num_pages, 0), base + j, S, SP)
+    log_decay, bias = tl.load(decay + h), tl.load(time_bias + h)
+    for i in range(0, (num_old + count + F - 1) // F):
+        t = (begin - num_old + i * F + j).to(tl.int64)
+        is_old, is_fresh = slot >= 0, (t >= begin) & (t < begin + count) & (j < F)
+        first, end = tl.maximum(num_old - i * F, 0), tl.minimum(num_old + count - i * F, F)
+        at_k = slot // S * K_PAGE + slot % S * (D + 8)
+        at_u = (slot // S * V_PAGE + slot % S * V)[:, None] + e[None, :]
+        sums = tl.load(k + at_k + D, mask=is_old, other=0.0)  # of log decays since the last page end
+        us = tl.load(u + at_u, mask=is_old[:, None] & has_column, other=0.0)  # [FP, VB]
+        keys = tl.load(k + at_k[:, None] + d[None, :], mask=is_old[:, None] & (d < D)[None, :], other=0.0)
+        tl.debug_barrier()  # slots are overwritten only when all threads have read them
+        is_row = is_fresh[:, None] & (d < D)[None, :]
+        from_q = qkv + t[:, None] * qkv_row + h // R * D + d[None, :]
+        queries = tl.load(from_q, mask=is_row, other=0.0).to(tl.float32)
+        keys += tl.load(from_q + H // R * D, mask=is_row, other=0.0).to(tl.float32)  # [FP, DP]
+        from_v = qkv + t[:, None] * qkv_row + 2 * (H // R) * D + h * V + e[None, :]
+        values = tl.load(from_v, mask=is_fresh[:, None] & has_column, other=0.0).to(tl.float32)
+        a = tl.load(gates + t * gates_row + h, mask=is_fresh, other=0.0).to(tl.float32)
+        beta = tl.load(gates + t * gates_row + H + h, mask=is_fresh, other=0.0).to(tl.float32)
+        beta = (1.0 / (1.0 + tl.exp(-beta)))[:, None]
+        steps = log_decay * softplus(a + bias)
+        last = tl.sum(tl.where(j == first - 1, sums, 0.0), 0)
+        for n in range(first, end):
+            last += tl.sum(tl.where(j == n, steps, 0.0), 0)
+            sums = tl.where(j == n, last, sums)
+        weight = tl.exp(sums)[:, None]
+        is_before = j[:, None] < j[None, :]
+        fade = tl.exp(tl.where(is_before, sums[None, :] - sums[:, None], 0.0))  # [earlier, later]
+        transposed = tl.trans(keys)
+        products = tl.where(is_before, fade * tl.dot(keys, transposed, input_precision="ieee"), 0.0)
+        rest = values - weight * tl.dot(keys, state, input_precision="ieee")
+        for n in range(first, end):
+            column = tl.sum(tl.where((j == n)[None, :], products, 0.0), 1)
+            found = beta * (rest - tl.sum(column[:, None] * us, 0)[None, :])
+            us = tl.where((j == n)[:, None], found, us)
+        is_seen = j[None, :] <= j[:, None]
+        fade = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))  # [later, earlier]
+        products = tl.where(is_seen, fade * tl.dot(queries, transposed, input_precision="ieee"), 0.0)
+        o = weight * tl.dot(queries, state, input_precision="ieee") + tl.dot(products, us, input_precision="ieee")
+        to = out + (t * H + h)[:, None] * V + e[None, :]
+        tl.store(to, o.to(out.dtype.element_ty), mask=is_fresh[:, None] & has_column)
+        if tl.program_id(2) == 0:
+            tl.store(decays + t * H + h, sums, mask=is_fresh)
+        slot = tl.load(slots + h * slot_head + t * slot_token, mask=is_fresh, other=0).to(tl.int64)
+        at_u = (slot // S * V_PAGE + slot % S * V)[:, None] + e[None, :]
+        tl.store(u + at_u, us, mask=(slot >= S)[:, None] & has_column)
+        if end == F:
+            faded = tl.exp(last - sums)[:, None] * keys
+            state = tl.exp(last) * state + tl.dot(tl.trans(faded), us, input_precision="ieee")
+            at = head * state_slot_head + (begin - num_old + i * F + F - 1).to(tl.int64) * state_slot_token
+            page = tl.load(state_slots + at, mask=d < D, other=0).to(tl.int64) // F
+            in_k, in_v = (page > 0) & (place < F), (page > 0) & (place >= F)
+            at_k = (page * STATE_K_PAGE + place * V)[:, None] + e[None, :]
+            at_v = (page * STATE_V_PAGE + (place - F) * V)[:, None] + e[None, :]
+            tl.store(state_k + at_k, state, mask=in_k[:, None] & has_column)
+            tl.store(state_v + at_v, state, mask=in_v[:, None] & has_column)
+        slot = slot * 0 - 1  # the next page has fresh tokens only
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def write_keys(
+    qkv, qkv_row, decays, k, pos, mass, slots, slot_head, slot_token,
+    state_pos, state_slots, state_slot_head, state_slot_token, positions, tokens,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, K_PAGE: tl.constexpr, F: tl.constexpr,
+    PARTS: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """Write T of the keys, with their sums of log decays, and the positions of tokens and states, of one value head."""
+    t, h = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
+    valid, t = t < tokens, t.to(tl.int64)
+    p = tl.load(positions + t, mask=valid, other=-1)
+    slot = tl.load(slots + h * slot_head + t * slot_token, mask=valid, other=0).to(tl.int64)
+    is_written = slot >= S
+    page, place = slot // S, slot % S
+    d = tl.arange(0, N)[None, :]
+    at = qkv + (t * qkv_row)[:, None] + (H // R + h // R) * D + d
+    row = tl.load(at, mask=is_written[:, None] & (d < D), other=0.0).to(tl.float32)
+    row = tl.where(d == D, tl.load(decays + t * H + h, mask=is_written, other=0.0)[:, None], row)
+    tl.store(k + (page * K_PAGE + place * (D + 8))[:, None] + d, row, mask=is_written[:, None] & (d < D + 8))
+    tl.store(pos + slot, p, mask=is_written)
+    c = tl.arange(0, CP)[None, :]
+    to = mass + (page[:, None] * C + c) * S + place[:, None]
+    tl.store(to, tl.zeros((T, CP), tl.float32), mask=is_written[:, None] & (c < C))
+    for part in tl.static_range(PARTS):
+        at_slot = (h * PARTS + part) * state_slot_head + t * state_slot_token
+        slot = tl.load(state_slots + at_slot, mask=valid, other=0).to(tl.int64)
+        tl.store(state_pos + slot, p, mask=slot >= F)
