@@ -27,12 +27,14 @@ from retain.models.decoder import ModelSpec
 from retain.sampling_params import SamplingParams
 from tests.helpers.backend_variants import ISAS
 from tests.helpers.sink_family import SINKS, add_sink_family
+from tests.helpers.state_family import VARIANTS as STATE_VARIANTS
+from tests.helpers.state_family import add_state_families
 from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, has_states, tiny_model
 from tests.helpers.unlike_family import VARIANTS, add_unlike_families
 
 MAX_MODEL_LEN = 512
 UNLIKE_FAMILIES = (*VARIANTS, "gemma4_text")  # their layers differ in heads or head dims
-STATE_FAMILIES = tuple(family for family in CONFIGS if has_states(family))
+STATE_FAMILIES = (*STATE_VARIANTS, *(f for f in CONFIGS if f not in MULTIMODAL and has_states(f)))
 FAMILIES = (*(f for f in CONFIGS if f not in (*MULTIMODAL, *UNLIKE_FAMILIES, *STATE_FAMILIES)), SINKS)
 POLICY_NAMES = ("full", *policies.names())
 SEPARATOR = 11  # a token that separates the messages of a prompt, for reread:ask=repeat
@@ -166,6 +168,7 @@ def families_of_tests() -> Iterator[None]:
     """Make the families known that live in tests only."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         add_unlike_families(monkeypatch)
+        add_state_families(monkeypatch)
         add_sink_family(monkeypatch)
         yield
 
@@ -186,12 +189,12 @@ def parse_policy(spec: str) -> EvictionPolicy:
 def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), families: Sequence[str] = ()) -> Schedule:
     """Draw a schedule: equal seeds give equal ones, but for the instruction set, which this machine must have.
 
-    Without `families` it is one of FAMILIES, or in a quarter of the schedules one of UNLIKE_FAMILIES.
+    Without `families` it is one of FAMILIES, or in a fifth of the schedules each of UNLIKE_FAMILIES or STATE_FAMILIES.
     """
     rng = random.Random(seed)
     rng_of_snapshots = random.Random(~seed)  # no answer depends on it: equal seeds stay equal schedules
     backend = rng.choices(backends, [1 if b == "reference" else 4 for b in backends])[0]
-    family = rng.choice(families or rng.choice([FAMILIES, FAMILIES, FAMILIES, UNLIKE_FAMILIES]))
+    family = rng.choice(families or rng.choice([FAMILIES, FAMILIES, FAMILIES, UNLIKE_FAMILIES, STATE_FAMILIES]))
     dtype, kv_dtype, weights = draw_dtypes(rng, backend)
     page_size = rng.choice([16, 16, 32, 48])
     prefix_cache = rng.choice(["off", "exact", "exact", "exact:keep=prompt"])

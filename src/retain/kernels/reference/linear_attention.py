@@ -23,7 +23,8 @@ def convolve(x: Tensor, inputs: GroupInputs, positions: Tensor, weight: Tensor, 
     out = torch.empty_like(rows)
     starts = t.query_start_loc.tolist()
     for b, row in enumerate(t.rows.tolist()):
-        begin, end = starts[b], starts[b + 1]
+        begin = starts[b]
+        end = starts[b + 1]
         if begin == end:
             continue
         pages = t.pages[row, :, : int(t.counts[row, 0])].long()  # [G, n]: a ring has as many in each head
@@ -49,7 +50,9 @@ def attend_linearly(
     qkv: Tensor, gates: Tensor, tokens: GroupInputs, states: GroupInputs, positions: Tensor, p: LinearAttention
 ) -> Tensor:
     """Return outputs [T, value heads * v_dim] for rows [q | k | v] and gates [a | b]; write slots and states."""
-    H, D, V = p.num_value_heads, p.k_dim, p.v_dim
+    H = p.num_value_heads
+    D = p.k_dim
+    V = p.v_dim
     R = H // p.num_key_heads
     q, k, v = torch.split(qkv.float(), [p.num_key_heads * D, p.num_key_heads * D, H * V], dim=1)
     a, beta = torch.split(gates.float(), [H, H], dim=1)
@@ -122,7 +125,9 @@ class _Head:
         for k_j, decay_j, u_j in zip(self.k, self.decays, self.u, strict=True):
             state = state + torch.exp(decay - decay_j) * k_j[:, None] * u_j
         self.state = state
-        self.k, self.decays, self.u = [], [], []
+        self.k = []
+        self.decays = []
+        self.u = []
         kv = self.states.kv
         for i, slot in enumerate(self._state_slots(t)):
             rows = state[2 * i * self.fold : 2 * (i + 1) * self.fold]
@@ -168,7 +173,8 @@ def _write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, positions: Tensor
     """Store numbers [T, G, ...] and positions [T] in slots [G, T], but for slots of the trash page."""
     g, t = (slot_mapping >= kv.page_size).nonzero(as_tuple=True)
     slots = slot_mapping[g, t].long()
-    page, place = slots // kv.page_size, slots % kv.page_size
+    page = slots // kv.page_size
+    place = slots % kv.page_size
     kv.k[page, place] = k[t, g].to(kv.k.dtype)
     kv.v[page, place] = v[t, g].to(kv.v.dtype)
     kv.pos[page, place] = positions[t]

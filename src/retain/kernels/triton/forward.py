@@ -162,14 +162,13 @@ class TritonProgram(TorchProgram[DeviceStep]):
     ) -> None:
         """Emit linear attention. One kernel computes, one writes what its programs must not overwrite."""
         self._shapes.check_linear_attention(qkv, gates, out, params)
-        decay, time_bias = self._to_float32(params.decay), self._to_float32(params.time_bias)
-        params = replace(params, decay=decay, time_bias=time_bias)
+        decay = self._to_float32(params.decay)
+        params = replace(params, decay=decay, time_bias=self._to_float32(params.time_bias))
 
         def compute(s: DeviceStep) -> Tensor:
             with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:
-                rows, row_gates = s.buffers[qkv], s.buffers[gates]
                 return linear_attention.attend_linearly(
-                    rows, row_gates, tokens, states, s.requests, s.positions, params
+                    s.buffers[qkv], s.buffers[gates], tokens, states, s.requests, s.positions, params
                 )
 
         self._emit(out, compute)

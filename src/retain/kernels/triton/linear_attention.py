@@ -60,16 +60,22 @@ def attend_linearly(
     p: LinearAttention,
 ) -> Tensor:
     """Return outputs [T, value heads * v_dim] for rows [q | k | v] and gates [a | b]; write slots and states."""
-    T, H, D, V = len(qkv), p.num_value_heads, p.k_dim, p.v_dim
-    S, F = tokens.kv.page_size, states.kv.page_size
+    T = len(qkv)
+    H = p.num_value_heads
+    D = p.k_dim
+    V = p.v_dim
+    S = tokens.kv.page_size
+    F = states.kv.page_size
     num_parts = triton.cdiv(D, 2 * F)
     _check_caches(tokens, states, p, num_parts)
     out = qkv.new_zeros(T, H * V)  # padding tokens are of no request
     if not T:
         return out
     decays = torch.zeros(T, H, dtype=torch.float32, device=qkv.device)
-    own, at_ends = page_args(tokens.kv), page_args(states.kv)
-    own_slots, end_slots = tokens.slot_mapping, states.slot_mapping
+    own = page_args(tokens.kv)
+    at_ends = page_args(states.kv)
+    own_slots = tokens.slot_mapping
+    end_slots = states.slot_mapping
     k_page = own.constants["K_PAGE"]
     sizes = {"H": H, "R": H // p.num_key_heads, "D": D, "S": S, "K_PAGE": k_page, "F": F, "PARTS": num_parts}
     rows_of_page = _pad(F)
@@ -96,7 +102,8 @@ def attend_linearly(
 
 def _table_args(inputs: GroupInputs) -> tuple[Tensor | int, ...]:
     """Return the arguments of a kernel for the tables of a layer."""
-    pages, counts = inputs.tables.pages, inputs.tables.counts
+    pages = inputs.tables.pages
+    counts = inputs.tables.counts
     return pages, *pages.stride()[:2], counts, *counts.stride()
 
 
@@ -107,8 +114,9 @@ def _pad(n: int) -> int:
 
 def _check_caches(tokens: GroupInputs, states: GroupInputs, p: LinearAttention, num_parts: int) -> None:
     """Raise ValueError unless the caches of a layer have the sizes of its slots and states."""
-    H, D, V = p.num_value_heads, p.k_dim, p.v_dim
+    H = p.num_value_heads
+    V = p.v_dim
     found = [(x.tables.pages.shape[1], x.kv.k_dim, x.kv.v_dim) for x in (tokens, states)]
-    expected = [(H, D + 8, V), (H * num_parts, V, V)]
+    expected = [(H, p.k_dim + 8, V), (H * num_parts, V, V)]
     if found != expected:
         raise ValueError(f"linear attention: expected caches of heads, k_dim and v_dim {expected}; got {found}")
