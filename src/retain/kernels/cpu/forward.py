@@ -19,20 +19,21 @@ from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
 from retain.kernels.experts import Experts
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.weight import ConvertedWeights, Weight
 
 
 @dataclass(frozen=True)
-class AttentionOp:
-    """A layer's attention: its index in the list of operations, and the buffer that holds its queries."""
+class CacheOp:
+    """An operation over caches: its index in the list of operations, and the buffer that holds its queries."""
 
-    layer: int
+    layers: tuple[int, ...]
     op_index: int
     qkv: int
-    num_heads: int
-    head_dim: int
+    num_heads: int = 0  # of queries: only attention has them
+    head_dim: int = 0
 
 
 class CpuProgram:
@@ -45,7 +46,7 @@ class CpuProgram:
         self._arena = Arena()
         self._weights = ConvertedWeights(self._pack_weight)
         self._owned_tensors: list[Tensor] = []  # tensors whose addresses C++ holds
-        self._attention_ops: list[AttentionOp] = []
+        self._cache_ops: list[CacheOp] = []
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]
 
     # ---- operations --------------------------------------------------------------------------------------------------
@@ -151,8 +152,25 @@ class CpuProgram:
                 num_freqs = len(rope.freqs)
                 self._ropes[rope] = self._program.rope_table(freqs, num_freqs, rope.attention_factor, rope.interleaved)
             self._program.rope(qkv, self._ropes[rope], H + G if has_kv else H, D)
-        self._attention_ops.append(AttentionOp(layer, self._program.num_ops(), qkv, H, D))
+        self._cache_ops.append(CacheOp((layer,), self._program.num_ops(), qkv, H, D))
         self._program.attend(qkv, out, layer, H, G, D, v_dim, has_kv, ffi.to_c_params(params, self._keep_alive))
+
+    def convolve(self, x: int, out: int, layer: int, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Emit a short convolution."""
+        self._shapes.check_convolve(x, out, weight.shape, numel_or_none(bias))
+        self._cache_ops.append(CacheOp((layer,), self._program.num_ops(), x))
+        weights = self._keep_alive(weight.T.contiguous()), self._keep_alive(bias)
+        self._program.convolve(x, out, layer, *weights, *weight.shape)
+
+    def linear_attention(
+        self, qkv: int, gates: int, out: int, layers: tuple[int, int], params: LinearAttention
+    ) -> None:
+        """Emit linear attention."""
+        self._shapes.check_linear_attention(qkv, gates, out, params)
+        self._cache_ops.append(CacheOp(layers, self._program.num_ops(), qkv))
+        sizes = params.num_key_heads, params.num_value_heads, params.k_dim, params.v_dim
+        tensors = self._keep_alive(params.decay), self._keep_alive(params.time_bias)
+        self._program.linear_attention(qkv, gates, out, layers, *sizes, *tensors)
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""
@@ -189,19 +207,21 @@ class CpuProgram:
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring),
         )  # fmt: skip
         begin = 0
-        for op in self._attention_ops if batch.before_attention or batch.after_attention else []:
+        for op in self._cache_ops if batch.before_attention or batch.after_attention else []:
             if batch.before_attention:
                 self._program.run(*c_args, begin, op.op_index)
-                batch.before_attention(op.layer, self._queries(op, T))
+                for layer in op.layers:
+                    batch.before_attention(layer, self._queries(op, T))
                 begin = op.op_index
             if batch.after_attention:
                 self._program.run(*c_args, begin, op.op_index + 1)
-                batch.after_attention(op.layer)
+                for layer in reversed(op.layers):
+                    batch.after_attention(layer)
                 begin = op.op_index + 1
         self._program.run(*c_args, begin, self._program.num_ops())
         return self._logits[:N]
 
-    def _queries(self, op: AttentionOp, T: int) -> Tensor:
+    def _queries(self, op: CacheOp, T: int) -> Tensor:
         """Return a layer's queries [T, H, D] as a view of the buffer in C++."""
         width = self._shapes.widths[op.qkv]
         rows = (ctypes.c_float * (T * width)).from_address(self._program.buffer_address(op.qkv))

@@ -124,6 +124,17 @@ static void bind_program(nb::module_& m) {
       .def("attend",
            [](Program& p, int qkv, int out, int layer, int H, int G, int k_dim, int v_dim, bool has_kv,
               const AttentionParams& params) { p.attend(qkv, out, layer, {H, G, k_dim, v_dim, has_kv}, params); })
+      .def("convolve",
+           [](Program& p, int in, int out, int layer, Address weight, Address bias, int channels, int window) {
+             p.convolve(in, out, layer, {ptr<float>(weight), ptr<float>(bias), channels, window});
+           })
+      .def("linear_attention",
+           [](Program& p, int qkv, int gates, int out, std::pair<int, int> layers, int num_key_heads,
+              int num_value_heads, int k_dim, int v_dim, Address decay, Address time_bias) {
+             p.linear_attention(qkv, gates, out, layers.first, layers.second,
+                                {num_key_heads, num_value_heads, k_dim, v_dim, ptr<float>(decay),
+                                 ptr<float>(time_bias)});
+           })
       .def("gather_rows", &Program::gather_rows)
       .def("buffer_address",
            [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })

@@ -34,11 +34,13 @@ namespace retain {
   void normalize(const NormParams&, const float* x, int n, bool add, float* out);                                     \
   void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
+  void convolve(const ConvolutionArgs&, int block);                                                                   \
+  bool attend_linearly(const LinearAttentionArgs&, int b, int h, float* scratch);                                     \
   }
 #define KERNELS(isa)                                                                                          \
   isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::read_slots,  \
       isa::requantize, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, isa::pack_blocks,         \
-      isa::normalize, isa::activate, isa::rope
+      isa::normalize, isa::activate, isa::rope, isa::convolve, isa::attend_linearly
 #define HAS(feature) __builtin_cpu_supports(feature)
 
 DECLARE_KERNELS(plain)

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "layer_states.h"
 #include "thread_team.h"
 #include "types.h"
 
@@ -181,5 +182,17 @@ struct ExpertsWorkspace {
 // prepared_bytes() of each token, with the number of tokens rounded up to MAX_PADDED_ROWS.
 void mix_experts(const Experts&, const ExpertsArgs&, ExpertsWorkspace&, AlignedVector<char>& prepared,
                  ThreadTeam::Member&);
+
+// Memory of operations over states, reused by all layers.
+struct StateWorkspace {
+  std::vector<int32_t> found;            // see ConvolutionArgs
+  AlignedVector<float> scratch;          // of each thread
+  std::atomic<bool> lacks_state{false};  // whether tables did not have what a token of the step needs
+};
+void check(const ConvolutionArgs&, int T);
+void check(const LinearAttentionArgs&, int T);
+// Every member of a team calls these, and the result is complete after the next barrier. `found` is set here.
+void convolve(ConvolutionArgs, StateWorkspace&, ThreadTeam::Member&);
+void attend_linearly(const LinearAttentionArgs&, StateWorkspace&, ThreadTeam::Member&);
 
 }  // namespace retain

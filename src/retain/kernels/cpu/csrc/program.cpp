@@ -211,6 +211,14 @@ struct Program::RopeOp {
   }
 };
 
+static void check_layer(const StepArgs& s, int layer) {
+  if (layer >= int(s.layers.size()))
+    throw std::invalid_argument("the step has tables of fewer layers than the program");
+  const auto [group, i] = s.layers[layer];
+  if (group < 0 || group >= int(s.groups.size()) || i < 0 || i >= s.groups[group].num_layers)
+    throw std::invalid_argument("the step has no tables of a layer");
+}
+
 struct Program::AttentionOp {
   int qkv, out, layer;
   QkvLayout layout;
@@ -262,16 +270,58 @@ struct Program::AttentionOp {
 
   void check(const StepState& state) const {
     const StepArgs& s = state.step;
-    if (layer >= int(s.layers.size()))
-      throw std::invalid_argument("the step has tables of fewer layers than the program");
-    const auto [group, i] = s.layers[layer];
-    if (group < 0 || group >= int(s.groups.size()) || i < 0 || i >= s.groups[group].num_layers)
-      throw std::invalid_argument("the step has no tables of a layer");
-    const GroupArgs& g = s.groups[group];
+    check_layer(s, layer);
+    const GroupArgs& g = s.groups[s.layers[layer].first];
     if (g.tables.G != layout.G || g.kv.k_dim != layout.k_dim || g.kv.v_dim != layout.v_dim)
       throw std::invalid_argument("the slots of the step have other sizes than the program's");
     retain::check(attention_args(state));
     if (layout.has_kv) retain::check(write_args(state));
+  }
+};
+
+static SlotCache slot_cache(const StepArgs& s, int layer) {
+  const auto [group, i] = s.layers[layer];
+  const GroupArgs& g = s.groups[group];
+  return {g.kv, g.tables.for_layer(i), g.slots + i * g.slot_layer_stride, g.slot_head_stride, g.slot_token_stride};
+}
+
+struct Program::ConvolutionOp {
+  int in, out, layer;
+  Convolution convolution;
+
+  ConvolutionArgs args(const StepState& state) const {
+    const StepArgs& s = state.step;
+    return {slot_cache(s, layer), convolution, state.data(in), state.data(out), s.pos, nullptr};
+  }
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    retain::convolve(args(state), state.program.states_, member);
+  }
+
+  void check(const StepState& state) const {
+    check_layer(state.step, layer);
+    retain::check(args(state), state.step.T);
+  }
+};
+
+struct Program::LinearAttentionOp {
+  int qkv, gates, out, tokens_layer, states_layer;
+  LinearAttention params;
+
+  LinearAttentionArgs args(const StepState& state) const {
+    const StepArgs& s = state.step;
+    return {slot_cache(s, tokens_layer), slot_cache(s, states_layer), params, state.data(qkv), state.data(gates),
+            state.data(out), s.pos};
+  }
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    retain::attend_linearly(args(state), state.program.states_, member);
+  }
+
+  void check(const StepState& state) const {
+    check_layer(state.step, tokens_layer);
+    check_layer(state.step, states_layer);
+    retain::check(args(state), state.step.T);
   }
 };
 
@@ -333,6 +383,15 @@ void Program::rope(int buffer, int table, int heads, int D) { push(RopeOp{buffer
 void Program::attend(int qkv, int out, int layer, QkvLayout layout, const AttentionParams& params) {
   push_checked(AttentionOp{qkv, out, layer, layout, params});
 }
+void Program::convolve(int in, int out, int layer, const Convolution& convolution) {
+  if (convolution.window < 1 || convolution.window > MAX_WINDOW)
+    throw std::invalid_argument("a convolution is over 1 to " + std::to_string(MAX_WINDOW) + " tokens");
+  push_checked(ConvolutionOp{in, out, layer, convolution});
+}
+void Program::linear_attention(int qkv, int gates, int out, int tokens_layer, int states_layer,
+                               const LinearAttention& params) {
+  push_checked(LinearAttentionOp{qkv, gates, out, tokens_layer, states_layer, params});
+}
 void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out}); }
 
 // Allocates `rows` rows in every buffer, unless they have as many already.
@@ -381,6 +440,8 @@ void Program::run(const StepArgs& step, int begin, int end) {
       member.barrier();
     }
   });
+  if (states_.lacks_state.exchange(false))
+    throw std::invalid_argument("the tables of a layer lack the state at a page's end, or a token since then");
 }
 
 }  // namespace retain

@@ -63,6 +63,8 @@ class Program {
   void scale_by_position(int buffer, int n, float beta, int period);
   void rope(int buffer, int table, int heads, int D);
   void attend(int qkv, int out, int layer, QkvLayout, const AttentionParams&);
+  void convolve(int in, int out, int layer, const Convolution&);
+  void linear_attention(int qkv, int gates, int out, int tokens_layer, int states_layer, const LinearAttention&);
   void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
 
   // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.
@@ -89,6 +91,8 @@ class Program {
   struct ScaleByPositionOp;
   struct RopeOp;
   struct AttentionOp;
+  struct ConvolutionOp;
+  struct LinearAttentionOp;
   struct GatherRowsOp;
   struct RopeTable {
     const float* freqs;
@@ -118,6 +122,7 @@ class Program {
   AlignedVector<char> prepared_;
   AttentionWorkspace attention_;
   ExpertsWorkspace experts_;
+  StateWorkspace states_;
 };
 
 }  // namespace retain

@@ -322,7 +322,10 @@ INLINE int num_blocks(const AttentionArgs& args, const QueryTile& tile) {
   return args.has_demoted() ? own + num_blocks(args.demoted_kv, args.demoted_tables, tile) : own;
 }
 
-// The kernels of one instruction set (isa_kernels.cpp).
+struct ConvolutionArgs;      // layer_states.h
+struct LinearAttentionArgs;
+
+// The kernels of one instruction set (isa_kernels.cpp, ggml_blocks.cpp, state_kernels.cpp).
 struct IsaKernels {
   const char* name;
   bool (*is_supported)();
@@ -361,6 +364,12 @@ struct IsaKernels {
   // Rotates the n pairs of a head by their angles: cos [n], then sin [n]. Pairs are (2i, 2i + 1) if interleaved, else
   // (i, i + n).
   void (*rope)(float* x, const float* angles, int n, bool interleaved);
+
+  // Convolves a block of channels, and writes its inputs into slots.
+  void (*convolve)(const ConvolutionArgs&, int block);
+  // Attends with the fresh tokens of request b in value head h, and writes their slots and states. Returns false if the
+  // tables lack the state at the last page end, or a token since then.
+  bool (*attend_linearly)(const LinearAttentionArgs&, int b, int h, float* scratch);
 };
 
 // Floats between rows of scores. Not a power of 2: all rows would then map to the same cache sets.
