@@ -68,8 +68,11 @@ class StateCaches:
         p.linear(last, p.logits_buffer(out_width), torch.eye(out_width))
         p.finalize()
 
-    def run(self, *chunks: Chunk) -> list[Tensor]:
-        """Compute a step, and reject its drafts. Returns the rows of each request's tokens, without those of drafts."""
+    def run(self, *chunks: Chunk, **hooks: Callable[..., None]) -> list[Tensor]:
+        """Compute a step, and reject its drafts. Returns the rows of each request's tokens, without those of drafts.
+
+        `hooks` are those of `Batch`.
+        """
         sizes = [chunk.num_tokens + chunk.num_drafts for chunk in chunks]
         starts = [self.computed[chunk.request] for chunk in chunks]
         positions = torch.cat([torch.arange(s, s + n) for s, n in zip(starts, sizes, strict=True)]).int()
@@ -85,7 +88,7 @@ class StateCaches:
             for kv, pages, to in zip(self.kvs, self.pages, slots, strict=True)
         ]
         layers = [(i, 0) for i in range(len(groups))]
-        batch = Batch(groups, layers, ids, positions, torch.arange(len(ids)))
+        batch = Batch(groups, layers, ids, positions, torch.arange(len(ids)), **hooks)
         out = self.program.run(batch).clone().cpu()
         for kv, to in zip(self.kvs, slots, strict=True):
             rejected = to[:, is_draft].flatten().long()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import pytest
@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.kernels import reference, triton
+from retain.kernels import cpu, reference, triton
 from retain.kernels.api import CPU, Backend, Program
 from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
 from retain.kernels.linear_attention import LinearAttention
+from tests.helpers.attention_case import torch_threads
 from tests.helpers.backend_variants import VARIANTS, use_variant
 from tests.helpers.marks import slow
 from tests.helpers.state_caches import Chunk, StateCaches
@@ -53,6 +54,7 @@ class Convolution:
     window: int = 4
     has_bias: bool = False
     page_size: int = 16
+    in_place: bool = False
 
     def build(self, backend: Backend, device: torch.device = CPU) -> StateCaches:
         C = self.heads * (self.k_dim + self.v_dim)
@@ -60,7 +62,9 @@ class Convolution:
         bias = random(C, seed=2) if self.has_bias else None
 
         def emit(program: Program, x: int, out: int) -> None:
-            program.convolve(x, out, 0, weight, bias)
+            program.convolve(x, x if self.in_place else out, 0, weight, bias)
+            if self.in_place:
+                program.linear(x, out, torch.eye(C))
 
         spec = ConvolutionSpec(self.heads, self.k_dim, self.v_dim, self.window)
         table = random(3, LENGTH, C)
@@ -104,6 +108,7 @@ Case = Convolution | Linear
 CASES: list[Case] = [
     Convolution(),
     Convolution(heads=1, k_dim=72, v_dim=8, window=3, has_bias=True, page_size=32),
+    Convolution(in_place=True),
     Linear(),
     Linear(key_heads=1, value_heads=1, k_dim=40, v_dim=16),
     Linear(key_heads=2, value_heads=2, k_dim=80, v_dim=64),  # a state of three pages
@@ -189,6 +194,74 @@ def test_any_cuts_give_the_same_bits(variant: str, case: Case, chunks: list[tupl
             if min(num_tokens, num_left) + num_drafts:
                 rows += caches.run(Chunk(1, min(num_tokens, num_left), num_drafts))
     assert torch.equal(torch.cat(rows), expected)
+
+
+@each_backend
+@pytest.mark.parametrize("case", [Convolution(), Linear()], ids=str)
+def test_hooks_change_no_bits_and_see_each_cache(variant: str, case: Case) -> None:
+    calls: dict[str, list[tuple[str, int]]] = {}
+    for name in (variant, "reference"):
+        seen: list[tuple[str, int]] = []
+
+        def before(layer: int, q: Tensor, seen: list[tuple[str, int]] = seen) -> None:
+            assert q.shape == (20, 0, 0)
+            seen.append(("before", layer))
+
+        def after(layer: int, seen: list[tuple[str, int]] = seen) -> None:
+            seen.append(("after", layer))
+
+        with use_caches(name, case) as caches:
+            (expected,) = caches.run(Chunk(0, 20))
+        with use_caches(name, case) as caches:
+            (found,) = caches.run(Chunk(0, 20), before_attention=before, after_attention=after)
+        assert torch.equal(found, expected)
+        calls[name] = seen
+    assert calls[variant] == calls["reference"]
+
+
+@each_backend
+@pytest.mark.parametrize("case", [Convolution(heads=4, k_dim=128, v_dim=128), Linear()], ids=str)
+def test_bits_do_not_depend_on_threads(variant: str, case: Case) -> None:
+    with use_caches(variant, case) as caches:
+        expected = caches.run(Chunk(0, 40), Chunk(1, 3))
+    with torch_threads(3), use_caches(variant, case) as caches:
+        found = caches.run(Chunk(0, 40), Chunk(1, 3))
+    assert all(torch.equal(y, z) for y, z in zip(found, expected, strict=True))
+
+
+needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="the extension is not built")
+
+
+@needs_cpu
+@pytest.mark.parametrize("cache", [0, 1])
+def test_a_lost_state_or_token_is_an_error(cache: int) -> None:
+    """And the next step of another text is not affected."""
+    caches = Linear().build(cpu)
+    caches.run(Chunk(0, 20))
+    caches.kvs[cache].pos.fill_(-1)
+    with pytest.raises(ValueError, match="lack the state at a page's end, or a token since then"):
+        caches.run(Chunk(0, 1))
+    caches.run(Chunk(1, 20))
+
+
+@needs_cpu
+@pytest.mark.parametrize("case", [Convolution(), Linear()], ids=str)
+def test_steps_that_do_not_fit_change_nothing(case: Case) -> None:
+    caches = case.build(cpu)
+    before = caches.positions()
+    for kvs, message in (
+        ([replace(kv, v_dim=kv.v_dim + 8) for kv in caches.kvs], "other sizes"),
+        ([replace(kv, k=kv.k.bfloat16(), v=kv.v.bfloat16()) for kv in caches.kvs], "float32"),
+        ([replace(kv, pos=kv.pos[:2]) for kv in caches.kvs], "outside the pool"),
+    ):
+        broken = case.build(cpu)
+        broken.kvs = kvs
+        with pytest.raises(ValueError, match=message):
+            broken.run(Chunk(0, 5))
+    caches.computed[1] = -3
+    with pytest.raises(ValueError, match="ascend by 1"):
+        caches.run(Chunk(1, 5))
+    assert all(torch.equal(x, y) for x, y in zip(caches.positions(), before, strict=True))
 
 
 def delta_rule(table: Tensor, gates: Tensor, case: Linear, h: int, params: LinearAttention) -> Tensor:
