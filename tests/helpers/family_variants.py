@@ -11,6 +11,13 @@ from retain import models
 Changes = dict[str, Any]
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 500.0,
+    "partial_rotary_factor": 0.25,
+    "mrope_section": [1, 1, 0],
+    "mrope_interleaved": True,
+}
 
 VARIANTS: dict[str, list[Changes]] = {
     "llama": [
@@ -68,6 +75,22 @@ VARIANTS: dict[str, list[Changes]] = {
         {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
         {"layer_types": None, "full_attn_idxs": [1], "num_key_value_heads": 1},
     ],
+    "qwen3_next": [
+        {"attention_bias": True, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "tie_word_embeddings": True},
+        {
+            "linear_num_key_heads": 4,
+            "linear_conv_kernel_dim": 3,
+            "partial_rotary_factor": 0.5,
+            "num_experts_per_tok": 3,
+        },
+    ],
+    "qwen3_5_text": [
+        {"attention_bias": True, "tie_word_embeddings": True, "linear_value_head_dim": 8},
+        {"rope_parameters": MROPE, "rope_theta": None, "linear_num_key_heads": 1},
+    ],
+    "qwen3_5": [],
+    "qwen3_5_moe_text": [{"rope_parameters": MROPE, "rope_theta": None, "tie_word_embeddings": True}],
+    "qwen3_5_moe": [],
     "gpt2": [
         {"n_inner": 40, "activation_function": "gelu", "tie_word_embeddings": False},  # as Cerebras-GPT
         {"scale_attn_weights": False, "n_embd": 32},

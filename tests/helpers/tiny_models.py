@@ -72,6 +72,23 @@ LFM2: dict[str, Any] = {
     "tie_word_embeddings": True,
     "pad_token_id": 0,
 }
+QWEN_LINEAR: dict[str, Any] = {
+    **LLAMA,
+    "rms_norm_eps": 1e-2,  # outputs of linear attention are small where q and k differ: rounding would count
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+}
+QWEN_EXPERTS: dict[str, Any] = {
+    **QWEN_LINEAR,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 24,
+}
 GPT: dict[str, Any] = {
     "vocab_size": 128,
     "n_embd": 64,
@@ -129,6 +146,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4": {"text_config": GEMMA4, "tie_word_embeddings": True},
     "lfm2": LFM2,
+    "qwen3_next": QWEN_EXPERTS,
+    "qwen3_5_text": QWEN_LINEAR,
+    "qwen3_5": {"text_config": QWEN_LINEAR},
+    "qwen3_5_moe_text": QWEN_EXPERTS,
+    "qwen3_5_moe": {"text_config": QWEN_EXPERTS},
     "gpt2": GPT,
     "gptj": {**GPT, "rotary_dim": 8},
     "mpt": {"vocab_size": 128, "d_model": 64, "n_layers": 3, "n_heads": 4, "max_seq_len": 512},
@@ -187,13 +209,15 @@ class TinyCheckpoint:
         return set(self.shapes)
 
     def read(self, name: str) -> Tensor:
-        shape, is_gemma = self.shapes[name], self.config["model_type"].startswith("gemma3")
+        shape, model_type = self.shapes[name], self.config["model_type"]
+        is_gemma = model_type.startswith("gemma3")
+        is_linear = model_type.startswith(("qwen3_next", "qwen3_5"))
         x = torch.randn(shape, generator=torch.Generator().manual_seed(zlib.crc32(name.encode()) + self.seed))
         if name.endswith("bias"):
             return x / 20
         if len(shape) == 1:  # a norm's weight: 0.5 to 1.5, of either sign
             y = x.sign() * (0.5 + x.abs() % 1)
-            return y - 1 if is_gemma else y
+            return y - 1 if is_gemma or (is_linear and "linear_attn" not in name) else y
         if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
             return x / 8 if is_gemma else x  # Gemma multiplies by the root of E, which is 8
         if len(shape) == 3:  # [experts, in, out], or [experts, out, in]
@@ -353,6 +377,54 @@ def lfm2_shapes(c: dict[str, Any]) -> Shapes:
         yield "lm_head.weight", (V, E)
 
 
+def qwen_linear_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
+    E, V, D = c["hidden_size"], c["vocab_size"], c["head_dim"]
+    H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
+    keys = c["linear_num_key_heads"] * c["linear_key_head_dim"]
+    num_values = c["linear_num_value_heads"]
+    values = num_values * c["linear_value_head_dim"]
+    is_interleaved = c.get("model_type") == "qwen3_next"
+    yield prefix + "embed_tokens.weight", (V, E)
+    for i, layer_type in enumerate(c["layer_types"]):
+        p = f"{prefix}layers.{i}."
+        if layer_type == "full_attention":
+            for name, shape in (("q", (2 * H, E)), ("k", (G, E)), ("v", (G, E)), ("o", (E, H))):
+                yield from linear_shapes(f"{p}self_attn.{name}_proj", *shape, c.get("attention_bias", False))
+            yield p + "self_attn.q_norm.weight", (D,)
+            yield p + "self_attn.k_norm.weight", (D,)
+        else:
+            apart = {"qkv": 2 * keys + values, "z": values, "a": num_values, "b": num_values}
+            together = {"qkvz": 2 * (keys + values), "ba": 2 * num_values}
+            for name, out in (together if is_interleaved else apart).items():
+                yield f"{p}linear_attn.in_proj_{name}.weight", (out, E)
+            yield p + "linear_attn.conv1d.weight", (2 * keys + values, 1, c.get("linear_conv_kernel_dim", 4))
+            yield p + "linear_attn.A_log", (num_values,)
+            yield p + "linear_attn.dt_bias", (num_values,)
+            yield p + "linear_attn.norm.weight", (c["linear_value_head_dim"],)
+            yield p + "linear_attn.out_proj.weight", (E, values)
+        if "num_experts" in c and i not in c.get("mlp_only_layers", ()):
+            if is_interleaved:
+                yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
+            else:
+                n, size = c["num_experts"], c["moe_intermediate_size"]
+                yield p + "mlp.gate.weight", (n, E)
+                yield p + "mlp.experts.gate_up_proj", (n, 2 * size, E)
+                yield p + "mlp.experts.down_proj", (n, E, size)
+            yield from mlp_shapes(p + "mlp.shared_expert.", E, c["shared_expert_intermediate_size"])
+            yield p + "mlp.shared_expert_gate.weight", (1, E)
+        else:
+            yield from mlp_shapes(p + "mlp.", E, c["intermediate_size"])
+        yield p + "input_layernorm.weight", (E,)
+        yield p + "post_attention_layernorm.weight", (E,)
+    yield prefix + "norm.weight", (E,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
+def qwen_vision_shapes(c: dict[str, Any]) -> Shapes:
+    yield from qwen_linear_shapes(c["text_config"], "model.language_model.")
+
+
 def norm_shapes(name: str, E: int) -> Shapes:
     yield name + ".weight", (E,)
     yield name + ".bias", (E,)
@@ -469,6 +541,11 @@ TENSOR_SHAPES = {
     "gemma4_text": gemma4_shapes,
     "gemma4": gemma4_vision_shapes,
     "lfm2": lfm2_shapes,
+    "qwen3_next": qwen_linear_shapes,
+    "qwen3_5_text": qwen_linear_shapes,
+    "qwen3_5": qwen_vision_shapes,
+    "qwen3_5_moe_text": qwen_linear_shapes,
+    "qwen3_5_moe": qwen_vision_shapes,
     "gpt2": gpt2_shapes,
     "gptj": gptj_shapes,
     "mpt": mpt_shapes,

@@ -142,7 +142,8 @@ def test_keys_of_other_families_count_as_in_transformers(tmp_path: Path, family:
 
 
 # Keys of configs of older styles, which transformers converts.
-OLDER_KEYS = {
+INTERVAL = {"full_attention_interval"}
+OLDER_KEYS = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), INTERVAL) | {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"},
 }

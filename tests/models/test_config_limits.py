@@ -27,6 +27,10 @@ from retain.formats.config_limits import check_config
         ("logits_scaling", 0),
         ("attention_multiplier", float("inf")),
         ("conv_L_cache", 2**20),
+        ("linear_conv_kernel_dim", 0),
+        ("linear_num_value_heads", 2**24),
+        ("linear_key_head_dim", 2**16),
+        ("full_attention_interval", 0),
         ("norm_eps", 0),
     ],
 )

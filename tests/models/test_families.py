@@ -29,6 +29,15 @@ VISION = {
     "patch_size": 14,
 }
 
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 1,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 4,
+}
+
 
 @torch.inference_mode()
 def transformers_logits(checkpoint: TinyCheckpoint, text: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -44,10 +53,13 @@ def build_transformers_model(checkpoint: TinyCheckpoint) -> Any:
     model_type, auto = config.pop("model_type"), AutoModelForCausalLM
     if model_type == "gemma3":
         config, auto = {**config, "vision_config": VISION, "mm_tokens_per_image": 4}, AutoModelForImageTextToText
+    elif model_type in ("qwen3_5", "qwen3_5_moe"):
+        config, auto = {**config, "vision_config": QWEN_VISION}, AutoModelForImageTextToText
     model = auto.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager").eval()
     tensors = stack_experts({name: checkpoint.read(name) for name in checkpoint.names()})
     result = model.load_state_dict(tensors, strict=False)
-    missing = {name for name in result.missing_keys if "vision_tower" not in name and "projector" not in name}
+    vision = ("vision_tower", "projector", "model.visual.")
+    missing = {name for name in result.missing_keys if not any(part in name for part in vision)}
     assert not result.unexpected_keys and missing <= {"lm_head.weight"}
     return model
 
@@ -117,7 +129,9 @@ def test_bfloat16_error_is_close_to_that_of_transformers(family: str) -> None:
     checkpoint, ids = tiny_checkpoint(family), random_tokens(40)
     (ours,) = run_decoder(tiny_model(family, torch.bfloat16), [ids], [[20], [20]])
     exact = transformers_logits(checkpoint, ids)
-    error, theirs = (ours - exact).std(), (transformers_logits(checkpoint, ids, torch.bfloat16) - exact).std()
+    rounded = transformers_logits(checkpoint, ids, torch.bfloat16)
+    # Of most tokens: one that takes another expert for a last bit differs by far more.
+    error, theirs = ((logits - exact).std(dim=1).median() for logits in (ours, rounded))
     assert ours.dtype == torch.float32
     assert 0 < error < 1.3 * theirs < 0.3 * exact.std()
 
@@ -165,6 +179,8 @@ class RenamedCheckpoint:
         ("gpt2", "transformer.", ""),  # OpenAI's own
         ("gptj", "transformer.", ""),
         ("mpt", "transformer.", ""),
+        ("qwen3_5", "model.language_model.", "model."),  # the text model alone
+        ("qwen3_5_text", "model.", "model.language_model."),
         ("opt", "model.decoder.", "decoder."),
         ("gpt_neox", "gpt_neox.", ""),
         ("gpt_neox", "lm_head", "embed_out"),  # files on the hub
@@ -235,6 +251,15 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("lfm2", {"layer_types": ["linear_attention"] * 4}, "is not supported: one of conv, full_attention for"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs is 1, not a list of layers"),
         ("lfm2", {"hidden_size": 72}, "a convolution over 72 channels is not supported: only over multiples of 16"),
+        ("qwen3_next", {"layer_types": ["conv"] * 4}, "is not supported: one of linear_attention, full_attention for"),
+        ("qwen3_5_text", {"linear_key_head_dim": 20}, "heads of 20 numbers is not supported: only multiples of 8"),
+        (
+            "qwen3_5_text",
+            {"linear_conv_kernel_dim": 5},
+            "do not fit its config: a convolution has a weight [160, 1, 4]",
+        ),
+        ("qwen3_next", {"linear_num_key_heads": 3}, "do not fit its config"),
+        ("qwen3_5_text", {"linear_num_value_heads": 6}, "do not fit its config"),
         ("lfm2", {"conv_L_cache": 4}, "do not fit its config: a convolution has a weight [64, 1, 3], but [64, 1, 4]"),
         ("gpt_neox", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
     ],

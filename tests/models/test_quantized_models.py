@@ -62,7 +62,7 @@ def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Ch
     torch.testing.assert_close(ours / std, dequantized / std, atol=tolerance, rtol=0)
     # Of most tokens: one that takes another expert for a last bit differs by far more.
     error = ((ours - unquantized).std(dim=1) / unquantized.std()).median()
-    assert (0.001 < error < 0.1) if quantization == "int8" else (0.01 < error < 0.7)
+    assert (0.001 < error < 0.1) if quantization == "int8" else (0.01 < error < 0.8)
 
 
 @each_variant

@@ -14,6 +14,7 @@ MAX_WIDTH = 2**20
 MAX_HEADS = 2**16
 MAX_EXPERTS = 4096
 MAX_CONVOLUTION = 64
+MAX_LINEAR_HEAD = 1024  # a state has its square in numbers
 MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
 # Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
 SIZES = {
@@ -51,6 +52,13 @@ OPTIONAL_SIZES = {
     "decoder_sparse_step": MAX_LAYERS,
     "original_max_position_embeddings": MAX_CONTEXT,
     "conv_L_cache": MAX_CONVOLUTION,
+    "linear_conv_kernel_dim": MAX_CONVOLUTION,
+    "linear_num_key_heads": MAX_HEADS,
+    "linear_num_value_heads": MAX_HEADS,
+    "linear_key_head_dim": MAX_LINEAR_HEAD,
+    "linear_value_head_dim": MAX_LINEAR_HEAD,
+    "full_attention_interval": MAX_LAYERS,
+    "shared_expert_intermediate_size": 2**24,
 }
 # The same, and 0, which means that a model has none.
 SIZES_OR_NONE = {

@@ -9,7 +9,7 @@ import torch
 from retain.kernels.api import Program
 from retain.kernels.experts import Experts, Router
 from retain.kernels.weight import concat_rows
-from retain.models.layers import Linear, resolve_activation
+from retain.models.layers import Linear, load_linear, resolve_activation
 from retain.models.weights import Weights
 
 
@@ -26,6 +26,28 @@ class MixtureOfExperts:
         scores = program.buffer(f"scores {n}", n)
         self.gate.emit(program, x, scores)
         program.experts(x, scores, out, self.experts, add)
+
+
+@dataclass(frozen=True, eq=False)
+class SharedExpertMixture:
+    """Compute a mixture of experts, and one expert of all tokens, whose weight is the sigmoid of a score of its own."""
+
+    mixture: MixtureOfExperts
+    shared: MixtureOfExperts  # of one expert
+
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+        """See Layer."""
+        self.mixture.emit(program, x, out, add)
+        self.shared.emit(program, x, out, add=True)
+
+
+def load_shared_expert(w: Weights, act: str) -> MixtureOfExperts:
+    """Load the expert of all tokens from shared_expert, and its score from shared_expert_gate."""
+    gate_up = load_linear(w, "shared_expert.gate_proj", "shared_expert.up_proj", bias=False)
+    down = w.load_matrix("shared_expert.down_proj.weight")
+    router = Router(top_k=1, is_sigmoid=True, normalize=False)
+    experts = Experts(1, gate_up.weight, down, router, resolve_activation(act))
+    return MixtureOfExperts(Linear(w["shared_expert_gate.weight"].to(torch.float32)), experts)
 
 
 def load_experts(w: Weights, num_experts: int, router: Router, act: str) -> Experts:

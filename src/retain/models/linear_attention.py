@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import Program
+from retain.kernels.kv_cache_spec import LayerCacheSpec, LinearStateSpec, LinearTokensSpec, convolution_spec
+from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.shape_checks import WidthError
 from retain.models.decoder import emit_residual_branch
-from retain.models.layers import Layer, Linear
+from retain.models.layers import Layer, Linear, RMSNorm
 from retain.models.weights import Weights
+
+QK_NORM_EPS = 1e-6  # beside a sum of squares, in all models
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,6 +62,69 @@ class ShortConvolution:
         program.convolve(z, y, self.cache, self.weight, self.bias)
         program.multiply(y, gates, first=n)
         self.out_proj.emit(program, y, out, add)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDeltaNet:
+    """Compute out_proj(norm(attend(act(convolve(qkv)))) * silu(z)), where z, qkv and gates are linear in x.
+
+    Heads of q and k have length 1 (arXiv 2412.06464). `norm` is one of each value head.
+    """
+
+    cache: int  # the number of its ConvolutionSpec; those of tokens and states follow
+    params: LinearAttention
+    qkv_proj: Linear  # [T, E] -> [T, C]
+    gates_proj: Linear  # [T, E] -> [a | b], [T, 2 H]; see LinearAttention
+    z_proj: Linear  # [T, E] -> [T, H V]
+    weight: Tensor  # [C, W], of the convolution
+    act: str
+    norm: Layer
+    out_proj: Linear
+
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+        """See Layer."""
+        p = self.params
+        C = p.qkv_width
+        n = p.num_value_heads * p.v_dim
+        inputs = program.buffer(f"linear attention inputs {C}", C)
+        qkv = program.buffer(f"linear attention qkv {C}", C)
+        gates = program.buffer(f"linear attention gates {2 * p.num_value_heads}", 2 * p.num_value_heads)
+        z = program.buffer(f"linear attention z {n}", n)
+        y = program.buffer(f"linear attention {n}", n)
+        self.qkv_proj.emit(program, x, inputs)
+        program.convolve(inputs, qkv, self.cache, self.weight)
+        program.activation(qkv, qkv, self.act, C)
+        self._qk_norm.emit(program, qkv, qkv)
+        self.gates_proj.emit(program, x, gates)
+        self.z_proj.emit(program, x, z)
+        program.linear_attention(qkv, gates, y, (self.cache + 1, self.cache + 2), p)
+        self.norm.emit(program, y, y)
+        program.activation(z, z, "silu", n)
+        program.multiply(y, z)
+        self.out_proj.emit(program, y, out, add)
+
+    @property
+    def _qk_norm(self) -> RMSNorm:
+        """Divide heads by (sum of squares + eps)^(1/2), and those of q by the root of their size too."""
+        D = self.params.k_dim
+        weight = torch.full((2 * self.params.num_key_heads, D), D**-0.5)
+        weight[: self.params.num_key_heads] *= D**-0.5
+        return RMSNorm(weight, QK_NORM_EPS / D)
+
+
+def linear_attention_specs(
+    num_key_heads: int, num_value_heads: int, k_dim: int, v_dim: int, window: int
+) -> tuple[LayerCacheSpec, ...]:
+    """Return the caches of a GatedDeltaNet with a convolution of this window, in the order of their use.
+
+    Raises ValueError for sizes that slots cannot have.
+    """
+    for size in (k_dim, v_dim):
+        if size % 8:
+            raise ValueError(f"linear attention with heads of {size} numbers is not supported: only multiples of 8")
+    channels = 2 * num_key_heads * k_dim + num_value_heads * v_dim
+    tokens = LinearTokensSpec(num_value_heads, k_dim, v_dim)
+    return convolution_spec(channels, window), tokens, LinearStateSpec(num_value_heads, k_dim, v_dim)
 
 
 def load_convolution_weight(w: Weights, name: str, channels: int, window: int) -> Tensor:

@@ -16,9 +16,10 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     return gemma3_text.spec_from_config(get_text_config(c))
 
 
-def get_text_config(c: Mapping[str, Any]) -> FamilyConfig:
-    """Return the config of the text model. Whether head and embedding are tied stands beside it."""
-    return FamilyConfig({**FamilyConfig(c)["text_config"], "tie_word_embeddings": c.get("tie_word_embeddings", True)})
+def get_text_config(c: Mapping[str, Any], is_tied: bool = True) -> FamilyConfig:
+    """Return the config of the text model. Whether head and embedding are tied stands beside it, or is `is_tied`."""
+    tied = {"tie_word_embeddings": c.get("tie_word_embeddings", is_tied)}
+    return FamilyConfig({**FamilyConfig(c)["text_config"], **tied})
 
 
 def build(w: Weights) -> Decoder:

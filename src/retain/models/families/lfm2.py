@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from retain.files import quote
 from retain.kernels.kv_cache_spec import ConvolutionSpec, convolution_spec
 from retain.kernels.rope import Rope
@@ -81,9 +79,7 @@ def load_convolution(w: Weights, i: int) -> ShortConvolution:
 
 def load_attention(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Attention:
     """Load the attention of layer i."""
-    q = w["q_layernorm.weight"].float().expand(s.num_heads, -1)
-    k = w["k_layernorm.weight"].float().expand(s.kv_cache.attention(i).num_kv_heads, -1)
-    norm = RMSNorm(torch.cat((q, k)), w.config["norm_eps"])
+    norm = llama.load_qk_norm(w, i, s, w.config["norm_eps"], names=("q_layernorm", "k_layernorm"))
     qkv = load_linear(w, "q_proj", "k_proj", "v_proj", bias=False)
     return Attention(i, s, qkv, load_linear(w, "out_proj", bias=False), rope, norm)
 

@@ -86,13 +86,18 @@ def build_attention(
     w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: OptionalTensors, norm_offset: float = 0.0
 ) -> Attention:
     """Build the attention of one layer. Norms of q and k heads, if any, multiply by w + `norm_offset`."""
-    norm = None
-    if tensors.qk_norm:
-        q = w["q_norm.weight"].float().expand(s.num_heads, -1)
-        k = w["k_norm.weight"].float().expand(s.kv_cache.attention(i).num_kv_heads, -1)
-        norm = RMSNorm(torch.cat((q, k)) + norm_offset, w.config["rms_norm_eps"])  # [H + G, D]
+    norm = load_qk_norm(w, i, s, w.config["rms_norm_eps"], norm_offset) if tensors.qk_norm else None
     qkv = load_linear(w, "q_proj", "k_proj", "v_proj", bias=tensors.qkv_bias)
     return Attention(i, s, qkv, load_linear(w, "o_proj", bias=tensors.o_bias), rope, norm)
+
+
+def load_qk_norm(
+    w: Weights, i: int, s: ModelSpec, eps: float, offset: float = 0.0, names: tuple[str, str] = ("q_norm", "k_norm")
+) -> RMSNorm:
+    """Load the norm of the q and k heads of a layer, which multiplies by w + `offset`; `i` is its cache."""
+    q, k = (w[f"{name}.weight"].float() for name in names)
+    num_kv_heads = s.kv_cache.attention(i).num_kv_heads
+    return RMSNorm(torch.cat((q.expand(s.num_heads, -1), k.expand(num_kv_heads, -1))) + offset, eps)  # [H + G, D]
 
 
 def build(w: Weights) -> Decoder:

@@ -48,17 +48,17 @@ def has_experts(c: Mapping[str, Any], i: int) -> bool:
     return is_sparse and i not in (c["mlp_only_layers"] or ())
 
 
-def load_mixture(w: Weights) -> MixtureOfExperts:
-    """Load the experts of a layer, and the scores of their router."""
+def load_mixture(w: Weights, normalize: bool) -> MixtureOfExperts:
+    """Load the experts of a layer, and the scores of their router. Weights of experts add up to 1 if `normalize`."""
     c = w.config
-    router = Router(c["num_experts_per_tok"], normalize=c["norm_topk_prob"])
+    router = Router(c["num_experts_per_tok"], normalize=normalize)
     experts = load_experts(w, c["num_experts"], router, c["hidden_act"])
     return MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    mlp = load_mixture(w.scope("mlp.")) if has_experts(w.config, i) else None
+    mlp = load_mixture(w.scope("mlp."), w.config["norm_topk_prob"]) if has_experts(w.config, i) else None
     return llama.build_layer(w, i, s, rope, tensors, mlp)
 
 
