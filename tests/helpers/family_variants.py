@@ -75,6 +75,10 @@ VARIANTS: dict[str, list[Changes]] = {
         {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
         {"layer_types": None, "full_attn_idxs": [1], "num_key_value_heads": 1},
     ],
+    "lfm2_moe": [
+        {"use_expert_bias": False, "norm_topk_prob": False, "num_experts_per_tok": 3},
+        {"routed_scaling_factor": 1.5, "conv_bias": True, "num_dense_layers": 0},
+    ],
     "qwen3_next": [
         {"attention_bias": True, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "tie_word_embeddings": True},
         {

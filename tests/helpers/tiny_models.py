@@ -146,6 +146,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma4_text": GEMMA4,
     "gemma4": {"text_config": GEMMA4, "tie_word_embeddings": True},
     "lfm2": LFM2,
+    "lfm2_moe": {
+        **{k: v for k, v in LFM2.items() if k != "block_auto_adjust_ff_dim"},
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    },
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_text": QWEN_LINEAR,
     "qwen3_5": {"text_config": QWEN_LINEAR},
@@ -368,8 +375,15 @@ def lfm2_shapes(c: dict[str, Any]) -> Shapes:
                 yield f"{p}self_attn.{name}.weight", shape
             yield p + "self_attn.q_layernorm.weight", (D,)
             yield p + "self_attn.k_layernorm.weight", (D,)
-        for name, shape in (("w1", (F, E)), ("w3", (F, E)), ("w2", (E, F))):
-            yield f"{p}feed_forward.{name}.weight", shape
+        experts, size = [""], F
+        if i >= c.get("num_dense_layers", c["num_hidden_layers"]):
+            experts, size = [f"experts.{e}." for e in range(c["num_experts"])], c["moe_intermediate_size"]
+            yield p + "feed_forward.gate.weight", (c["num_experts"], E)
+            if c.get("use_expert_bias", True):
+                yield p + "feed_forward.expert_bias", (c["num_experts"],)
+        for expert in experts:
+            for name, shape in (("w1", (size, E)), ("w3", (size, E)), ("w2", (E, size))):
+                yield f"{p}feed_forward.{expert}{name}.weight", shape
         yield p + "operator_norm.weight", (E,)
         yield p + "ffn_norm.weight", (E,)
     yield "model.embedding_norm.weight", (E,)
@@ -541,6 +555,7 @@ TENSOR_SHAPES = {
     "gemma4_text": gemma4_shapes,
     "gemma4": gemma4_vision_shapes,
     "lfm2": lfm2_shapes,
+    "lfm2_moe": lfm2_shapes,
     "qwen3_next": qwen_linear_shapes,
     "qwen3_5_text": qwen_linear_shapes,
     "qwen3_5": qwen_vision_shapes,

@@ -148,7 +148,7 @@ OLDER_KEYS = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), I
     "gemma3_text": {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"},
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
-OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite", "lfm2"), HEAD_DIM)
+OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite", "lfm2", "lfm2_moe"), HEAD_DIM)
 OPTIONAL_FIELDS["gemma4_text"] = {"global_head_dim", "num_global_key_value_heads"}  # become a per_layer_config
 SHARED_KEYS = {"rope_scaling", "original_max_position_embeddings", "model_type"}
 ROPE_KEYS = {"rope_theta", "partial_rotary_factor"}

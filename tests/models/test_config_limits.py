@@ -27,6 +27,8 @@ from retain.formats.config_limits import check_config
         ("logits_scaling", 0),
         ("attention_multiplier", float("inf")),
         ("conv_L_cache", 2**20),
+        ("num_dense_layers", -1),
+        ("routed_scaling_factor", float("inf")),
         ("linear_conv_kernel_dim", 0),
         ("linear_num_value_heads", 2**24),
         ("linear_key_head_dim", 2**16),

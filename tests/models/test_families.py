@@ -68,8 +68,9 @@ def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Stack the experts of each layer, as transformers does when it reads a published file."""
     by_layer: dict[str, dict[tuple[int, str], Tensor]] = {}
     for name in list(tensors):
-        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight", name):
-            by_layer.setdefault(found[1], {})[int(found[2]), found[3]] = tensors.pop(name)
+        if found := re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+?)(_proj)?\.weight", name):
+            part = {"w1": "gate", "w3": "up", "w2": "down"}.get(found[3], found[3])
+            by_layer.setdefault(found[1], {})[int(found[2]), part] = tensors.pop(name)
     for prefix, parts in by_layer.items():
         n = len({e for e, _ in parts})
         gate_up = [torch.cat((parts[e, "gate"], parts[e, "up"])) for e in range(n)]
@@ -250,6 +251,7 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("opt", {"max_position_embeddings": 513}, "do not fit its config"),
         ("lfm2", {"layer_types": ["linear_attention"] * 4}, "is not supported: one of conv, full_attention for"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs is 1, not a list of layers"),
+        ("lfm2_moe", {"layer_types": None}, "layer_types [] is not supported: one of conv, full_attention for"),
         ("lfm2", {"hidden_size": 72}, "a convolution over 72 channels is not supported: only over multiples of 16"),
         ("qwen3_next", {"layer_types": ["conv"] * 4}, "is not supported: one of linear_attention, full_attention for"),
         ("qwen3_5_text", {"linear_key_head_dim": 20}, "heads of 20 numbers is not supported: only multiples of 8"),

@@ -87,6 +87,8 @@ MEANINGLESS = {
     "mistral": [f"{LAYER}self_attn.rotary_emb.inv_freq"],
     "gpt2": ["transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias"],
     "gptj": ["transformer.h.1.attn.bias", "transformer.h.1.attn.masked_bias"],
+    "qwen3_next": ["mtp.norm.weight", "mtp.layers.0.self_attn.q_proj.weight"],
+    "qwen3_5_text": ["mtp.fc.weight", "model.visual.merger.norm.weight"],
     "gpt_neox": [f"gpt_neox.layers.1.attention.{n}" for n in ("bias", "masked_bias", "rotary_emb.inv_freq")],
 }
 

@@ -66,10 +66,12 @@ SIZES_OR_NONE = {
     "num_local_experts": MAX_EXPERTS,
     "hidden_size_per_layer_input": MAX_WIDTH,
     "num_kv_shared_layers": MAX_LAYERS,
+    "num_dense_layers": MAX_LAYERS,
 }
 # Finite numbers above 0, or null.
 POSITIVE = (
     "norm_eps",
+    "routed_scaling_factor",
     "rms_norm_eps",
     "layer_norm_eps",
     "layer_norm_epsilon",

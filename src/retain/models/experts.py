@@ -50,28 +50,34 @@ def load_shared_expert(w: Weights, act: str) -> MixtureOfExperts:
     return MixtureOfExperts(Linear(w["shared_expert_gate.weight"].to(torch.float32)), experts)
 
 
-def load_experts(w: Weights, num_experts: int, router: Router, act: str) -> Experts:
-    """Load experts without biases: one by one, or stacked in one tensor of a layer."""
+ExpertNames = tuple[str, str, str]  # of the gate, the up and the down projection
+EXPERT_NAMES: ExpertNames = ("gate_proj", "up_proj", "down_proj")
+
+
+def load_experts(w: Weights, num_experts: int, router: Router, act: str, names: ExpertNames = EXPERT_NAMES) -> Experts:
+    """Load experts without biases: one by one, by these names, or stacked in one tensor of a layer."""
     act = resolve_activation(act)
     if "experts.gate_up_proj" not in w:
-        return load_single_experts(w, num_experts, router, act)
+        return load_single_experts(w, num_experts, router, act, names=names)
     gate_up = w.load_stack("experts.gate_up_proj", num_experts)
     down = w.load_stack("experts.down_proj", num_experts)
     return Experts(num_experts, gate_up, down, router, act)
 
 
-def load_single_experts(w: Weights, num_experts: int, router: Router, act: str, bias: bool = False) -> Experts:
-    """Load the experts of a layer, each from gate_proj, up_proj and down_proj in experts.<e>."""
+def load_single_experts(
+    w: Weights, num_experts: int, router: Router, act: str, bias: bool = False, names: ExpertNames = EXPERT_NAMES
+) -> Experts:
+    """Load the experts of a layer, each from three matrices in experts.<e>."""
+    gate, up, down = names
     own = [w.scope(f"experts.{e}.") for e in range(num_experts)]
-    gates_and_ups = [x.load_matrix(f"{name}.weight") for x in own for name in ("gate_proj", "up_proj")]
-    downs = [x.load_matrix("down_proj.weight") for x in own]
+    gates_and_ups = [x.load_matrix(f"{name}.weight") for x in own for name in (gate, up)]
+    downs = [x.load_matrix(f"{down}.weight") for x in own]
     for matrices in (gates_and_ups, downs):
         if len(shapes := {tuple(m.shape) for m in matrices}) > 1:
             raise ValueError(f"experts of a layer have the shapes {sorted(shapes)}, not one shape")
     gate_up = concat_rows(gates_and_ups)
-    down = concat_rows(downs)
-    experts = Experts(num_experts, gate_up, down, router, act)
+    experts = Experts(num_experts, gate_up, concat_rows(downs), router, act)
     if not bias:
         return experts
-    gate_up_bias = torch.cat([x[f"{name}.bias"] for x in own for name in ("gate_proj", "up_proj")])
-    return replace(experts, gate_up_bias=gate_up_bias, down_bias=torch.cat([x["down_proj.bias"] for x in own]))
+    gate_up_bias = torch.cat([x[f"{name}.bias"] for x in own for name in (gate, up)])
+    return replace(experts, gate_up_bias=gate_up_bias, down_bias=torch.cat([x[f"{down}.bias"] for x in own]))
