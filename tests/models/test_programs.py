@@ -15,7 +15,7 @@ from retain.kernels import cpu, triton
 from retain.kernels.api import CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.triton import graphs
-from retain.kv.memory.group_pages import divide_pages
+from retain.kv.memory.group_pages import divide_pages, fold_states
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
 from tests.helpers.attention_case import assert_close
@@ -50,13 +50,14 @@ class ProgramSteps:
     def __init__(self, program: Program, spec: ModelSpec, backend: Backend, dtype: torch.dtype, num_requests: int):
         self.device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
         self.program = program
-        self.layers = spec.kv_cache.group_indices
+        cache = fold_states(spec.kv_cache, PAGE_SIZE, dtype)
+        self.layers = cache.group_indices
         self.groups: list[tuple[KV, Tensor, Tables]] = []  # memory, pages [L, N, G, n] and tables of each group
-        formats = divide_pages(spec.kv_cache, PAGE_SIZE, dtype)
-        shapes = [(len(g.layers), num_requests, g.num_kv_heads, PAGES_PER_HEAD) for g in spec.kv_cache.groups]
+        formats = divide_pages(cache, PAGE_SIZE, dtype)
+        shapes = [(len(g.layers), num_requests, g.num_kv_heads, PAGES_PER_HEAD) for g in cache.groups]
         num_pages, kv, end = 1 + sum(torch.Size(shape).numel() for shape in shapes), None, 1
-        for group, format, shape in zip(spec.kv_cache.groups, formats.formats, shapes, strict=True):
-            first = format.page_size, format.k_dim, dtype, 1, self.device, format.v_dim, formats.key_and_value_bytes
+        for group, format, shape in zip(cache.groups, formats.formats, shapes, strict=True):
+            first = format.page_size, format.k_dim, format.dtype, 1, self.device, format.v_dim, formats.key_and_value_bytes
             kv = backend.reinterpret(kv, format) if kv else backend.allocate(num_pages, *first)
             kv.pos.fill_(-1)
             begin, end = end, end + torch.Size(shape).numel()
