@@ -20,12 +20,14 @@ from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.snapshot_ladder import NUM_DENSE, SnapshotLadder
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
+from tests.helpers.state_family import VARIANTS as STATE_VARIANTS
+from tests.helpers.state_family import state_family as state_family
 from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
 
 S = 16  # slots of a page
-FAMILIES = ["gemma3_text", *slow("mistral", UNLIKE)]
-pytestmark = pytest.mark.usefixtures("unlike_family")
+FAMILIES = ["gemma3_text", "state", *slow("mistral", UNLIKE, "state_parts", "state_pages")]
+pytestmark = pytest.mark.usefixtures("unlike_family", "state_family")
 ENGINES = {
     "plain": {},
     "chunks": {"max_batched_tokens": 72},
@@ -150,6 +152,8 @@ def test_the_last_turn_can_be_repeated(again: str) -> None:
 def test_chats_with_edits_and_branches_in_a_small_pool_change_no_token(family: str, num_pages: int, seed: int) -> None:
     """The accountant balances after every step; pages of other rows and of snapshots are written by nobody."""
     rng = random.Random(seed)
+    if family in STATE_VARIANTS:
+        num_pages = 3 * num_pages  # what a row has of states takes more than the windows of the others
     engine = snapshot_engine(family, num_pages=num_pages, max_running_requests=8, max_batched_tokens=40)
     plain = make_engine(family, backend="cpu")
     texts = [random_tokens(rng, rng.randint(1, 60)) for _ in range(4)]

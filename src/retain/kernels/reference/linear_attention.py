@@ -84,7 +84,8 @@ class _Head:
         kv = tokens.kv
         pages = tokens.tables.pages[row, h, : int(tokens.tables.counts[row, h])].long()
         pos = kv.pos[pages].flatten()
-        order = [int((pos == i).nonzero()[0]) for i in range(base, position)]
+        order = ((pos >= base) & (pos < position)).nonzero().flatten()
+        order = order[pos[order].argsort()]
         k = kv.k[pages].flatten(0, 1)[order]
         self.k = list(k[:, : p.k_dim])
         self.decays = list(k[:, p.k_dim])
@@ -155,7 +156,7 @@ def _num_parts(states: GroupInputs, num_rows: int) -> int:
 def _read_state(states: GroupInputs, row: int, h: int, end: int, p: LinearAttention) -> Tensor:
     """Return the state [k_dim, v_dim] of a head behind the first `end` tokens, a multiple of the tokens of a page.
 
-    It is in the page whose last slot has the last of these tokens. Raises ValueError where there is none.
+    It is in the page whose last slot has the last of these tokens. Where a load failed there is none: it is 0.
     """
     if not end:
         return torch.zeros(p.k_dim, p.v_dim)
@@ -164,8 +165,11 @@ def _read_state(states: GroupInputs, row: int, h: int, end: int, p: LinearAttent
     found: list[Tensor] = []
     for g in range(h * parts, (h + 1) * parts):
         pages = states.tables.pages[row, g, : int(states.tables.counts[row, g])].long()
-        (place,) = (kv.pos[pages, -1] == end - 1).nonzero().flatten().tolist()
-        found += [kv.k[pages[place]], kv.v[pages[place]]]
+        place = (kv.pos[pages, -1] == end - 1).nonzero().flatten()
+        if not len(place):
+            return torch.zeros(p.k_dim, p.v_dim)
+        page = pages[place[0]]
+        found += [kv.k[page], kv.v[page]]
     return torch.cat(found)[: p.k_dim]
 
 

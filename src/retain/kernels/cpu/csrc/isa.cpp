@@ -35,7 +35,7 @@ namespace retain {
   void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   void convolve(const ConvolutionArgs&, int block);                                                                   \
-  bool attend_linearly(const LinearAttentionArgs&, int b, int h, float* scratch);                                     \
+  void attend_linearly(const LinearAttentionArgs&, int b, int h, float* scratch);                                     \
   }
 #define KERNELS(isa)                                                                                          \
   isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::read_slots,  \

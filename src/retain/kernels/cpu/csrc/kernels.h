@@ -185,9 +185,8 @@ void mix_experts(const Experts&, const ExpertsArgs&, ExpertsWorkspace&, AlignedV
 
 // Memory of operations over states, reused by all layers.
 struct StateWorkspace {
-  std::vector<int32_t> found;            // see ConvolutionArgs
-  AlignedVector<float> scratch;          // of each thread
-  std::atomic<bool> lacks_state{false};  // whether tables did not have what a token of the step needs
+  std::vector<int32_t> found;    // see ConvolutionArgs
+  AlignedVector<float> scratch;  // of each thread
 };
 void check(const ConvolutionArgs&, int T);
 void check(const LinearAttentionArgs&, int T);

@@ -440,8 +440,6 @@ void Program::run(const StepArgs& step, int begin, int end) {
       member.barrier();
     }
   });
-  if (states_.lacks_state.exchange(false))
-    throw std::invalid_argument("the tables of a layer lack the state at a page's end, or a token since then");
 }
 
 }  // namespace retain

@@ -3,6 +3,8 @@
 //
 // Every number is summed in one order: over the rows of a state, then over the tokens since the last page end. Blocks
 // of tokens share loads only. So a token's bits depend neither on where steps cut its text, nor on its company.
+#include <algorithm>
+
 #include "layer_states.h"
 #include "simd.h"
 
@@ -358,13 +360,16 @@ static void attend_page(ValueHead& head, int begin, int end) {
   }
 }
 
-bool attend_linearly(const LinearAttentionArgs& args, int b, int h, float* scratch) {
+void attend_linearly(const LinearAttentionArgs& args, int b, int h, float* scratch) {
   const int32_t* const starts = args.tokens.tables.query_start_loc;
   const int begin = starts[b], end = starts[b + 1], S = args.fold();
-  if (begin == end) return true;
+  if (begin == end) return;
   ValueHead head(args, h, scratch);
   const int32_t position = args.pos[begin], base = position / S * S;
-  if (!find_state(head, b, base) || !find_tokens(head, b, base, position)) return false;
+  if (!find_state(head, b, base) || !find_tokens(head, b, base, position)) {
+    for (int t = begin; t < end; ++t) std::fill_n(head.out(t), args.params.v_dim, 0.0f);
+    return;
+  }
   for (int t = begin, next; t < end; t = next) {
     const int left = S - args.pos[t] % S;  // tokens of the page
     next = t + left < end ? t + left : end;
@@ -373,7 +378,6 @@ bool attend_linearly(const LinearAttentionArgs& args, int b, int h, float* scrat
     write_slots(head, t, next);  // after the last read of what they overwrite
     if (next - t == left) head.page.size = 0;
   }
-  return true;
 }
 
 }  // namespace retain::RETAIN_ISA

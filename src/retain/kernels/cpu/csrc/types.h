@@ -367,9 +367,9 @@ struct IsaKernels {
 
   // Convolves a block of channels, and writes its inputs into slots.
   void (*convolve)(const ConvolutionArgs&, int block);
-  // Attends with the fresh tokens of request b in value head h, and writes their slots and states. Returns false if the
-  // tables lack the state at the last page end, or a token since then.
-  bool (*attend_linearly)(const LinearAttentionArgs&, int b, int h, float* scratch);
+  // Attends with the fresh tokens of request b in value head h, and writes their slots and states. If the tables lack
+  // what it needs of earlier tokens, because a load failed, the outputs are 0: the request starts again.
+  void (*attend_linearly)(const LinearAttentionArgs&, int b, int h, float* scratch);
 };
 
 // Floats between rows of scores. Not a power of 2: all rows would then map to the same cache sets.
