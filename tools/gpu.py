@@ -90,6 +90,8 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
     JITFunction.run = only_compile
     for case in LAUNCH_CASES[: 4 if quick else None]:
         launch_kernels(*case, quick)
+    for sizes in STATE_CASES[: 2 if quick else None]:
+        launch_state_kernels(*sizes)
     yield from lines.values()
 
 
@@ -97,6 +99,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
     """Return the compile-time options that tell the variants of a kernel apart."""
     names = (
         "D",
+        "F",
         "M",
         "R",
         "SPLIT",
@@ -228,6 +231,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
         groups=[GroupInputs(kv, as_single_layer(tables), torch.ones(1, G, T, dtype=torch.int32))],
         layers=[(0, 0)],
         plans=[plan_attention(tables, R, D, kv, None)],
+        requests=pos,
         input_ids=pos,
         positions=pos,
         logits_indices=pos,
@@ -235,6 +239,58 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     widths = 4096, (R + 1) * G * D + G * kv.v_dim
     step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
     step.buffers[scores] = torch.ones(T, 8, dtype=dtype)
+    for to, compute in p._ops:
+        step.buffers[to] = compute(step)
+
+
+# Numbers of a key and of a value, slots of a page, dtype of the rows
+STATE_CASES: list[tuple[int, int, int, torch.dtype]] = [
+    (128, 128, 16, BF16),
+    (128, 128, 64, BF16),
+    (128, 128, 32, BF16),
+    (64, 48, 16, torch.float32),
+    (256, 256, 16, BF16),
+]
+
+
+def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dtype) -> None:
+    """Launch the kernels of a convolution and of linear attention, for two key heads and four value heads."""
+    from retain.kernels import triton
+    from retain.kernels.api import GroupInputs, Tables
+    from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
+    from retain.kernels.linear_attention import LinearAttention
+    from retain.kernels.triton import forward
+
+    T, H = 40, 4
+    params = LinearAttention(2, H, k_dim, v_dim, -torch.ones(H), torch.ones(H))
+    width = params.qkv_width
+    specs = (
+        ConvolutionSpec(4, width // 8, width // 8, 4),
+        LinearTokensSpec(H, k_dim, v_dim, page_size),
+        LinearStateSpec(H, k_dim, v_dim, page_size),
+    )
+    groups = []
+    for spec in specs:
+        G = spec.num_kv_heads
+        kv = triton.allocate(2, page_size, spec.k_dim, torch.float32, v_dim=spec.v_dim)
+        pages, counts, windows = (torch.ones(shape, dtype=torch.int32) for shape in ((1, 1, G, 3), (1, 1, G), (1, 1)))
+        tables = Tables(pages, counts, windows, torch.zeros(1).int(), torch.tensor([0, T]).int())
+        groups.append(GroupInputs(kv, tables, torch.ones(1, G, T, dtype=torch.int32)))
+    p = forward.TritonProgram(dtype, torch.device("cpu"))
+    x, gates, out = p.buffer("x", width), p.buffer("gates", 2 * H), p.buffer("out", H * v_dim)
+    p.convolve(x, x, 0, torch.ones(width, 4), torch.ones(width))
+    p.linear_attention(x, gates, out, (1, 2), params)
+    pos = torch.ones(T, dtype=torch.int32)
+    step = forward.DeviceStep(
+        groups=groups,
+        layers=[(0, 0), (1, 0), (2, 0)],
+        plans=[None, None, None],
+        requests=torch.ones(1, 6, dtype=torch.int32),
+        input_ids=pos,
+        positions=pos,
+        logits_indices=pos,
+    )
+    step.buffers[x], step.buffers[gates] = (torch.ones(T, n, dtype=dtype) for n in (width, 2 * H))
     for to, compute in p._ops:
         step.buffers[to] = compute(step)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -18,13 +19,13 @@ from retain.kernels.api import CPU, Backend, Program
 from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
 from retain.kernels.linear_attention import LinearAttention
 from tests.helpers.attention_case import torch_threads
-from tests.helpers.backend_variants import VARIANTS, use_variant
+from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow
 from tests.helpers.state_caches import Chunk, StateCaches
 
-WITH_STATES = ("cpu",)  # the backends that have the operations
+WITH_STATES = ("cpu", "triton")  # the backends that have the operations
 BACKENDS = [v for v in VARIANTS if v.startswith(WITH_STATES)]
-each_backend = pytest.mark.parametrize("variant", BACKENDS)
+each_backend = pytest.mark.parametrize("variant", [v for v in BACKENDS if v in FAST_VARIANTS])
 TOLERANCE = 1e-5  # of the largest output: the order of float32 sums
 LENGTH = 100  # tokens of a text
 
@@ -123,6 +124,20 @@ MORE_CASES: list[Case] = [
 each_case = pytest.mark.parametrize("case", [*CASES, *slow(*MORE_CASES)], ids=str)
 
 
+def pairs() -> list[Any]:
+    """The backends with their cases: of a slow one all but two are slow."""
+    found = []
+    for variant in BACKENDS:
+        quick = CASES if variant in FAST_VARIANTS else [CASES[1], CASES[3]]
+        for case in [*CASES, *MORE_CASES]:
+            marks = () if case in quick else (pytest.mark.slow,)
+            found.append(pytest.param(variant, case, marks=marks, id=f"{variant}-{case}"))
+    return found
+
+
+each_pair = pytest.mark.parametrize(("variant", "case"), pairs())
+
+
 @contextmanager
 def use_caches(variant: str, case: Case) -> Iterator[StateCaches]:
     """The caches of a case in a backend, on the device that it computes on."""
@@ -156,8 +171,7 @@ def test_reference_rows_do_not_depend_on_cuts(case: Case) -> None:
         torch.testing.assert_close(found, expected, atol=1e-6 * float(expected.abs().max()), rtol=0)
 
 
-@each_backend
-@each_case
+@each_pair
 def test_a_backend_equals_the_reference(variant: str, case: Case) -> None:
     expected_rows, expected_positions = run_reference(case)
     with use_caches(variant, case) as caches:
@@ -168,8 +182,7 @@ def test_a_backend_equals_the_reference(variant: str, case: Case) -> None:
         torch.testing.assert_close(y, z, atol=TOLERANCE * float(z.abs().max()), rtol=0)
 
 
-@each_backend
-@each_case
+@each_pair
 def test_bits_depend_neither_on_cuts_nor_on_company(variant: str, case: Case) -> None:
     with use_caches(variant, case) as caches:
         rows, _ = run_schedule(caches)

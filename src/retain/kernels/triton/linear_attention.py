@@ -19,6 +19,7 @@ from retain.kernels.triton.page_layout import page_args
 
 MAX_BLOCK_CHANNELS = 128  # of a program of a convolution
 BLOCK_V = 32  # columns of a state that a program computes
+CHUNK = 32  # numbers of a key that a warp multiplies
 
 
 def convolve(
@@ -78,17 +79,18 @@ def attend_linearly(
     end_slots = states.slot_mapping
     k_page = own.constants["K_PAGE"]
     sizes = {"H": H, "R": H // p.num_key_heads, "D": D, "S": S, "K_PAGE": k_page, "F": F, "PARTS": num_parts}
-    rows_of_page = _pad(F)
-    block_v = min(_pad(V), BLOCK_V)
+    chunk = min(_pad(D), CHUNK)
+    num_chunks = _pad(D) // chunk
+    block_v = min(_pad(V), BLOCK_V if D <= 128 else BLOCK_V // 2)
     # Whether a multiply-add is fused would be the compiler's choice.
     linear_attention_kernels.attend_linearly[(len(requests), H, triton.cdiv(V, block_v))](
         qkv, qkv.stride(0), gates, gates.stride(0), p.decay, p.time_bias, out, decays,
         own.k, own.v, tokens.kv.pos, *_table_args(tokens), own_slots, *own_slots.stride(),
         at_ends.k, at_ends.v, states.kv.pos, *_table_args(states), end_slots, *end_slots.stride(),
         requests, positions,
-        **sizes, DP=_pad(D), V=V, VB=block_v, SP=triton.next_power_of_2(S), V_PAGE=own.constants["V_PAGE"],
-        FP=rows_of_page, STATE_K_PAGE=at_ends.constants["K_PAGE"], STATE_V_PAGE=at_ends.constants["V_PAGE"],
-        num_warps=8 if rows_of_page * _pad(D) > 4096 else 4, enable_fp_fusion=False,
+        **sizes, C=num_chunks, N=chunk, V=V, VB=block_v, SP=triton.next_power_of_2(S), V_PAGE=own.constants["V_PAGE"],
+        STATE_K_PAGE=at_ends.constants["K_PAGE"], STATE_V_PAGE=at_ends.constants["V_PAGE"],
+        num_warps=max(4, min(2 * num_chunks, 8)), enable_fp_fusion=False,
     )  # fmt: skip
     block_t = tokens_per_program(T, 8)
     C = tokens.kv.mass.shape[1]

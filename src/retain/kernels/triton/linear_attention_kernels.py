@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+ROWS = tl.constexpr(16)  # positions that a program of linear attention computes together; divides pages
+
 
 @triton.jit
 def find_slots(pos, table, count, position, S: tl.constexpr, SP: tl.constexpr):
@@ -73,16 +75,33 @@ def convolve(
 
 @triton.jit
 def find_pages(pos, table, count, position, S: tl.constexpr):
-    """Return the pages int64 [N] whose last slots have a position, each in a table (pointers [N]) of `count` pages [N].
+    """Return the pages int64 whose last slots have a position, each in a table (a pointer) of `count` pages.
 
-    It is -1 where there is none.
+    All have one shape. It is -1 where there is none.
     """
     found = count.to(tl.int64) * 0 - 1
-    for i in range(0, tl.max(count, 0)):
+    for i in range(0, tl.max(count)):
         page = tl.load(table + i, mask=i < count, other=0).to(tl.int64)
         held = tl.load(pos + page * S + S - 1, mask=i < count, other=-1)
         found = tl.where((held == position) & (held >= 0), page, found)
     return found
+
+
+@triton.jit
+def point_to_state(k, v, page, d, e, V: tl.constexpr, F: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr):
+    """Return pointers to row d and column e of a state, and whether they are numbers of one.
+
+    `page` has the row; pages before 1 have none. A page has F rows in K, and the next F rows in V.
+    """
+    place = d % (2 * F)
+    row = tl.where(place < F, k + page * K_PAGE + place * V, v + page * V_PAGE + (place - F) * V)
+    return row + e, (page > 0) & (e < V)
+
+
+@triton.jit
+def sum_products(a, b):
+    """Return the sum over chunks c of the products of a [C, M, N] and b [C, N, K], each of three of tf32: [M, K]."""
+    return tl.sum(tl.dot(a, b, input_precision="tf32x3"), 0)
 
 
 @triton.jit
@@ -102,16 +121,18 @@ def attend_linearly(
     state_k, state_v, state_pos, state_pages, state_page_row, state_page_head,
     state_counts, state_count_row, state_count_head, state_slots, state_slot_head, state_slot_token,
     requests, positions,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VB: tl.constexpr,
-    S: tl.constexpr, SP: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
-    F: tl.constexpr, FP: tl.constexpr, PARTS: tl.constexpr,
-    STATE_K_PAGE: tl.constexpr, STATE_V_PAGE: tl.constexpr,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr, V: tl.constexpr,
+    VB: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
+    F: tl.constexpr, PARTS: tl.constexpr, STATE_K_PAGE: tl.constexpr, STATE_V_PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the fresh tokens of one request and one value head: VB of its V columns, F positions at a time.
+    """Compute the fresh tokens of one request and one value head: VB of its V columns.
 
-    Row j of a matrix is the token at position j of a page, whether it is fresh or from a slot. Sums are of all rows,
-    so bits do not depend on where steps cut the text. Writes u and the states, but not their positions: other columns
-    are found by these.
+    Rows are the tokens at ROWS positions, fresh or from slots. The last one folds them into the state, which is written
+    at page ends alone: so what is in registers does not grow with pages. A sum is always over all rows of such a block,
+    so bits do not depend on where steps cut the text.
+
+    Keys, queries and states are C chunks of N of their D numbers, so that each warp multiplies its own. Writes u and
+    states, but no positions: other columns find their slots by these.
     """
     b, h = tl.program_id(0), tl.program_id(1)
     row, begin, count = tl.load(requests + 6 * b + 1), tl.load(requests + 6 * b + 2), tl.load(requests + 6 * b + 3)
@@ -119,65 +140,66 @@ def attend_linearly(
         return
     row = row.to(tl.int64)
     e = tl.program_id(2) * VB + tl.arange(0, VB)
-    d, j = tl.arange(0, DP), tl.arange(0, FP)
+    j = tl.arange(0, ROWS)
+    d = tl.arange(0, C)[:, None, None] * N + tl.arange(0, N)[None, None, :]  # [C, 1, N]
+    in_state = tl.arange(0, C)[:, None, None] * N + tl.arange(0, N)[None, :, None]  # [C, N, 1]: rows
+    columns = e[None, None, :]
     has_column = (e < V)[None, :]
     position = tl.load(positions + begin)
     base = position // F * F
     num_old = position - base
-    # Each page of a state has F rows in K, and then F rows in V.
-    part, place = d // (2 * F), d % (2 * F)
-    head = h * PARTS + part
+    head = h * PARTS + in_state // (2 * F)  # each row's
     table = state_pages + row * state_page_row + head * state_page_head
-    has_state = (d < D) & (base > 0)
+    has_state = (in_state < D) & (base > 0)
     num_pages = tl.load(state_counts + row * state_count_row + head * state_count_head, mask=has_state, other=0)
     page = find_pages(state_pos, table, num_pages, base - 1, F)
-    in_k, in_v = (page >= 0) & (place < F), (page >= 0) & (place >= F)
-    at_k = (page * STATE_K_PAGE + place * V)[:, None] + e[None, :]
-    at_v = (page * STATE_V_PAGE + (place - F) * V)[:, None] + e[None, :]
-    state = tl.load(state_k + at_k, mask=in_k[:, None] & has_column, other=0.0)
-    state += tl.load(state_v + at_v, mask=in_v[:, None] & has_column, other=0.0)  # [DP, VB]
+    from_state, is_number = point_to_state(state_k, state_v, page, in_state, columns, V, F, STATE_K_PAGE, STATE_V_PAGE)
+    state = tl.load(from_state, mask=is_number, other=0.0)  # [C, N, VB]
     num_pages = tl.load(counts + row * count_row + h * count_head)
     table = pages + row * page_row + h * page_head + j * 0
-    slot = find_slots(pos, table, tl.where(j < num_old, num_pages, 0), base + j, S, SP)
     log_decay, bias = tl.load(decay + h), tl.load(time_bias + h)
-    for i in range(0, (num_old + count + F - 1) // F):
-        t = (begin - num_old + i * F + j).to(tl.int64)
-        is_old, is_fresh = slot >= 0, (t >= begin) & (t < begin + count) & (j < F)
-        first, end = tl.maximum(num_old - i * F, 0), tl.minimum(num_old + count - i * F, F)
+    start = log_decay * 0.0  # the sum of log decays that the state has
+    for i in range(0, (num_old + count + ROWS - 1) // ROWS):
+        n0 = i * ROWS  # tokens since the page end before the step
+        t = (begin - num_old + n0 + j).to(tl.int64)
+        slot = find_slots(pos, table, tl.where(n0 + j < num_old, num_pages, 0), base + n0 + j, S, SP)
+        is_old, is_fresh = slot >= 0, (t >= begin) & (t < begin + count)
+        first, end = tl.minimum(tl.maximum(num_old - n0, 0), ROWS), tl.minimum(num_old + count - n0, ROWS)
         at_k = slot // S * K_PAGE + slot % S * (D + 8)
         at_u = (slot // S * V_PAGE + slot % S * V)[:, None] + e[None, :]
         sums = tl.load(k + at_k + D, mask=is_old, other=0.0)  # of log decays since the last page end
-        us = tl.load(u + at_u, mask=is_old[:, None] & has_column, other=0.0)  # [FP, VB]
-        keys = tl.load(k + at_k[:, None] + d[None, :], mask=is_old[:, None] & (d < D)[None, :], other=0.0)
+        us = tl.load(u + at_u, mask=is_old[:, None] & has_column, other=0.0)  # [ROWS, VB]
+        keys = tl.load(k + at_k[None, :, None] + d, mask=is_old[None, :, None] & (d < D), other=0.0)
         tl.debug_barrier()  # slots are overwritten only when all threads have read them
-        is_row = is_fresh[:, None] & (d < D)[None, :]
-        from_q = qkv + t[:, None] * qkv_row + h // R * D + d[None, :]
+        is_row = is_fresh[None, :, None] & (d < D)
+        from_q = qkv + t[None, :, None] * qkv_row + h // R * D + d
         queries = tl.load(from_q, mask=is_row, other=0.0).to(tl.float32)
-        keys += tl.load(from_q + H // R * D, mask=is_row, other=0.0).to(tl.float32)  # [FP, DP]
+        keys += tl.load(from_q + H // R * D, mask=is_row, other=0.0).to(tl.float32)  # [C, ROWS, N]
         from_v = qkv + t[:, None] * qkv_row + 2 * (H // R) * D + h * V + e[None, :]
         values = tl.load(from_v, mask=is_fresh[:, None] & has_column, other=0.0).to(tl.float32)
         a = tl.load(gates + t * gates_row + h, mask=is_fresh, other=0.0).to(tl.float32)
         beta = tl.load(gates + t * gates_row + H + h, mask=is_fresh, other=0.0).to(tl.float32)
         beta = (1.0 / (1.0 + tl.exp(-beta)))[:, None]
         steps = log_decay * softplus(a + bias)
-        last = tl.sum(tl.where(j == first - 1, sums, 0.0), 0)
+        last = tl.where(first == 0, start, tl.sum(tl.where(j == first - 1, sums, 0.0), 0))
         for n in range(first, end):
             last += tl.sum(tl.where(j == n, steps, 0.0), 0)
             sums = tl.where(j == n, last, sums)
-        weight = tl.exp(sums)[:, None]
+        sums = tl.where(j < end, sums, last)
+        weight = tl.exp(sums - start)[:, None]
         is_before = j[:, None] < j[None, :]
         fade = tl.exp(tl.where(is_before, sums[None, :] - sums[:, None], 0.0))  # [earlier, later]
-        transposed = tl.trans(keys)
-        products = tl.where(is_before, fade * tl.dot(keys, transposed, input_precision="ieee"), 0.0)
-        rest = values - weight * tl.dot(keys, state, input_precision="ieee")
+        transposed = tl.permute(keys, (0, 2, 1))
+        products = tl.where(is_before, fade * sum_products(keys, transposed), 0.0)
+        rest = values - weight * sum_products(keys, state)
         for n in range(first, end):
             column = tl.sum(tl.where((j == n)[None, :], products, 0.0), 1)
             found = beta * (rest - tl.sum(column[:, None] * us, 0)[None, :])
             us = tl.where((j == n)[:, None], found, us)
         is_seen = j[None, :] <= j[:, None]
         fade = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))  # [later, earlier]
-        products = tl.where(is_seen, fade * tl.dot(queries, transposed, input_precision="ieee"), 0.0)
-        o = weight * tl.dot(queries, state, input_precision="ieee") + tl.dot(products, us, input_precision="ieee")
+        products = tl.where(is_seen, fade * sum_products(queries, transposed), 0.0)
+        o = weight * sum_products(queries, state) + tl.dot(products, us, input_precision="tf32x3")
         to = out + (t * H + h)[:, None] * V + e[None, :]
         tl.store(to, o.to(out.dtype.element_ty), mask=is_fresh[:, None] & has_column)
         if tl.program_id(2) == 0:
@@ -185,17 +207,19 @@ def attend_linearly(
         slot = tl.load(slots + h * slot_head + t * slot_token, mask=is_fresh, other=0).to(tl.int64)
         at_u = (slot // S * V_PAGE + slot % S * V)[:, None] + e[None, :]
         tl.store(u + at_u, us, mask=(slot >= S)[:, None] & has_column)
-        if end == F:
-            faded = tl.exp(last - sums)[:, None] * keys
-            state = tl.exp(last) * state + tl.dot(tl.trans(faded), us, input_precision="ieee")
-            at = head * state_slot_head + (begin - num_old + i * F + F - 1).to(tl.int64) * state_slot_token
-            page = tl.load(state_slots + at, mask=d < D, other=0).to(tl.int64) // F
-            in_k, in_v = (page > 0) & (place < F), (page > 0) & (place >= F)
-            at_k = (page * STATE_K_PAGE + place * V)[:, None] + e[None, :]
-            at_v = (page * STATE_V_PAGE + (place - F) * V)[:, None] + e[None, :]
-            tl.store(state_k + at_k, state, mask=in_k[:, None] & has_column)
-            tl.store(state_v + at_v, state, mask=in_v[:, None] & has_column)
-        slot = slot * 0 - 1  # the next page has fresh tokens only
+        if end == ROWS:
+            faded = tl.exp(last - sums)[None, None, :] * transposed
+            repeated = tl.broadcast_to(us[None, :, :], (C, ROWS, VB))
+            state = tl.exp(last - start) * state + tl.dot(faded, repeated, input_precision="tf32x3")
+            start = last
+        if (n0 + end) % F == 0:
+            start = log_decay * 0.0
+            at = head * state_slot_head + (begin - num_old + n0 + ROWS - 1).to(tl.int64) * state_slot_token
+            page = tl.load(state_slots + at, mask=in_state < D, other=0).to(tl.int64) // F
+            to_state, is_number = point_to_state(
+                state_k, state_v, page, in_state, columns, V, F, STATE_K_PAGE, STATE_V_PAGE
+            )
+            tl.store(to_state, state, mask=is_number)
 
 
 @triton.jit(do_not_specialize=["tokens"])
