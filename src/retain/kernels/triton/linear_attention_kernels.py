@@ -114,7 +114,7 @@ def softplus(x):
     return tl.where(x > 20.0, x, small)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slot_head", "state_slot_head"])
 def attend_linearly(
     qkv, qkv_row, gates, gates_row, decay, time_bias, out, decays,  # out [T, H, V], decays float32 [T, H]
     k, u, pos, pages, page_row, page_head, counts, count_row, count_head, slots, slot_head, slot_token,
@@ -222,7 +222,7 @@ def attend_linearly(
             tl.store(to_state, state, mask=is_number)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["slot_head", "state_slot_head", "tokens"])
 def write_keys(
     qkv, qkv_row, decays, k, pos, mass, slots, slot_head, slot_token,
     state_pos, state_slots, state_slot_head, state_slot_token, positions, tokens,
