@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import CPU, KV, Backend, Batch, GroupInputs, Program, Tables
-from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
+from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
 from retain.kernels.reinterpret import PageFormat, shared_page_bytes
 
 Emit = Callable[[Program, int, int], None]  # adds the operation from a buffer to another
-Spec = ConvolutionSpec | LinearTokensSpec | LinearStateSpec
+Spec = SlidingWindowSpec | ConvolutionSpec | LinearTokensSpec | LinearStateSpec
 
 
 @dataclass(frozen=True)

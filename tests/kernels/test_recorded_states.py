@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from retain.kernels import reference, triton
-from retain.kernels.api import CPU, Backend, Program, Tables
-from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
+from retain.kernels.api import CPU, Backend, Batch, Program, Tables
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
 from retain.kernels.linear_attention import LinearAttention
 from tests.helpers.state_caches import Chunk, StateCaches
 
@@ -31,8 +32,9 @@ class FixedTables(StateCaches):
 
 
 def build(backend: Backend, device: torch.device = CPU) -> FixedTables:
-    """A convolution in front of linear attention."""
+    """Attention with a window, a convolution and linear attention. The states have more heads than attention has."""
     rng = torch.Generator().manual_seed(1)
+    projection = torch.randn(PARAMS.qkv_width, 3 * V, generator=rng) / 20
     weight = torch.randn(PARAMS.qkv_width, 4, generator=rng) / 4
     table = torch.randn(3, LENGTH, PARAMS.qkv_width, generator=rng)
     table[..., : 2 * D] *= D**-0.5
@@ -41,11 +43,16 @@ def build(backend: Backend, device: torch.device = CPU) -> FixedTables:
     def emit(program: Program, x: int, out: int) -> None:
         gates, convolved = program.buffer("gates", 2 * H), program.buffer("convolved", PARAMS.qkv_width)
         program.embedding(gates, gate_table)
-        program.convolve(x, convolved, 0, weight)
-        program.linear_attention(convolved, gates, out, (1, 2), PARAMS)
+        qkv, attended = program.buffer("qkv", PARAMS.qkv_width), program.buffer("attended", 3 * V)
+        program.linear(x, qkv, torch.eye(PARAMS.qkv_width))
+        program.attend(qkv, attended, 0, (3, 1, V), AttentionParams(0.25))
+        program.linear(attended, x, projection, add=True)
+        program.convolve(x, convolved, 1, weight)
+        program.linear_attention(convolved, gates, out, (2, 3), PARAMS)
 
-    half = PARAMS.qkv_width // 2
-    specs = [ConvolutionSpec(1, half, half, 4), LinearTokensSpec(H, D, V), LinearStateSpec(H, D, V)]
+    size = PARAMS.qkv_width // 10
+    attention = SlidingWindowSpec(1, V, V, 17)
+    specs = [attention, ConvolutionSpec(5, size, size, 4), LinearTokensSpec(H, D, V), LinearStateSpec(H, D, V)]
     return FixedTables(backend, specs, emit, table, H * V, device=device)
 
 
@@ -73,3 +80,23 @@ def test_the_host_does_not_wait_for_the_device() -> None:
             caches = build(triton, DEVICE)
         decode(caches)
     assert not [wait for wait in device.host_syncs if "/tests/" not in wait]
+
+
+def record_calls(caches: FixedTables) -> list[tuple[int, ...]]:
+    """What a program calls in a step: a layer with the sizes of its queries before it, or a layer alone after it."""
+    calls: list[tuple[int, ...]] = []
+    run = caches.program.run
+
+    def run_with_calls(batch: Batch) -> Tensor:
+        before = lambda layer, q: calls.append((layer, *q.shape))  # noqa: E731
+        return run(replace(batch, before_attention=before, after_attention=lambda layer: calls.append((layer,))))
+
+    caches.program.run = run_with_calls  # type: ignore[method-assign]
+    caches.run(Chunk(0, 3))
+    return calls
+
+
+def test_each_cache_of_a_layer_is_announced() -> None:
+    found = record_calls(build(triton))
+    assert found == record_calls(build(reference))
+    assert [call[0] for call in found] == [0, 0, 1, 1, 2, 3, 3, 2]
