@@ -16,6 +16,7 @@ from torch import Tensor
 from retain import models
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
+from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.family_variants import VARIANTS, Changes, each_variant
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
 
@@ -279,3 +280,14 @@ def test_biases_of_only_some_projections_are_refused() -> None:
     del checkpoint.shapes["model.layers.1.self_attn.k_proj.bias"]
     with pytest.raises(ValueError, match=r"no tensor 'model\.layers\.1\.self_attn\.k_proj\.bias'"):
         build_model(Weights(checkpoint, torch.float32))
+
+
+@pytest.mark.slow
+@each_family
+def test_greedy_tokens_of_an_engine_equal_transformers(family: str) -> None:
+    """Of a text that is longer than several pages of states."""
+    prompt = random_tokens(70, seed=2).tolist()
+    engine = make_engine(family, backend="reference", max_batched_tokens=33)
+    (answer,) = run_to_completion(engine, [make_request(prompt, 24)])
+    logits = transformers_logits(tiny_checkpoint(family), torch.tensor(prompt + answer))
+    assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
