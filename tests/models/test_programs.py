@@ -57,7 +57,8 @@ class ProgramSteps:
         shapes = [(len(g.layers), num_requests, g.num_kv_heads, PAGES_PER_HEAD) for g in cache.groups]
         num_pages, kv, end = 1 + sum(torch.Size(shape).numel() for shape in shapes), None, 1
         for group, format, shape in zip(cache.groups, formats.formats, shapes, strict=True):
-            first = format.page_size, format.k_dim, format.dtype, 1, self.device, format.v_dim, formats.key_and_value_bytes
+            sizes = format.page_size, format.k_dim, format.dtype, 1, self.device, format.v_dim
+            first = *sizes, formats.key_and_value_bytes
             kv = backend.reinterpret(kv, format) if kv else backend.allocate(num_pages, *first)
             kv.pos.fill_(-1)
             begin, end = end, end + torch.Size(shape).numel()
