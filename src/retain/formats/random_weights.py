@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import zlib
 from collections.abc import Iterator, Set
 from functools import cached_property
@@ -38,6 +39,15 @@ QWEN3_MOE: HFConfig = {
     "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "tie_word_embeddings": True,
     "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 512, "norm_topk_prob": True,
 }  # fmt: skip
+# A scaled Qwen 3.5: three of four layers have linear attention, whose states are 16 MiB for each request.
+QWEN3_5: HFConfig = {
+    "model_type": "qwen3_5_text", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 3584,
+    "num_hidden_layers": 16, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 256,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 16, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 CONFIGS: dict[str, HFConfig] = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.2-1b": {
@@ -50,6 +60,7 @@ CONFIGS: dict[str, HFConfig] = {
     },
     "qwen3-moe-1.4b-a0.3b": QWEN3_MOE,
     "qwen3-0.3b": {**QWEN3_MOE, "model_type": "qwen3"},
+    "qwen3.5-0.3b": QWEN3_5,
     "tiny": {
         **LLAMA_3_1_8B, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
@@ -96,9 +107,9 @@ class RandomCheckpoint:
         shape = self._shapes[name]
         if len(shape) == 1:
             return torch.ones(shape, dtype=torch.bfloat16)
-        scale = 1.0 if "embed" in name or "wte" in name else shape[1] ** -0.5
+        scale = 1.0 if "embed" in name or "wte" in name else shape[-1] ** -0.5
         block = torch.roll(self._random_values * scale, zlib.crc32(name.encode()) % NUM_RANDOM_VALUES)
-        n = shape[0] * shape[1]
+        n = math.prod(shape)
         return block.repeat(-(-n // NUM_RANDOM_VALUES))[:n].view(shape)
 
     def read_blocks(self, name: str, transposed: bool = False) -> None:
@@ -137,6 +148,38 @@ def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}self_attn.{name}.weight", (D,)
 
 
+def qwen3_5_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the names and shapes of the tensors of a Qwen 3.5 with a tied head."""
+    E = c["hidden_size"]
+    M = c["intermediate_size"]
+    D = c["head_dim"]
+    q = c["num_attention_heads"] * D
+    kv = c["num_key_value_heads"] * D
+    H = c["linear_num_value_heads"]
+    v = H * c["linear_value_head_dim"]
+    channels = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + v
+    matrices = {
+        "linear_attn": {"in_proj_qkv": (channels, E), "in_proj_z": (v, E), "in_proj_a": (H, E), "in_proj_b": (H, E),
+                        "conv1d": (channels, 1, c["linear_conv_kernel_dim"]), "out_proj": (E, v),
+                        "norm": (c["linear_value_head_dim"],)},
+        "self_attn": {"q_proj": (2 * q, E), "k_proj": (kv, E), "v_proj": (kv, E), "o_proj": (E, q),
+                      "q_norm": (D,), "k_norm": (D,)},
+        "mlp": {"gate_proj": (M, E), "up_proj": (M, E), "down_proj": (E, M)},
+    }  # fmt: skip
+    yield "model.embed_tokens.weight", (c["vocab_size"], E)
+    yield "model.norm.weight", (E,)
+    for i in range(c["num_hidden_layers"]):
+        prefix = f"model.layers.{i}."
+        mixer = "linear_attn" if (i + 1) % c["full_attention_interval"] else "self_attn"
+        for module in (mixer, "mlp"):
+            for name, shape in matrices[module].items():
+                yield f"{prefix}{module}.{name}.weight", shape
+        for name in ("A_log", "dt_bias") if mixer == "linear_attn" else ():
+            yield f"{prefix}linear_attn.{name}", (H,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}{name}.weight", (E,)
+
+
 def mpt_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the names and shapes of an MPT model's tensors."""
     E = c["d_model"]
@@ -152,4 +195,7 @@ def mpt_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
             yield f"{prefix}{name}.weight", (E,)
 
 
-TENSOR_SHAPES = {"llama": llama_shapes, "qwen3": llama_shapes, "qwen3_moe": llama_shapes, "mpt": mpt_shapes}
+TENSOR_SHAPES = {
+    "llama": llama_shapes, "qwen3": llama_shapes, "qwen3_moe": llama_shapes, "qwen3_5_text": qwen3_5_shapes,
+    "mpt": mpt_shapes,
+}  # fmt: skip
