@@ -24,10 +24,10 @@ from tests.helpers.engines import (
     run_to_completion,
 )
 from tests.helpers.marks import slow
-from tests.helpers.tiny_models import CONFIGS, has_states, tiny_model
+from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, tiny_model
 
 FAST = ["llama", "gemma3_text"]
-FAMILIES = [*FAST, *slow(*sorted({f for f in CONFIGS if not has_states(f)} - set(FAST)))]
+FAMILIES = [*FAST, *slow(*sorted(set(CONFIGS) - {*FAST, *MULTIMODAL}))]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
 BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
 
