@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +15,11 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.models.weights import Weights
+from retain.models.weights import Weights, open_weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.family_variants import VARIANTS, Changes, each_variant
-from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint, tiny_model
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, has_states, tiny_checkpoint, tiny_model
 
 each_family = pytest.mark.parametrize("family", models.list_families())
 VISION = {
@@ -291,3 +292,12 @@ def test_greedy_tokens_of_an_engine_equal_transformers(family: str) -> None:
     (answer,) = run_to_completion(engine, [make_request(prompt, 24)])
     logits = transformers_logits(tiny_checkpoint(family), torch.tensor(prompt + answer))
     assert answer == logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [family for family in CONFIGS if has_states(family)])
+def test_folder_saved_by_transformers_gives_equal_logits(tmp_path: Path, family: str) -> None:
+    """transformers saves tensors under the names of published files, with those of its vision model."""
+    build_transformers_model(tiny_checkpoint(family)).save_pretrained(tmp_path)
+    (ours,) = run_decoder(build_model(open_weights(tmp_path, torch.float32)), [random_tokens(40)], [[40]])
+    assert_close(ours, transformers_logits(tiny_checkpoint(family), random_tokens(40)))
