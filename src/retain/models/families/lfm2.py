@@ -45,11 +45,11 @@ LoadMLP = Callable[[Weights, int], Layer]
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    indices = c["full_attn_idxs"]
-    if indices is not None and not isinstance(indices, list):
-        raise ValueError(f"full_attn_idxs is {quote(indices)}, not a list of layers")
     n = c["num_hidden_layers"]
-    attending = range(n) if indices is None else indices
+    indices = range(n) if c["full_attn_idxs"] is None else c["full_attn_idxs"]
+    if not isinstance(indices, list | range) or any(type(i) is not int for i in indices):
+        raise ValueError(f"full_attn_idxs is {quote(indices)}, not a list of layers")
+    attending = frozenset(indices)
     return make_spec(c, [LAYER_TYPES[i in attending] for i in range(n)])
 
 

@@ -95,9 +95,9 @@ def load_projections(w: Weights, p: LinearAttention) -> tuple[Linear, Linear, Li
     H = p.num_value_heads // K  # value heads of a key head
     qkvz = load_linear(w, "in_proj_qkvz", bias=False)
     ba = load_linear(w, "in_proj_ba", bias=False)
-    rows = torch.arange(K * 2 * (D + H * p.v_dim)).view(K, -1)
+    rows = torch.arange(qkvz.weight.shape[0]).view(K, -1)
     q, k, v, z = (part.flatten() for part in torch.split(rows, [D, D, H * p.v_dim, H * p.v_dim], dim=1))
-    b, a = (part.flatten() for part in torch.arange(K * 2 * H).view(K, 2, H).unbind(1))
+    b, a = (part.flatten() for part in torch.arange(ba.weight.shape[0]).view(K, 2, -1).unbind(1))
     return qkvz.select(torch.cat((q, k, v))), ba.select(torch.cat((a, b))), qkvz.select(z)
 
 
@@ -131,7 +131,7 @@ def load_attention(w: Weights, cache: int, s: ModelSpec, rope: Rope) -> Attentio
     c = w.config
     bias = c["attention_bias"]
     q_and_gate = load_linear(w, "q_proj", bias=bias)
-    rows = torch.arange(2 * s.num_heads * c["head_dim"]).view(s.num_heads, 2, -1)
+    rows = torch.arange(q_and_gate.weight.shape[0]).view(s.num_heads, 2, -1)
     q, gate = (part.flatten() for part in rows.unbind(1))
     kv = load_linear(w, "k_proj", "v_proj", bias=bias)
     q_proj = q_and_gate.select(q)
