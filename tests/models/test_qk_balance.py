@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.kernels.kv_cache_spec import StateSpec
 from retain.kernels.rope import Rope
 from retain.models import decoder
 from retain.models.layers import Linear, RMSNorm
@@ -50,6 +51,7 @@ def test_exact_slots_give_the_same_bits_with_and_without_factors(family: str, dt
     model = build_model(weights)
     assert torch.equal(log_probs(model, dtype), log_probs(without_factors(weights), dtype))
     has_factors = bool(model.decoder.key_factors)
+    assert not any(isinstance(model.spec.layers[cache], StateSpec) for cache in model.decoder.key_factors)
     assert has_factors or family in ("gpt2", "gpt_neox", "mpt", "ernie4_5", "phi3"), (
         "random keys and queries are balanced there"
     )

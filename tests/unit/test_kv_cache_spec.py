@@ -9,6 +9,7 @@ from retain.kernels.kv_cache_spec import (
     KVCacheSpec,
     SharedCacheSpec,
     SlidingWindowSpec,
+    convolution_spec,
     uniform_layers,
 )
 
@@ -51,3 +52,18 @@ def test_a_layer_shares_only_a_cache_before_it(layer: int) -> None:
         KVCacheSpec((full, SharedCacheSpec(layer), full))
     with pytest.raises(ValueError, match="no cache before it"):
         KVCacheSpec((full, SharedCacheSpec(0), SharedCacheSpec(1)))
+
+
+@pytest.mark.parametrize("channels", [16, 48, 64, 160, 272, 1024, 2048, 8192])
+def test_a_convolution_has_as_few_heads_as_slots_allow(channels: int) -> None:
+    spec = convolution_spec(channels, window=3)
+    assert spec.num_kv_heads * (spec.k_dim + spec.v_dim) == channels
+    assert spec.k_dim == spec.v_dim <= 128 and spec.k_dim % 8 == 0
+    fewer = range(1, spec.num_kv_heads)
+    assert all(channels % (16 * heads) or channels // heads > 256 for heads in fewer)
+
+
+@pytest.mark.parametrize("channels", [8, 24, 100])
+def test_channels_that_fill_no_slots_are_refused(channels: int) -> None:
+    with pytest.raises(ValueError, match="only over multiples of 16"):
+        convolution_spec(channels, window=3)
