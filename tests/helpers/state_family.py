@@ -95,6 +95,7 @@ class StateLayer:
     w: Weights
     key_dim: int
     value_dim: int
+    attention: None = None  # nothing of it is balanced
 
     def emit(self, program: Program, x: int) -> None:
         """Write the layer into a program."""
@@ -123,25 +124,6 @@ class StateLayer:
         load_linear(self.w, "out", bias=False).emit(program, y, x, add=True)
 
 
-@dataclass(frozen=True, eq=False)
-class StateDecoder(Decoder):
-    """A decoder with such layers."""
-
-    kinds: str = ""
-
-    def emit(self, program: Program) -> None:
-        """Write the model into a program."""
-        x, last = program.buffer("x", self.spec.hidden_size), program.buffer("last", self.spec.hidden_size)
-        self.embedding.emit(program, x)
-        for i in range(len(self.kinds)):
-            self.load_layer(i).emit(program, x)
-        program.gather_rows(x, last)
-        assert self.norm
-        self.norm.emit(program, last, last)
-        self.lm_head.emit(program, last, program.logits_buffer(self.spec.vocab_size))
-        program.finalize()
-
-
 def build(w: Weights) -> Decoder:
     """Build the decoder."""
     w = w.with_defaults(llama.DEFAULTS)
@@ -155,7 +137,7 @@ def build(w: Weights) -> Decoder:
 
     norm = RMSNorm(w["norm.weight"], EPS)
     head = load_lm_head(w, "lm_head", table, None)
-    return StateDecoder(s, Embedding(table), load_layer, norm, head, kinds=c["kinds"])
+    return Decoder(s, Embedding(table), load_layer, norm, head, num_layers=len(c["kinds"]))
 
 
 def shapes(c: dict[str, Any]) -> tiny_models.Shapes:
