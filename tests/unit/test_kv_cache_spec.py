@@ -55,12 +55,13 @@ def test_a_layer_shares_only_a_cache_before_it(layer: int) -> None:
 
 
 @pytest.mark.parametrize("channels", [16, 48, 64, 160, 272, 1024, 2048, 8192])
-def test_a_convolution_has_as_few_heads_as_slots_allow(channels: int) -> None:
-    spec = convolution_spec(channels, window=3)
+@pytest.mark.parametrize("largest", [128, 32, 20])
+def test_a_convolution_has_as_few_heads_as_slots_allow(channels: int, largest: int) -> None:
+    spec = convolution_spec(channels, 3, largest)
     assert spec.num_kv_heads * (spec.k_dim + spec.v_dim) == channels
-    assert spec.k_dim == spec.v_dim <= 128 and spec.k_dim % 8 == 0
+    assert spec.k_dim == spec.v_dim <= largest and spec.k_dim % 8 == 0
     fewer = range(1, spec.num_kv_heads)
-    assert all(channels % (16 * heads) or channels // heads > 256 for heads in fewer)
+    assert all(channels % (16 * heads) or channels // heads > largest // 8 * 16 for heads in fewer)
 
 
 @pytest.mark.parametrize("channels", [8, 24, 100])

@@ -228,12 +228,13 @@ class KVCacheSpec:
         return tuple(replace(kind, layers=tuple(g), windows=tuple(windows[i] for i in g)) for kind, g in found.items())
 
 
-def convolution_spec(channels: int, window: int) -> ConvolutionSpec:
-    """Return the slots of a convolution: as few heads as K and V of at most 128 numbers allow.
+def convolution_spec(channels: int, window: int, largest: int = 128) -> ConvolutionSpec:
+    """Return the slots of a convolution: as few heads as K and V of at most `largest` numbers, or of 8, allow.
 
-    Raises ValueError unless the channels divide into K and V of multiples of 8 numbers.
+    In float32 half as many numbers as in attention's slots of 16 bits take as many bytes: then pages have as many
+    slots. Raises ValueError unless the channels divide into K and V of multiples of 8 numbers.
     """
-    sizes = (n for n in range(128, 0, -8) if channels % (2 * n) == 0)
+    sizes = (n for n in range(max(largest // 8 * 8, 8), 0, -8) if channels % (2 * n) == 0)
     if not (size := next(sizes, 0)):
         raise ValueError(f"a convolution over {channels} channels is not supported: only over multiples of 16")
     return ConvolutionSpec(channels // (2 * size), size, size, window)

@@ -57,7 +57,10 @@ def make_spec(c: Mapping[str, Any], default_types: list[str] | None) -> ModelSpe
     """Read the spec from a config with its family's defaults. `default_types` are those of a config without any."""
     layer_types = get_layer_types(c, default_types or (), LAYER_TYPES)
     spec = llama.make_spec(c)
-    convolution = convolution_spec(c["hidden_size"], c["conv_L_cache"]) if "conv" in layer_types else None
+    convolution: ConvolutionSpec | None = None
+    if "conv" in layer_types:
+        head_dim = c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]
+        convolution = convolution_spec(c["hidden_size"], c["conv_L_cache"], head_dim // 2)
     kinds = zip(layer_types, spec.layers, strict=True)
     return replace(spec, layers=tuple(convolution if convolution and t == "conv" else layer for t, layer in kinds))
 
