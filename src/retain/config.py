@@ -64,7 +64,7 @@ class Config:
         default=2048,
         metadata={
             "help": "tokens between the positions of a long text where others can leave it, in models whose layers "
-            "slide; 0: at its end only"
+            "slide or hold states; 0: at its end only"
         },
     )
     tier: tuple[str, ...] = field(
