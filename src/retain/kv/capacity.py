@@ -192,7 +192,7 @@ class CapacityPlanner:
     def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
         """Return the sizes of the layers that have a cache, in their order in the model."""
         found = [
-            LayerSizes(layer, int(window), g.group.num_kv_heads, g.page_size)
+            LayerSizes(layer, int(window), g.group.num_kv_heads, g.page_size, g.group.is_state)
             for g in self.groups
             for layer, window in zip(g.group.layers, g.windows(policy), strict=True)
         ]

@@ -31,6 +31,7 @@ class AttentionTrace:
         self.mass = np.zeros((num_layers, kv_heads, 0), np.float32)
         self.is_kept = np.zeros((num_layers, kv_heads, 0), bool)
         self.is_observed = np.ones(num_layers, bool)  # layers
+        self.has_tokens = np.zeros(num_layers, bool)  # layers that attend to slots of their own
         self._next_record_at = 0.0
 
     def record_if_due(
@@ -50,6 +51,7 @@ class AttentionTrace:
         for t in groups:
             if t.is_state:
                 continue
+            self.has_tokens[t.layers] = True
             self.is_observed[t.layers] = t.window[row] == NO_WINDOW
             self._record_pages(t, t.kv, t.pages[row], t.owned(row), t.window[row], num_computed_tokens)
             if d := t.demoted:
@@ -88,7 +90,8 @@ class AttentionTrace:
         chosen = slice(None) if layer is None else slice(layer, layer + 1)
         observed = self.is_observed if layer is None and self.is_observed.any() else chosen
         mass: Floats = self.mass[observed].mean((0, 1))
-        kept: Floats = self.is_kept[chosen].mean((0, 1), dtype=np.float32)
+        keeping = self.has_tokens if layer is None and self.has_tokens.any() else chosen
+        kept: Floats = self.is_kept[keeping].mean((0, 1), dtype=np.float32)
         return mass, kept
 
     def _grow(self, num_tokens: int) -> None:

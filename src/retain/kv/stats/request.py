@@ -8,6 +8,8 @@ from typing import Any
 
 from retain.kernels.api import NO_WINDOW
 
+STATE = "state"  # in place of the policy of layers without attention
+
 
 @dataclass(frozen=True)
 class RequestMemory:
@@ -23,12 +25,16 @@ class RequestMemory:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """A layer that has a cache: its number in the model, how far it sees, its kv heads, and slots of a page."""
+    """A layer that has a cache: its number in the model, how far it sees, its kv heads, and slots of a page.
+
+    `is_state`: it has no attention, and no policy or text makes what it caches larger or smaller.
+    """
 
     layer: int
     window: int
     num_kv_heads: int
     page_size: int
+    is_state: bool = False
 
 
 def request_memory_stats(
@@ -42,22 +48,26 @@ def request_memory_stats(
 ) -> dict[str, Any]:
     """Return bytes and slots of a text, by groups of layers with the same window, beside full caches.
 
-    `policy` and `unwindowed` are specs: of the request, and of its layers without a window.
+    Layers without attention are one more group, of policy "state". `policy` and `unwindowed` are specs: of the
+    request, and of its layers without a window.
     """
+    by_policy: dict[str, list[tuple[int, LayerSizes]]] = {}
+    for i, sizes in sorted(enumerate(layers), key=lambda x: -1 if x[1].is_state else x[1].window, reverse=True):
+        by_policy.setdefault(_policy_of(sizes, unwindowed), []).append((i, sizes))
     groups = []
-    for window in sorted({sizes.window for sizes in layers}, reverse=True):
-        own = [(i, sizes) for i, sizes in enumerate(layers) if sizes.window == window]
+    for own_policy, own in by_policy.items():
         # Nothing is recorded of a request that ended before it had a row, such as one that shared another's prompt.
         peaks = [memory.peak_slots[i] if memory.peak_slots else 0 for i, _ in own]
         num_pages = sum(slots // s.page_size * s.num_kv_heads for slots, (_, s) in zip(peaks, own, strict=True))
+        num_full_pages = sum(-(-num_tokens // s.page_size) * s.num_kv_heads for _, s in own)
         groups.append(
             {
                 "layers": [sizes.layer for _, sizes in own],
-                "policy": f"ring:window={window}" if window != NO_WINDOW else unwindowed,
+                "policy": own_policy,
                 "slots_peak": max(peaks),
                 "slots_end": max(memory.final_slots[i] for i, _ in own) if memory.final_slots else 0,
                 "bytes_peak": num_pages * page_bytes,
-                "bytes_if_full": sum(-(-num_tokens // s.page_size) * s.num_kv_heads for _, s in own) * page_bytes,
+                "bytes_if_full": (num_pages if own_policy == STATE else num_full_pages) * page_bytes,
             }
         )
     return {
@@ -67,3 +77,9 @@ def request_memory_stats(
         "bytes_if_full": sum(g["bytes_if_full"] for g in groups),
         "groups": groups,
     }
+
+
+def _policy_of(sizes: LayerSizes, unwindowed: str) -> str:
+    if sizes.is_state:
+        return STATE
+    return unwindowed if sizes.window == NO_WINDOW else f"ring:window={sizes.window}"
