@@ -386,11 +386,17 @@ def states_of(engine: Engine) -> list[int]:
 
 
 def test_disk_keeps_the_states_that_the_tree_keeps(tmp_path: Path) -> None:
-    """What a text outgrows goes from the disk, too; where texts part it stays."""
+    """What a text outgrows goes from the disk, too, once it is written; where texts part it stays."""
     pauses = Pauses("disk", tmp_path, **options_of("llama", H2O))
     engine = pauses.engine
-    turns = talk(H2O, partial(ask, engine), (70, 17, 30, 45, 20, 10))
-    ask(engine, [*turns[1].tokens, 5, 6, 7], H2O)
+
+    def ask_and_write(*args: Any) -> Any:
+        answer = ask(engine, *args)
+        offloader_of(engine).sync()
+        return answer
+
+    turns = talk(H2O, ask_and_write, (70, 17, 30, 45, 20, 10))
+    ask_and_write([*turns[1].tokens, 5, 6, 7], H2O)
     tree = engine.cache.prefix_cache.tree
     kept = sorted(n.snapshot.position for n in tree.iter_nodes() if isinstance(n.snapshot, EvictedState))
     assert states_of(engine) == kept
