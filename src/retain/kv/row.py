@@ -202,8 +202,7 @@ class Row:
         next_eviction = self.evictors[0].next_eviction if self.evictors else UNBOUNDED
         next_snapshot = UNBOUNDED
         if any(t.is_state for t in self.groups):  # those of earlier positions are gone after a step
-            ladder = self.parts.prefix_cache.ladder
-            next_snapshot = next(iter(ladder.crossed(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
+            next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
         return min(next_eviction, next_snapshot, self.masses_due or UNBOUNDED) - num_computed_tokens
 
     @property

@@ -41,7 +41,7 @@ def convolve(x: Tensor, inputs: GroupInputs, positions: Tensor, weight: Tensor, 
         for i in range(W):
             y = y + weight[:, i] * text[i : i + end - begin]
         out[begin:end] = y
-    heads = rows.view(len(rows), kv_heads(inputs), kv.k_dim + kv.v_dim)
+    heads = rows.view(len(rows), -1, kv.k_dim + kv.v_dim)
     _write(kv, inputs.slot_mapping, heads[..., : kv.k_dim], heads[..., kv.k_dim :], positions)
     return out.to(x.dtype)
 
@@ -141,11 +141,6 @@ class _Head:
         parts = _num_parts(self.states, self.k_dim)
         found: list[int] = self.states.slot_mapping[self.h * parts : (self.h + 1) * parts, t].tolist()
         return found
-
-
-def kv_heads(inputs: GroupInputs) -> int:
-    """Return the heads of a layer's tables."""
-    return inputs.tables.pages.shape[1]
 
 
 def _num_parts(states: GroupInputs, num_rows: int) -> int:

@@ -80,10 +80,11 @@ def divide_pages(
 
 def fold_states(spec: KVCacheSpec, page_size: int, dtype: torch.dtype) -> KVCacheSpec:
     """Return the layers of a model with states of linear attention that fold at the ends of their pages."""
-    if not spec.state_group:
+    states = spec.state_group
+    if not states:
         return spec
     formats = divide_pages(spec, page_size, dtype).formats
-    return spec.fold_at(formats[spec.groups.index(spec.state_group)].page_size)
+    return spec.fold_at(formats[spec.groups.index(states)].page_size)
 
 
 def first_attention_group(spec: KVCacheSpec) -> int:
