@@ -14,12 +14,14 @@ from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
-from retain.kernels.triton import attention_kernels, mass_kernels, merge_kernels
+from retain.kernels.triton import attention_kernels, decode_kernels, mass_kernels, merge_kernels
+from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
+MASS_SLOTS = 1024  # slots of a program that adds stored weights to masses
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,12 @@ class AttentionCall:
     q_pos: Tensor
     params: AttentionParams
     layer: int
+
+    @property
+    def changes_scores(self) -> bool:
+        """Return whether noise or a temperature changes the scores that become masses."""
+        buffers = self.plan.mass_buffers
+        return buffers is not None and buffers.noise_mode != PLAIN.value
 
 
 def attend(
@@ -71,49 +79,73 @@ def _demoted_call(call: AttentionCall, q: Tensor) -> AttentionCall:
 def _attend_tiles(calls: Sequence[AttentionCall], i: int, o: Tensor) -> None:
     """Compute the tiles of list i over the tables of each call, and merge what is split."""
     call, lists = calls[0], [c.plan.tile_lists[i] for c in calls]
-    H, tiles, buffers, device = call.q.shape[1], lists[0], call.plan.mass_buffers, o.device
+    H, tiles, device = call.q.shape[1], lists[0], o.device
     J, G, num_splits = len(tiles.data), call.tables.pages.shape[1], sum(x.num_splits for x in lists)
     if num_splits:
         num_rows = J * G * num_splits * tiles.max_rows
-        split_max, split_sum = torch.empty(2, (2 if buffers else 1) * num_rows, device=device)
+        split_max, split_sum = torch.empty(2, (2 if call.changes_scores else 1) * num_rows, device=device)
         split_out, first = torch.empty(num_rows, call.kv.v_dim, device=device), 0
         for c, x in zip(calls, lists, strict=True):
             at = first * tiles.max_rows
-            _launch_attention(c, x, o, (split_max[at:], split_sum[at:], split_out[at:]), num_splits)
+            _launch_decode(c, x, (split_max[at:], split_sum[at:], split_out[at:]), num_splits)
             first += x.num_splits
         _launch_merge(calls, tiles, o, (split_max, split_sum, split_out), num_splits)
     else:
         log_sums = torch.empty(len(o) * H if len(calls) > 1 else 1, device=device)
         parts = (attention_kernels.FIRST, attention_kernels.SECOND) if len(calls) > 1 else (attention_kernels.ONLY,)
         for c, x, part in zip(calls, lists, parts, strict=True):
-            _launch_attention(c, x, o, (log_sums, log_sums, log_sums), 0, part.value)
+            _launch_prefill(c, x, o, log_sums, part.value)
 
 
-def _launch_attention(
-    call: AttentionCall,
-    tiles: TileList,
-    o: Tensor,
-    splits: tuple[Tensor, Tensor, Tensor],
-    num_splits: int,
-    part: int = attention_kernels.ONLY.value,
+def _launch_decode(
+    call: AttentionCall, tiles: TileList, splits: tuple[Tensor, Tensor, Tensor], num_splits: int
 ) -> None:
-    """Compute tiles over the tables of a call; the buffers `splits` have `num_splits` for each tile."""
+    """Compute the splits of decode tiles over the tables of a call; `splits` have `num_splits` for each tile."""
     q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
-    D, M, buffers = q.shape[-1], tiles.rows_per_tile, plan.mass_buffers
-    # Where the kernels read no masses, q stands in for the pointers.
-    s = buffers.scoring if buffers else None
-    scoring_args = (s.weights, s.temperature, s.noise, s.seed, s.redraw_noise) if s else (q,) * 5
-    mass_args = (buffers.lse, buffers.split_weights, buffers.tile_max) if buffers else (q,) * 3
-    pages = page_args(kv)
-    attention_kernels.attention_fwd[(len(tiles.data), tables.pages.shape[1], max(tiles.num_splits, 1))](
-        q, *q.stride()[:2], o, *splits, tiles.max_rows,
+    buffers, pages = plan.mass_buffers, page_args(kv)
+    # Where the kernel reads no masses, q stands in for the pointers.
+    stored = (buffers.split_weights, buffers.block_max) if buffers else (q, q)
+    sizes = tuple(x.shape[-1] for x in stored)
+    shape = _shape_args(call) | plan.blocks.constants
+    decode_kernels.attention_decode[(len(tiles.data), shape["G"], tiles.num_splits)](
+        q, *q.stride()[:2], *splits, tiles.max_rows, num_splits,
+        pages.k, pages.v, pages.k_scales, pages.v_scales, pages.k_words, pages.v_words, kv.pos,
+        *_table_args(tables), *_visibility_args(tables), tiles.data, call.q_pos, *_score_args(call),
+        *_scoring_args(call), call.layer, *stored, *sizes,
+        M=tiles.rows_per_tile, DENSE=tables.dense is not None, UPDATE_MASS=buffers is not None,
+        NOISE=buffers.noise_mode if buffers else 0, ONE_TOKEN=tiles.max_rows == shape["R"],
+        **_decode_dot_args(kv), **_score_constants(params), **shape, **_key_args(call), **_value_args(call),
+        **pages.constants, **pages.halves,
+        num_warps=8 if q.shape[-1] > 128 else 4, num_stages=3 if q.shape[-1] <= 256 else 1,
+        maxnreg=_max_registers(call, tiles),
+    )  # fmt: skip
+
+
+def _max_registers(call: AttentionCall, tiles: TileList) -> int | None:
+    """Return the registers of a thread, at most: with fewer, more programs run side by side and hide loads.
+
+    Measured on an H200 for D of 128 and tiles of 16 rows (docs/log/gpu.md); None leaves it to the compiler.
+    """
+    if call.kv.k_dim != 128 or call.kv.v_dim != 128 or tiles.rows_per_tile > 16 or call.kv.dtype == torch.float32:
+        return None
+    if call.plan.mass_buffers:
+        return 128
+    return 96 if call.kv.dtype in QUANTIZED_DTYPES else None
+
+
+def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: Tensor, part: int) -> None:
+    """Compute tiles of many rows over the tables of a call. `log_sums` [T, H] go from the first part to the second."""
+    q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
+    D, M, buffers, pages = q.shape[-1], tiles.rows_per_tile, plan.mass_buffers, page_args(kv)
+    attention_kernels.attention_fwd[(len(tiles.data), tables.pages.shape[1], 1)](
+        q, *q.stride()[:2], o, log_sums, log_sums, log_sums, tiles.max_rows,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, *_table_args(tables), *_visibility_args(tables),
-        tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits, num_splits,
-        *scoring_args, call.layer, *mass_args, buffers.split_weights.shape[-1] if buffers else 0,
-        M=M, SPLIT=num_splits > 0, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
+        tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits, 0,
+        *_scoring_args(call), call.layer, buffers.lse if buffers else q, q, q, 0,
+        M=M, SPLIT=False, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
         UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv),
-        **_score_constants(params), **_shape_args(call), **_key_args(call), **_value_args(call), **pages.constants,
-        num_warps=8 if M > 64 or D > 128 else 4, num_stages=3 if D <= 256 else 1,
+        **_score_constants(params), **_shape_args(call), N=plan.block_n, **_key_args(call), **_value_args(call),
+        **pages.constants, num_warps=8 if M > 64 or D > 128 else 4, num_stages=3 if D <= 256 else 1,
     )  # fmt: skip
 
 
@@ -124,39 +156,49 @@ def _launch_merge(
     splits: tuple[Tensor, Tensor, Tensor],
     num_splits: int,
 ) -> None:
+    """Combine the splits of decode tiles into their outputs."""
     call, demoted, buffers, sinks = calls[0], calls[-1], calls[0].plan.mass_buffers, calls[0].params.sink_logits
     s = buffers.scoring if buffers else None
     rows = tiles.rows_per_tile if triton.knobs.runtime.interpret else 1
-    page_blocks = demoted.kv.page_size // demoted.plan.block_n if len(calls) > 1 else 0
+    has_demoted = len(calls) > 1
     merge_kernels.merge_splits[(len(tiles.data), call.tables.pages.shape[1], triton.cdiv(tiles.max_rows, rows))](
         o, *splits, tiles.max_rows, *_table_args(call.tables)[3:], tiles.data, num_splits,
         buffers.lse if buffers else o, o if sinks is None else sinks, *((s.temperature, s.noise) if s else (o, o)),
         *_table_args(demoted.tables)[3:], tiles.num_splits,
         ROWS=rows, SINKS=sinks is not None, UPDATE_MASS=buffers is not None,
-        NOISE=buffers.noise_mode if buffers else 0, DEMOTED_PAGE_BLOCKS=page_blocks, **_shape_args(call),
-        **_value_args(call), num_warps=4 if call.kv.v_dim <= 256 else 16,
+        NOISE=buffers.noise_mode if buffers else 0, SPLITS=int(triton.next_power_of_2(num_splits)),
+        DEMOTED_S=demoted.kv.page_size if has_demoted else 0, DEMOTED_N=demoted.plan.blocks.n,
+        DEMOTED_MIN_BLOCKS=demoted.plan.blocks.min_blocks, **_shape_args(call), **call.plan.blocks.constants,
+        **_value_args(call), num_warps=_merge_warps(num_splits * call.kv.v_dim),
     )  # fmt: skip
+
+
+def _merge_warps(size: int) -> int:
+    """Return the warps that merge splits of so many numbers in all."""
+    return 1 if size <= 2**10 else 4 if size <= 2**14 else 16
 
 
 def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
     q, kv, tables, plan, s = call.q, call.kv, call.tables, call.plan, buffers.scoring
     shape, C = _shape_args(call), kv.mass.shape[1]
-    G, num_blocks = shape["G"], max(plan.max_pages, 1) * (kv.page_size // plan.block_n)
+    G, n = shape["G"], plan.blocks.n
+    num_blocks = buffers.block_max.shape[-1]
+    blocks_at_once = max(MASS_SLOTS // n, 1)
     for tiles in plan.decode:
-        mass_kernels.accumulate_mass[(len(tiles.data), G, num_blocks)](
+        mass_kernels.accumulate_mass[(len(tiles.data), G, triton.cdiv(num_blocks, blocks_at_once))](
             kv.mass, *_table_args(tables), tables.windows, tables.windows.stride(0), tiles.data, s.weights, s.decay,
-            buffers.lse, buffers.split_weights, buffers.tile_max, buffers.split_weights.shape[-1],
-            G=G, R=shape["R"], S=kv.page_size, M=tiles.rows_per_tile, N=plan.block_n, C=C,
+            buffers.lse, buffers.split_weights, buffers.block_max, buffers.split_weights.shape[-1], num_blocks,
+            **shape, N=n, C=C, BLOCKS=blocks_at_once,
         )  # fmt: skip
     if plan.mass_tiles is not None:
         pages = page_args(kv)
-        mass_kernels.recompute_mass[(len(plan.mass_tiles), G, num_blocks)](
+        mass_kernels.recompute_mass[(len(plan.mass_tiles), G, max(plan.max_pages, 1) * (kv.page_size // plan.block_n))](
             q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
             *_visibility_args(tables), plan.mass_tiles,
             call.q_pos, *_score_args(call),
             s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
             M=64 if q.shape[-1] <= 256 else 16, C=C, **_score_constants(call.params), DENSE=tables.dense is not None,
-            NOISE=buffers.noise_mode,            **_dot_args(kv), **shape, **_key_args(call), **pages.constants,
+            NOISE=buffers.noise_mode, **_dot_args(kv), **shape, N=plan.block_n, **_key_args(call), **pages.constants,
         )  # fmt: skip
 
 
@@ -172,9 +214,17 @@ def _score_constants(params: AttentionParams) -> dict[str, bool]:
 
 
 def _shape_args(call: AttentionCall) -> dict[str, int]:
-    """Return the constants of most kernels: kv heads, query heads of each, sizes of a page and a block."""
+    """Return the constants of most kernels: kv heads, query heads of each, slots of a page."""
     G = call.tables.pages.shape[1]
-    return {"G": G, "R": call.q.shape[1] // G, "S": call.kv.page_size, "N": call.plan.block_n}
+    return {"G": G, "R": call.q.shape[1] // G, "S": call.kv.page_size}
+
+
+def _scoring_args(call: AttentionCall) -> tuple[Tensor, ...]:
+    """Return the scoring on the device; where the kernels read no masses, q stands in for the pointers."""
+    if call.plan.mass_buffers is None:
+        return (call.q,) * 5
+    s = call.plan.mass_buffers.scoring
+    return s.weights, s.temperature, s.noise, s.seed, s.redraw_noise
 
 
 def _key_args(call: AttentionCall) -> dict[str, int]:
@@ -202,3 +252,14 @@ def _dot_args(kv: KV) -> dict[str, object]:
     dtype = torch.bfloat16 if kv.dtype in QUANTIZED_DTYPES else kv.dtype
     exact = dtype == torch.float32 or (dtype == torch.bfloat16 and triton.knobs.runtime.interpret)
     return {"DOT": tl.float32 if exact else TRITON_DTYPES[dtype], "PRECISION": "ieee" if exact else "tf32"}
+
+
+def _decode_dot_args(kv: KV) -> dict[str, object]:
+    """Return the dtypes of the products with K and with V, and their precision.
+
+    float16 holds every integer of 8 bits, and becomes one with fewer instructions than bfloat16.
+    """
+    args = _dot_args(kv)
+    exact = args["DOT"] == tl.float32
+    k, v = (args["DOT"] if exact or x.dtype != torch.int8 else tl.float16 for x in (kv.k, kv.v))
+    return {"K_DOT": k, "V_DOT": v, "PRECISION": args["PRECISION"]}

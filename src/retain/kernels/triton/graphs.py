@@ -66,7 +66,7 @@ class GraphShape:
     B: int  # requests, padding included
     F: int  # fresh tokens of each request
     groups: tuple[GroupShape, ...]
-    noise_mode: int | None  # which noise the requests draw; None without scoring
+    noise_mode: int | None  # how scores are changed, a constant of noise.py; None without scoring
 
     @property
     def T(self) -> int:
@@ -245,15 +245,15 @@ def _plan_group(shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: 
     if not own.H:
         return None
     kv = group.kv
-    block_n = plan.choose_block_n(kv)
-    num_splits = plan.max_splits(own.max_pages * (kv.page_size // block_n))
+    blocks = plan.decode_blocks(kv)
+    num_splits = blocks.max_splits(own.max_pages * kv.page_size)
     num_rows = shape.F * own.H // own.G
     tiles = TileList(inputs.tiles, plan.pad_rows(num_rows), num_splits, num_rows)
     mass_buffers = None
     if shape.noise_mode is not None:
         buffers = plan.allocate_mass_buffers(kv, own.max_pages, shape.T, own.H, shape.T)
         mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
-    whole = AttentionPlan([tiles], None, None, mass_buffers, block_n, own.max_pages)
+    whole = AttentionPlan([tiles], None, None, mass_buffers, blocks, plan.choose_block_n(kv), own.max_pages)
     return plan.add_demoted(whole, group.tables, own.max_demoted_pages)
 
 

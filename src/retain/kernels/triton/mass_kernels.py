@@ -1,8 +1,8 @@
 """Mass kernels: they add what a step's queries leave on the slots, after the attention kernels have run.
 
-Decode tiles have stored their attention weights, relative to each block's maximum. `accumulate_mass` normalizes them by
-the `lse` of `merge_splits` and adds them up, so no score is computed twice. The weights of prefill tiles would fill the
-memory; `recompute_mass` computes their scores again.
+Decode tiles have stored their attention weights, each block's relative to a maximum. `accumulate_mass` normalizes them
+by the `lse` of `merge_splits` and adds them up, so no score is computed twice. The weights of prefill tiles would fill
+the memory; `recompute_mass` computes their scores again.
 """
 
 from __future__ import annotations
@@ -12,40 +12,52 @@ import triton.language as tl
 
 from retain.kernels.triton.attention_kernels import _NO_WINDOW, compute_scores, load_keys, load_positions
 from retain.kernels.triton.noise import LOG2E, add_noise, noise_key
+from retain.kernels.triton.quantized_loads import find_slots
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_slots", "num_blocks"])
 def accumulate_mass(
     mass, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, tiles,
-    weights, decay, lse, split_weights, tile_max, max_slots,
-    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, N: tl.constexpr, C: tl.constexpr,
+    weights, decay, lse, split_weights, block_max, max_slots, num_blocks,
+    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, N: tl.constexpr, C: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Add the stored weights [t, H, max_slots] of one tile and kv head to the mass of a block of slots."""
-    j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """Add the stored weights [t, H, max_slots] of one tile and kv head to the mass of BLOCKS blocks of N slots."""
+    j, g = tl.program_id(0), tl.program_id(1)
     b, row = tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1)
-    first, tokens = tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
-    if tokens == 0 or i * N >= tl.load(counts + row * count_row + g * count_head) * S:
+    first, tokens, first_stored = tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3), tl.load(tiles + 6 * j + 5)
+    count = tl.load(counts + row * count_row + g * count_head) * S
+    i = tl.program_id(2) * BLOCKS + tl.arange(0, BLOCKS)
+    if (tokens == 0) | (tl.program_id(2) * BLOCKS * N >= count):
         return
-    m = tl.arange(0, M)
-    t, h = first + m // R, g * R + m % R
-    weight, fades = tl.load(weights + t, mask=m < tokens * R, other=0.0), tl.load(decay + b)
-    if tl.load(windows + row * window_row) != _NO_WINDOW or (fades == 1.0 and tl.max(weight, 0) == 0.0):
+    fades, scored = tl.load(decay + b), 0.0
+    for k in range(tokens):
+        scored += tl.load(weights + first + k)
+    if (tl.load(windows + row * window_row) != _NO_WINDOW) | ((fades == 1.0) & (scored == 0.0)):
         return
-    at_row = (t * G * R + h).to(tl.int64)
-    log_sum = tl.load(lse + at_row, mask=weight != 0.0, other=float("-inf"))
-    sees = log_sum > float("-inf")
-    at_row = ((tl.load(tiles + 6 * j + 5) + m // R) * G * R + h).to(tl.int64)
-    block_max = tl.load(tile_max + at_row * (max_slots // N) + i, mask=sees, other=float("-inf"))
-    factor = weight * tl.exp2(block_max - tl.where(sees, log_sum, 0.0))
-    w = tl.load(
-        split_weights + at_row[:, None] * max_slots + i * N + tl.arange(0, N)[None, :], mask=sees[:, None], other=0.0
-    )
-    w = w.to(tl.float32) * factor[:, None]
-    page = tl.load(pages + row.to(tl.int64) * page_row + g * page_head + i * N // S).to(tl.int64)
-    at = mass + page * C * S + i * N % S + tl.arange(0, N)
-    for c in tl.static_range(C):
-        own = tl.where((m % R == c)[:, None], w, 0.0) if C > 1 else w
-        tl.store(at + c * S, fades * tl.load(at + c * S) + tl.sum(own, 0))
+    table = pages + row.to(tl.int64) * page_row + g * page_head
+    slot = i[:, None] * N + tl.arange(0, N)[None, :]
+    if S % N == 0:  # a block is in one page
+        page, _, exists = find_slots(table, i[:, None] * N, count, S)
+        place = slot % S
+    else:
+        page, place, exists = find_slots(table, slot, count, S)
+    at = mass + page * (C * S) + place
+    total = fades * tl.load(at, mask=exists, other=0.0) if C == 1 else tl.zeros((BLOCKS, N), tl.float32)
+    for r in tl.static_range(R):
+        if C > 1:
+            total = fades * tl.load(at + r * S, mask=exists, other=0.0)
+        for k in range(tokens):
+            at_row = ((first_stored + k) * G * R + g * R + r).to(tl.int64)
+            weight, log_sum = tl.load(weights + first + k), tl.load(lse + (first + k) * G * R + g * R + r)
+            adds = (weight != 0.0) & (log_sum > float("-inf"))
+            stored = exists & adds  # what no query has stored is read nowhere
+            w = tl.load(split_weights + at_row * max_slots + slot, mask=stored, other=0.0).to(tl.float32)
+            high = tl.load(block_max + at_row * num_blocks + i, mask=(i * N < count) & adds, other=float("-inf"))
+            total += w * (weight * tl.exp2(high - tl.where(adds, log_sum, 0.0)))[:, None]
+        if C > 1:
+            tl.store(at + r * S, total, mask=exists)
+    if C == 1:
+        tl.store(at, total, mask=exists)
 
 
 @triton.jit(do_not_specialize=["layer"])

@@ -5,43 +5,26 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.attention_kernels import MAX_SPLITS, finite_or_zero, safe_log2, split_size
-from retain.kernels.triton.noise import LOG2E, mean_noise
+from retain.kernels.triton.attention_kernels import finite_or_zero, safe_log2
+from retain.kernels.triton.decode_kernels import split_blocks
+from retain.kernels.triton.noise import LOG2E, PLAIN, mean_noise
 
 
 @triton.jit
-def find_splits(counts, PAGE_BLOCKS: tl.constexpr):
-    """Return which of MAX_SPLITS splits a table has, [1, MAX_SPLITS], and their numbers."""
-    blocks = tl.load(counts) * PAGE_BLOCKS
-    s = tl.arange(0, MAX_SPLITS)[None, :]
-    return s * split_size(blocks) < blocks, s
+def find_splits(counts, s, S: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Return which of the splits s a table has."""
+    blocks, split = split_blocks(tl.load(counts) * S, N, MIN_BLOCKS)
+    return (s >= 0) & (s * split < blocks)
 
 
 @triton.jit
 def load_sums(split_max, split_sum, at, exists):
-    """Return the maxima [ROWS] of rows, and the sums and factors [ROWS, MAX_SPLITS] of their splits."""
+    """Return the maxima [ROWS] of rows, the sums of their splits together, and the splits' factors [ROWS, SPLITS]."""
     maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))
     sums = tl.load(split_sum + at, mask=exists, other=0.0)
     high = tl.max(maxima, 1)
-    return high, sums, tl.exp2(maxima - finite_or_zero(high)[:, None])
-
-
-@triton.jit
-def load_outputs(split_out, at, exists, e, V: tl.constexpr):
-    """Return the outputs [ROWS, MAX_SPLITS, VP] of splits."""
-    return tl.load(
-        split_out + at.to(tl.int64)[:, :, None] * V + e[None, None, :],
-        mask=exists[:, :, None] & (e < V)[None, None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def rescale_sums(high, total, more_high, more):
-    """Return the larger maxima of two parts, their sum, and the factors of both."""
-    largest = tl.maximum(high, more_high)
-    a, b = tl.exp2(high - finite_or_zero(largest)), tl.exp2(more_high - finite_or_zero(largest))
-    return largest, total * a + more * b, a, b
+    factor = tl.exp2(maxima - finite_or_zero(high)[:, None])
+    return high, tl.sum(sums * factor, 1), factor
 
 
 @triton.jit
@@ -50,18 +33,20 @@ def add_sink(high, total, sink):
     return total + tl.where(high > float("-inf"), tl.exp2(sink - finite_or_zero(high)), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["width", "num_splits", "first_demoted"])
 def merge_splits(
     o, split_max, split_sum, split_out, width, counts, count_row, count_head, tiles, num_splits, lse,
     sinks, temperature, noise,
     demoted_counts, demoted_row, demoted_head, first_demoted,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    N: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr, DEMOTED_PAGE_BLOCKS: tl.constexpr,
+    N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr,
+    DEMOTED_S: tl.constexpr, DEMOTED_N: tl.constexpr, DEMOTED_MIN_BLOCKS: tl.constexpr,
     SINKS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of ROWS rows of a tile into their output; with UPDATE_MASS also into lse, in base 2.
 
-    With DEMOTED_PAGE_BLOCKS, the blocks of a page of demoted tokens, splits from `first_demoted` on are theirs.
+    SPLITS is at least `num_splits`. With DEMOTED_S, the slots of a page of demoted tokens, splits from `first_demoted`
+    on are theirs.
     """
     j, g = tl.program_id(0), tl.program_id(1)
     row, first, tokens = tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
@@ -70,36 +55,32 @@ def merge_splits(
         return
     valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
-    exists, s = find_splits(counts + row * count_row + g * count_head, S // N)
-    exists = valid[:, None] & exists
+    s = tl.arange(0, SPLITS)[None, :]
+    exists = find_splits(counts + row * count_row + g * count_head, s, S, N, MIN_BLOCKS)
+    if DEMOTED_S:
+        at_count = demoted_counts + row * demoted_row + g * demoted_head
+        demoted = find_splits(at_count, s - first_demoted, DEMOTED_S, DEMOTED_N, DEMOTED_MIN_BLOCKS)
+        exists = (exists & (s < first_demoted)) | demoted
+    exists &= valid[:, None]
     at = ((j * G + g) * num_splits + s) * width + m[:, None]
-    high, sums, factor = load_sums(split_max, split_sum, at, exists)
+    high, total, factor = load_sums(split_max, split_sum, at, exists)
     e = tl.arange(0, VP)
-    parts = load_outputs(split_out, at, exists, e, V)
-    total = tl.sum(sums * factor, 1)
-    out = tl.sum(parts * factor[:, :, None], 1)
-    if DEMOTED_PAGE_BLOCKS:
-        more_exist, s = find_splits(demoted_counts + row * demoted_row + g * demoted_head, DEMOTED_PAGE_BLOCKS)
-        more_exist = valid[:, None] & more_exist
-        more_at = ((j * G + g) * num_splits + first_demoted + s) * width + m[:, None]
-        more_high, sums, factor = load_sums(split_max, split_sum, more_at, more_exist)
-        parts = load_outputs(split_out, more_at, more_exist, e, V)
-        high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
-        out = out * a[:, None] + tl.sum(parts * factor[:, :, None], 1) * b[:, None]
+    parts = tl.load(
+        split_out + at.to(tl.int64)[:, :, None] * V + e[None, None, :],
+        mask=exists[:, :, None] & (e < V)[None, None, :],
+        other=0.0,
+    )
     if SINKS:
         sink = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E
         total = add_sink(high, total, sink)
-    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = tl.sum(parts * factor[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
     at_row = (t * G * R + h).to(tl.int64)
     tl.store(o + at_row[:, None] * V + e[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])
     if UPDATE_MASS:
-        z_at = tl.num_programs(0) * G * num_splits * width
-        high, sums, factor = load_sums(split_max, split_sum, z_at + at, exists)
-        total = tl.sum(sums * factor, 1)
-        if DEMOTED_PAGE_BLOCKS:
-            more_high, sums, factor = load_sums(split_max, split_sum, z_at + more_at, more_exist)
-            high, total, a, b = rescale_sums(high, total, more_high, tl.sum(sums * factor, 1))
-        if SINKS:
-            sink += mean_noise(tl.load(noise + tl.load(tiles + 6 * j)), NOISE)
-            total = add_sink(high, total, sink / tl.load(temperature + t, mask=valid, other=1.0))
+        if NOISE != PLAIN:
+            z_at = tl.num_programs(0) * G * num_splits * width + at
+            high, total, factor = load_sums(split_max, split_sum, z_at, exists)
+            if SINKS:
+                sink += mean_noise(tl.load(noise + tl.load(tiles + 6 * j)), NOISE)
+                total = add_sink(high, total, sink / tl.load(temperature + t, mask=valid, other=1.0))
         tl.store(lse + at_row, high + safe_log2(total), mask=valid)

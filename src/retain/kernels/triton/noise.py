@@ -9,7 +9,8 @@ from retain.kernels.scoring import GAUSSIAN, GUMBEL
 
 GOLDEN_RATIO = tl.constexpr(0x9E3779B9)
 LOG2E = tl.constexpr(1.4426950408889634)
-NONE, ONLY_GUMBEL, ONLY_GAUSSIAN, MIXED = (tl.constexpr(i) for i in range(4))  # NOISE: what a step's requests draw
+# NOISE: how a step's scoring changes scores: not at all, by a temperature, or also by noise of one kind or of both
+PLAIN, TEMPERED, ONLY_GUMBEL, ONLY_GAUSSIAN, MIXED = (tl.constexpr(i) for i in range(5))
 _GUMBEL, _GAUSSIAN = tl.constexpr(GUMBEL), tl.constexpr(GAUSSIAN)
 
 
@@ -55,10 +56,16 @@ def erfinv(x):
 
 
 @triton.jit
+def draws_noise(kind):
+    """Return whether a request draws noise that differs from slot to slot."""
+    return (kind == _GUMBEL) | (kind == _GAUSSIAN)
+
+
+@triton.jit
 def mean_noise(kind, NOISE: tl.constexpr):
     """Return the mean of what `add_noise` adds: it leaves out the mean of the Gaussian."""
     mean = 0.0
-    if NOISE != NONE:
+    if NOISE > TEMPERED:
         mean = tl.where(kind == _GUMBEL, 0.5772157 * LOG2E, 0.0)
     return mean
 
@@ -69,7 +76,7 @@ def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
 
     CONSTANT noise is left out, because it changes no softmax.
     """
-    if NOISE != NONE:
+    if NOISE > TEMPERED:
         u = mix_bits(keys[:, None] + GOLDEN_RATIO * pos[None, :].to(tl.uint32)) >> 9
         u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: strictly between 0 and 1
         if NOISE != ONLY_GAUSSIAN:
@@ -78,5 +85,5 @@ def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
             y = 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0)
         if NOISE == MIXED:
             y = tl.where(kind == _GAUSSIAN, 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0), y)
-        x += tl.where((kind == _GUMBEL) | (kind == _GAUSSIAN), y * LOG2E, 0.0)
+        x += tl.where(draws_noise(kind), y * LOG2E, 0.0)
     return x

@@ -25,13 +25,17 @@ class PageArgs:
     v: Tensor
     k_scales: Tensor
     v_scales: Tensor
+    k_words: Tensor  # the same memory as int32: pairs of scales
+    v_words: Tensor
     constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements from page to page; QUANTIZED; K_GROUP, V_GROUP
+    halves: dict[str, bool]  # K_HALVES, V_HALVES: whether a row's bytes are wide enough for products of their own
 
 
 def page_args(kv: KV) -> PageArgs:
     """Return the arguments of a pool. K_GROUP and V_GROUP are the numbers of 4 bits that share a scale, or 0."""
     is_quantized = kv.dtype in QUANTIZED_DTYPES
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
+    k_words, v_words = (x.view(torch.int32) if is_quantized else x for x in (kv.k, kv.v))
     constants = {
         "K_PAGE": kv.k.stride(0),
         "V_PAGE": kv.v.stride(0),
@@ -39,7 +43,16 @@ def page_args(kv: KV) -> PageArgs:
         "K_GROUP": group_size(kv.k_dim) if kv.k.dtype == torch.uint8 else 0,
         "V_GROUP": group_size(kv.v_dim) if kv.v.dtype == torch.uint8 else 0,
     }
-    return PageArgs(kv.k, kv.v, k_scales, v_scales, constants)
+    halves = {
+        "K_HALVES": kv.k.dtype == torch.uint8 and _has_halves(kv.k_dim),
+        "V_HALVES": kv.v.dtype == torch.uint8 and _has_halves(kv.v_dim),
+    }
+    return PageArgs(kv.k, kv.v, k_scales, v_scales, k_words, v_words, constants, halves)
+
+
+def _has_halves(dim: int) -> bool:
+    """Return whether half of the numbers of a row are a power of 2 that tensor cores multiply."""
+    return dim >= 32 and dim & (dim - 1) == 0
 
 
 def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,9 +15,10 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import KV, Tables
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.transfers import to_device
-from retain.kernels.triton import attention_kernels, noise
+from retain.kernels.triton import decode_kernels, noise
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
 
@@ -37,10 +38,32 @@ class MassBuffers:
     """The scoring of a step and the memory for its masses, on the device."""
 
     scoring: AttentionScoring
-    noise_mode: int  # which noise the requests draw: a constant of noise.py
+    noise_mode: int  # how scores are changed: a constant of noise.py
     lse: Tensor  # float32 [T, H]
-    split_weights: Tensor  # [t, H, slots], for the t tokens of decode tiles
-    tile_max: Tensor  # float32 [t, H, slots / N]
+    split_weights: Tensor  # [t, H, blocks * N], for the t tokens of decode tiles
+    block_max: Tensor  # float32 [t, H, blocks]: what the weights of a block of slots are relative to
+
+
+@dataclass(frozen=True)
+class DecodeBlocks:
+    """How decode tiles go through a table: in blocks of n slots, of which a split has `min_blocks` at least."""
+
+    n: int  # a power of 2; a block may have slots of several pages
+    min_blocks: int
+
+    def count(self, num_slots: int) -> int:
+        """Return the blocks of a table of so many slots."""
+        return -(-num_slots // self.n)
+
+    def max_splits(self, num_slots: int) -> int:
+        """Return the most splits of any table with up to so many slots. (256 blocks have 64 splits, 257 have 52.)"""
+        splits = -(-self.count(num_slots) // self.min_blocks)
+        return max(min(splits, decode_kernels.MAX_SPLITS.value), 1)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Return the constants of kernels."""
+        return {"N": self.n, "MIN_BLOCKS": self.min_blocks}
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,8 @@ class AttentionPlan:
     prefill: TileList | None
     mass_tiles: Tensor | None  # int32 [n, 6], one for each prefill request, if masses change
     mass_buffers: MassBuffers | None
-    block_n: int  # N: slots that a kernel loads together
+    blocks: DecodeBlocks
+    block_n: int  # N of prefill tiles: slots that a kernel loads together
     max_pages: int  # pages of a head, at most
     demoted: AttentionPlan | None = None  # the same tiles over demoted tokens; None where the step has none
 
@@ -68,12 +92,18 @@ class AttentionPlan:
         return [*self.decode, *([self.prefill] if self.prefill else [])]
 
 
-def choose_block_n(kv: KV) -> int:
-    """Return the slots that a kernel loads together: a power of 2 that divides a page, at most 16 KiB of keys,
-    or the 16 slots that tensor cores need.
+def decode_blocks(kv: KV) -> DecodeBlocks:
+    """Return blocks of at most 16 KiB of keys, or of the 16 slots that tensor cores need.
+
+    Splits of quantized slots have twice as many, which are as many bytes.
     """
-    S = kv.page_size
-    return min(S & -S, max(2**14 // (triton.next_power_of_2(kv.k_dim) * kv.dtype.itemsize), 16), 64)
+    n = max(2**14 // (triton.next_power_of_2(kv.k_dim) * kv.dtype.itemsize), 16)
+    return DecodeBlocks(min(n, 64), 8 if kv.dtype in QUANTIZED_DTYPES else 4)
+
+
+def choose_block_n(kv: KV) -> int:
+    """Return the slots that a kernel for prefill tiles loads together, which divide a page."""
+    return min(kv.page_size & -kv.page_size, decode_blocks(kv).n)
 
 
 def max_decode_rows(D: int) -> int:
@@ -115,8 +145,8 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
         else:
             prefill += [(b, row, first, tokens, m, 0) for m in range(0, tokens * R, rows_per_prefill_tile)]
             mass_tiles.append((b, row, first, tokens, 0, 0))
-    block_n = choose_block_n(kv)
-    num_splits = max_splits(max_pages * (kv.page_size // block_n))
+    blocks = decode_blocks(kv)
+    num_splits = blocks.max_splits(max_pages * kv.page_size)
     decode_lists = []
     for rows_per_tile, tiles in sorted(decode.items()):
         max_rows = R * max(tokens for _, _, _, tokens, *_ in tiles)
@@ -130,7 +160,8 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
         prefill=TileList(_tiles_to_device(prefill, kv.device), rows_per_prefill_tile, 0) if prefill else None,
         mass_tiles=_tiles_to_device(mass_tiles, kv.device) if mass_tiles and scoring else None,
         mass_buffers=mass_buffers,
-        block_n=block_n,
+        blocks=blocks,
+        block_n=choose_block_n(kv),
         max_pages=max_pages,
     )
     return add_demoted(plan, tables, max_demoted_pages(tables))
@@ -141,14 +172,20 @@ def add_demoted(plan: AttentionPlan, tables: Tables, max_pages: int) -> Attentio
     if tables.demoted is None or not max_pages:
         return plan
     kv, buffers = tables.demoted.kv, plan.mass_buffers
-    block_n = choose_block_n(kv)
-    num_splits = max_splits(max_pages * (kv.page_size // block_n))
+    blocks = decode_blocks(kv)
+    num_splits = blocks.max_splits(max_pages * kv.page_size)
     if buffers:
         t, H, _ = buffers.split_weights.shape
-        split_weights, tile_max = allocate_split_weights(kv, max_pages, H, t)
-        buffers = replace(buffers, split_weights=split_weights, tile_max=tile_max)  # lse is that of all tokens
-    decode = [replace(tiles, num_splits=num_splits) for tiles in plan.decode]
-    part = replace(plan, decode=decode, mass_buffers=buffers, block_n=block_n, max_pages=max_pages)
+        split_weights, block_max = allocate_split_weights(kv, max_pages, H, t)
+        buffers = replace(buffers, split_weights=split_weights, block_max=block_max)  # lse is that of all tokens
+    part = replace(
+        plan,
+        decode=[replace(tiles, num_splits=num_splits) for tiles in plan.decode],
+        mass_buffers=buffers,
+        blocks=blocks,
+        block_n=choose_block_n(kv),
+        max_pages=max_pages,
+    )
     return replace(plan, demoted=part)
 
 
@@ -157,17 +194,12 @@ def pad_rows(num_rows: int) -> int:
     return max(16, int(triton.next_power_of_2(max(num_rows, 1))))
 
 
-def max_splits(num_blocks: int) -> int:
-    """Return the most splits of any table with up to this many blocks. (256 blocks have 64 splits, 257 have 52.)"""
-    splits = -(-num_blocks // attention_kernels.MIN_SPLIT_BLOCKS.value)
-    return max(min(splits, attention_kernels.MAX_SPLITS.value), 1)
-
-
 def noise_mode_of(scoring: AttentionScoring) -> int:
-    """Return which noise the requests of a step draw: a constant of noise.py."""
+    """Return how the scoring of a step changes scores: a constant of noise.py."""
     kinds = set(scoring.noise.tolist()) & {GUMBEL, GAUSSIAN}
     if not kinds:
-        return int(noise.NONE.value)
+        is_plain = bool((scoring.temperature == 1.0).all())
+        return int((noise.PLAIN if is_plain else noise.TEMPERED).value)
     if len(kinds) > 1:
         return int(noise.MIXED.value)
     return int((noise.ONLY_GUMBEL if GUMBEL in kinds else noise.ONLY_GAUSSIAN).value)
@@ -185,17 +217,21 @@ def make_mass_buffers(
 def allocate_mass_buffers(
     kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate lse [T, H], split_weights [t, H, slots] and tile_max [t, H, slots / N] of MassBuffers."""
+    """Allocate lse [T, H], split_weights and block_max of MassBuffers."""
     return torch.empty(T, H, device=kv.device), *allocate_split_weights(kv, max_pages, H, num_decode_tokens)
 
 
 def allocate_split_weights(kv: KV, max_pages: int, H: int, t: int) -> tuple[Tensor, Tensor]:
-    """Allocate split_weights [t, H, slots] and tile_max [t, H, slots / N] of MassBuffers."""
-    max_slots = max_pages * kv.page_size
-    dtype = torch.float32 if kv.dtype == torch.float32 else torch.float16
-    split_weights = torch.empty(t, H, max_slots, dtype=dtype, device=kv.device)
-    tile_max = torch.empty(t, H, max_slots // choose_block_n(kv), device=kv.device)
-    return split_weights, tile_max
+    """Allocate split_weights [t, H, blocks * N] and block_max [t, H, blocks] of MassBuffers.
+
+    bfloat16 has the range of float32: weights relative to a maximum may be small.
+    """
+    blocks = decode_blocks(kv)
+    num_blocks = blocks.count(max_pages * kv.page_size)
+    exact = kv.dtype == torch.float32 or triton.knobs.runtime.interpret
+    dtype = torch.float32 if exact else torch.bfloat16
+    split_weights = torch.empty(t, H, num_blocks * blocks.n, dtype=dtype, device=kv.device)
+    return split_weights, torch.empty(t, H, num_blocks, device=kv.device)
 
 
 def _tiles_to_device(tiles: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:

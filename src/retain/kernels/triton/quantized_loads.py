@@ -1,0 +1,124 @@
+"""Loads of K and V for products: numbers of 16 or 32 bits as they are, those of 8 and 4 bits as exact small floats.
+
+Bytes are loaded once, 16 at a time, and asynchronously. Two scales are loaded as a word of 32 bits, because loads of 2
+bytes cannot be asynchronous. Integers become floats by bit patterns, not by conversions, which run at a fraction of the
+speed: 0x6400 | n is 1024 + n in float16, 0x4300 | n is 128 + n in bfloat16.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# Four int8 in a register to four float16. With the sign bit flipped, an integer is 128 too high.
+_INT8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 x, a, b, offset;
+mov.b32 offset, 0x64806480;
+xor.b32 x, $2, 0x80808080;
+prmt.b32 a, x, 0x64646464, 0x4140;
+prmt.b32 b, x, 0x64646464, 0x4342;
+sub.rn.f16x2 $0, a, offset;
+sub.rn.f16x2 $1, b, offset;
+}""")
+# Four bytes in a register to their four low and four high nibbles, less 8, times their scales, in bfloat16.
+_NIBBLES_TO_BFLOAT16 = tl.constexpr("""{
+.reg .b32 y, a, b, c, d, one, offset, zero;
+mov.b32 one, 0x3f803f80;
+mov.b32 offset, 0xc308c308;
+mov.b32 zero, 0x80008000;
+shr.u32 y, $4, 4;
+prmt.b32 a, $4, 0x43434343, 0x4140;
+prmt.b32 b, $4, 0x43434343, 0x4342;
+prmt.b32 c, y, 0x43434343, 0x4140;
+prmt.b32 d, y, 0x43434343, 0x4342;
+and.b32 a, a, 0x430f430f;
+and.b32 b, b, 0x430f430f;
+and.b32 c, c, 0x430f430f;
+and.b32 d, d, 0x430f430f;
+fma.rn.bf16x2 a, a, one, offset;
+fma.rn.bf16x2 b, b, one, offset;
+fma.rn.bf16x2 c, c, one, offset;
+fma.rn.bf16x2 d, d, one, offset;
+fma.rn.bf16x2 $0, a, $5, zero;
+fma.rn.bf16x2 $1, b, $6, zero;
+fma.rn.bf16x2 $2, c, $5, zero;
+fma.rn.bf16x2 $3, d, $6, zero;
+}""")
+
+
+@triton.jit
+def find_slots(table, slot, count, S: tl.constexpr):
+    """Return page, place in it, and existence of slots int32 [N] of a table with `count` slots."""
+    exists = slot < count
+    return tl.load(table + slot // S, mask=exists, other=0).to(tl.int64), slot % S, exists
+
+
+@triton.jit
+def from_int8(x, DOT: tl.constexpr, PURE: tl.constexpr):
+    """Return int8 as floats of DOT. PURE lets the compiler move the conversion behind an exchange between threads."""
+    if DOT == tl.float16:
+        return tl.inline_asm_elementwise(_INT8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=PURE, pack=4)
+    return x.to(DOT)
+
+
+@triton.jit
+def from_nibbles(packed, scale, DOT: tl.constexpr):
+    """Return the numbers in the low and in the high nibbles of bytes, times scales of the same shape."""
+    if DOT == tl.bfloat16:
+        # Impure: else the compiler exchanges bytes between threads before they are unpacked, one at a time.
+        lo, hi = tl.inline_asm_elementwise(
+            _NIBBLES_TO_BFLOAT16,
+            "=r,=r,=r,=r,r,r,r",
+            [packed, scale],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=False,
+            pack=4,
+        )
+    else:
+        x, factor = packed.to(tl.int32), scale.to(tl.float32)
+        lo, hi = ((x & 15) - 8).to(tl.float32) * factor, ((x >> 4) - 8).to(tl.float32) * factor
+    return lo.to(DOT), hi.to(DOT)
+
+
+@triton.jit
+def split_words(words):
+    """Return the low and the high halves of 32-bit words as bfloat16."""
+    x = words.to(tl.uint32, bitcast=True)
+    low = (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    return low, (x >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def load_slot_scales(words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Return the scales float32 [2 n] of slots of 8 bits; page, place and exists [n] are those of every other slot."""
+    n: tl.constexpr = page.shape[0]
+    low, high = split_words(tl.load(words + page * (PAGE // 4) + S * D // 4 + place // 2, mask=exists, other=0))
+    return tl.reshape(tl.join(low, high), (2 * n,)).to(tl.float32)
+
+
+@triton.jit
+def load_nibbles(
+    x, words, page, place, exists, even_page, even_place, even_exists,
+    S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+):  # fmt: skip
+    """Return the numbers of slots of 4 bits: low and high nibbles [N, D / 2]. See `low_columns` for their order.
+
+    The last three positions are those of every other slot, [N / 2], for the scales.
+    """
+    N: tl.constexpr = page.shape[0]
+    B: tl.constexpr = D // 2
+    GROUPS: tl.constexpr = D // GROUP
+    b, group = tl.arange(0, B), tl.arange(0, GROUPS)
+    packed = tl.load(x + (page * PAGE + place * B)[:, None] + b[None, :], mask=exists[:, None], other=0)
+    at = (even_page * (PAGE // 4) + S * D // 8 + even_place // 2)[None, :] + group[:, None] * (S // 2)
+    low, high = split_words(tl.load(words + at, mask=even_exists[None, :], other=0))  # [GROUPS, N / 2]
+    scale = tl.trans(tl.reshape(tl.join(low, high), (GROUPS, N)))
+    scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, GROUPS, GROUP // 2)), (N, B))
+    return from_nibbles(packed, scale, DOT)
+
+
+@triton.jit
+def low_columns(D: tl.constexpr, GROUP: tl.constexpr):
+    """Return which numbers of a slot are in the low nibbles of its bytes; the high ones are half a group behind."""
+    byte = tl.arange(0, D // 2)
+    return byte // (GROUP // 2) * GROUP + byte % (GROUP // 2)
