@@ -147,7 +147,7 @@ def attention_decode(
                 if QUANTIZED:
                     scales = load_slot_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
                     score_factor = factor * q_unit[:, None] * scales[None, :]
-                    keys_t = from_int8(keys_t, K_DOT, True)
+                    keys_t = from_int8(keys_t, K_DOT, False)
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
         x *= score_factor
         if SOFTCAP:
