@@ -1,0 +1,179 @@
+"""Launches of every kernel in all its variants, for the compiler."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tools.gpu_bench.cases import BF16, INT4, demoted_pages, keyformer_scoring
+
+# D, R, dtype, fresh tokens of each request, with masses, ALiBi instead of rope, with demoted tokens
+LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, bool]] = [
+    (128, 4, BF16, (1, 1), True, False, False),
+    (128, 4, BF16, (200, 1), False, False, False),
+    (64, 3, torch.uint8, (1, 200), True, False, False),
+    (64, 3, BF16, (1, 200), True, False, True),
+    (128, 4, torch.int8, (200, 9), False, False, True),
+    (256, 4, BF16, (1, 200), True, True, True),
+    (128, 1, BF16, (1, 200), True, True, False),
+    (128, 4, BF16, (200, 9), True, False, False),
+    (256, 4, BF16, (200, 9), False, False, False),
+    (64, 3, torch.float32, (200, 9), True, False, False),
+    (80, 1, torch.float16, (200, 9), False, False, False),
+    (64, 3, torch.int8, (1, 2), True, False, False),
+    (128, 2, torch.int8, (200, 9), True, True, False),
+    (64, 3, INT4, (1, 200), True, False, False),
+    (128, 4, INT4, (200, 9), False, True, False),
+    (576, 16, BF16, (1, 9), True, False, False),
+]
+VALUE_SIZES = {576: 512}  # where a value is not as large as a key
+
+
+def launch_kernels(
+    D: int,
+    R: int,
+    dtype: torch.dtype,
+    fresh: tuple[int, ...],
+    with_masses: bool,
+    alibi: bool,
+    demotes: bool,
+    quick: bool,
+) -> None:
+    """Launch a step of two kv heads, and every other kernel of the backend.
+
+    With demoted tokens it attends with a softcap and sink logits, too: `quick` with nothing else.
+    """
+    from retain.kernels import triton
+    from retain.kernels.api import DemotedTables, Tables
+    from retain.kernels.attention_params import AttentionParams
+    from retain.kernels.rope import Rope
+    from retain.kernels.triton import fresh_tokens
+
+    G, B, T, n = 2, len(fresh), sum(fresh), 40
+    kv = triton.allocate(1 + B * G * n, 64, D, dtype, v_dim=VALUE_SIZES.get(D))
+    ones = torch.ones(B, dtype=torch.int32)
+    tables = Tables(
+        pages=torch.arange(1, 1 + B * G * n, dtype=torch.int32).view(B, G, n),
+        counts=torch.full((B, G), n, dtype=torch.int32),
+        windows=ones * 2**30,
+        rows=torch.arange(B, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, *fresh]).cumsum(0).int(),
+        dense=ones,
+        max_pages=n,
+    )
+    if demotes:
+        tables = replace(tables, demoted=DemotedTables(demoted_pages(kv), tables.pages, tables.counts, n))
+    q_dtype = BF16 if dtype in (torch.int8, torch.uint8, INT4) else dtype
+    q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
+    slopes = torch.ones(G * R) if alibi else None
+    scoring = keyformer_scoring(T, B) if with_masses else None
+    if not (quick and demotes):
+        triton.attend(q, kv, tables, pos, AttentionParams(0.1, alibi_slopes=slopes), scoring=scoring, layer=1)
+    if demotes:
+        capped = AttentionParams(0.1, slopes, softcap=30.0, sink_logits=torch.ones(G * R))
+        triton.attend(q, kv, tables, pos, capped, scoring=scoring, layer=1)
+    rope = None if alibi else Rope(torch.ones(D // 2))
+    fresh_tokens.write(kv, slots, q[:, :G], q[:, :G, : kv.v_dim], pos, rope)
+    triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
+    priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
+    triton.select_victims(priority, priority.int(), lengths, first_evictable=4, last_evictable=4000, n=16)
+    launch_program(kv, tables, R, slopes, q_dtype)
+
+
+def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:
+    """Launch the kernels of a program of one layer."""
+    from retain.kernels.api import GroupInputs
+    from retain.kernels.attention_params import AttentionParams
+    from retain.kernels.experts import Experts, Router
+    from retain.kernels.rope import Rope
+    from retain.kernels.triton import forward
+    from retain.kernels.triton.plan import plan_attention
+
+    D, G, T = kv.k_dim, tables.pages.shape[1], int(tables.query_start_loc[-1])
+    p = forward.TritonProgram(dtype, torch.device("cpu"))
+    x, y = p.buffer("x", 4096), p.buffer("y", 2048)
+    p.norm(x, x, torch.ones(4096), None, 1e-5, subtract_mean=False)
+    p.norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True)
+    p.activation(x, y, "silu", 2048, gated=True)
+    p.activation(y, y, "gelu_tanh", 2048)
+    scores = p.buffer("scores", 8)
+    p.experts(y, scores, y, Experts(8, torch.ones(8 * 256, 2048), torch.ones(8 * 2048, 128), Router(2), "silu"))
+    qkv, out = p.buffer("qkv", (R + 1) * G * D + G * kv.v_dim), p.buffer("o", R * G * kv.v_dim)
+    rope = Rope(torch.ones(D // 2)) if slopes is None else None
+    p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)), rope)
+    pos = torch.ones(T, dtype=torch.int32)
+    step = forward.DeviceStep(
+        groups=[GroupInputs(kv, as_single_layer(tables), torch.ones(1, G, T, dtype=torch.int32))],
+        layers=[(0, 0)],
+        plans=[plan_attention(tables, R, D, kv, None)],
+        requests=pos,
+        input_ids=pos,
+        positions=pos,
+        logits_indices=pos,
+    )
+    widths = 4096, (R + 1) * G * D + G * kv.v_dim
+    step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
+    step.buffers[scores] = torch.ones(T, 8, dtype=dtype)
+    for to, compute in p._ops:
+        step.buffers[to] = compute(step)
+
+
+# Numbers of a key and of a value, slots of a page, dtype of the rows
+STATE_CASES: list[tuple[int, int, int, torch.dtype]] = [
+    (128, 128, 16, BF16),
+    (128, 128, 64, BF16),
+    (128, 128, 32, BF16),
+    (64, 48, 16, torch.float32),
+    (256, 256, 16, BF16),
+]
+
+
+def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dtype) -> None:
+    """Launch the kernels of a convolution and of linear attention, for two key heads and four value heads."""
+    from retain.kernels import triton
+    from retain.kernels.api import GroupInputs, Tables
+    from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
+    from retain.kernels.linear_attention import LinearAttention
+    from retain.kernels.triton import forward
+
+    T, H = 40, 4
+    params = LinearAttention(2, H, k_dim, v_dim, -torch.ones(H), torch.ones(H))
+    width = params.qkv_width
+    specs = (
+        ConvolutionSpec(4, width // 8, width // 8, 4),
+        LinearTokensSpec(H, k_dim, v_dim, page_size),
+        LinearStateSpec(H, k_dim, v_dim, page_size),
+    )
+    groups = []
+    for spec in specs:
+        G = spec.num_kv_heads
+        kv = triton.allocate(2, page_size, spec.k_dim, torch.float32, v_dim=spec.v_dim)
+        pages, counts, windows = (torch.ones(shape, dtype=torch.int32) for shape in ((1, 1, G, 3), (1, 1, G), (1, 1)))
+        tables = Tables(pages, counts, windows, torch.zeros(1).int(), torch.tensor([0, T]).int())
+        groups.append(GroupInputs(kv, tables, torch.ones(1, G, T, dtype=torch.int32)))
+    p = forward.TritonProgram(dtype, torch.device("cpu"))
+    x, gates, out = p.buffer("x", width), p.buffer("gates", 2 * H), p.buffer("out", H * v_dim)
+    p.convolve(x, x, 0, torch.ones(width, 4), torch.ones(width))
+    p.linear_attention(x, gates, out, (1, 2), params)
+    pos = torch.ones(T, dtype=torch.int32)
+    step = forward.DeviceStep(
+        groups=groups,
+        layers=[(0, 0), (1, 0), (2, 0)],
+        plans=[None, None, None],
+        requests=torch.ones(1, 6, dtype=torch.int32),
+        input_ids=pos,
+        positions=pos,
+        logits_indices=pos,
+    )
+    step.buffers[x], step.buffers[gates] = (torch.ones(T, n, dtype=dtype) for n in (width, 2 * H))
+    for to, compute in p._ops:
+        step.buffers[to] = compute(step)
+
+
+def as_single_layer(tables: Any) -> Any:
+    """Return the tables of one layer as the tables of all layers."""
+    d = tables.demoted and replace(tables.demoted, pages=tables.demoted.pages[None], counts=tables.demoted.counts[None])
+    pages, counts, windows = tables.pages[None], tables.counts[None], tables.windows[None]
+    return replace(tables, pages=pages, counts=counts, windows=windows, demoted=d)
