@@ -1,119 +1,151 @@
 """Measurements that need a GPU, and a check of the compiled kernels that needs none. See docs/guide/gpu.md.
 
     python tools/gpu.py compile                 compile every kernel for sm_90 with Triton's compiler, without a GPU
-    python tools/gpu.py all                     each part below in a process of its own with a limit; tests first
-    python tools/gpu.py attention mass          decode attention: memory bandwidth, peers; the cost of scoring
+    python tools/gpu.py all --out FILE          each part below in a process of its own with a limit; tests first
+    python tools/gpu.py all --parts pools,step  only these parts
+    python tools/gpu.py pools mass              decode attention: bandwidth of pools of each dtype; the cost of scoring
+    python tools/gpu.py prompts evict           attention of a prompt with and without scores; the choice of victims
+    python tools/gpu.py experts states          layers of experts; convolutions and linear attention
     python tools/gpu.py step                    a decode step at 1, 32 and 128 requests, with and without overlap
     python tools/gpu.py decode --model random:mpt-7b
     python tools/gpu.py speculate --model random:llama-3.1-8b
     python tools/gpu.py peer --model random:llama-3.1-8b
 
-Every result is a JSON line. Kernel times are medians of CUDA events; the kernels of a comparison run in turns. The
-benches of whole models also run without a GPU:
+Every result is a JSON line. Times of kernels are medians of CUDA graphs, and what is compared runs in turns. Before
+kernels are timed, a small case is compared with float64: the line has `differences`, and `wrong` if they are large.
 
-    python tools/gpu.py decode --device cpu --model random:tiny --input-len 1024 --output-len 1024
+To try the parts without a GPU, with tiny shapes and Triton's interpreter:
+
+    python tools/gpu.py all --quick --device cpu --model random:tiny
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
-import subprocess
 import sys
-from collections import deque
-from collections.abc import Callable, Iterator
+from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
-from threading import Timer
-from time import perf_counter
+from typing import Any
 
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that a script finds the package beside it
 
-from tools.gpu_bench.timing import Line
+from tools.gpu_bench.all_parts import run_all
+from tools.gpu_bench.timing import KernelBench, Line
 
-GPU_ONLY = ("attention", "mass")
-BENCHES = ("step", "decode", "speculate", "peer")
-TESTS = (
-    *("tests/kernels/test_triton.py", "tests/kernels/test_backends.py", "tests/kernels/test_attention_mass.py"),
-    *("tests/kernels/test_demoted.py", "tests/kernels/test_value_sizes.py", "tests/models/test_programs.py"),
-    "tests/invariants/test_fake_device.py",
-)
+ROOT = Path(__file__).parents[1]
+KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "experts", "states")
+MODEL_PARTS = ("step", "decode", "speculate", "peer")
+STEP_SIZES = ((1, 256), (32, 256), (128, 256), (32, 4096))  # requests, tokens of their prompts
+QUICK_STEP_SIZES = ((1, 64), (4, 64))
 
 
-def run_all(device: str, model: str, quick: bool) -> Iterator[Line]:
-    """Run the parts, most important first, each in a process of its own that ends at its limit.
+def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
+    """Time kernels."""
+    from tools.gpu_bench import attention, layers, states
 
-    Yields the lines of a part as they come, and then one with its exit status and seconds. `quick`: small sizes, to try
-    the parts themselves.
-    """
-    bench = [sys.executable, __file__, "--device", device, "--model", model]
-    small = ["--input-len", "128", "--output-len", "64", "--speculate-input-len", "256"] if quick else []
-    large = ["--input-len", "1024", "--output-len", "1024"] if quick else []
-    mpt = model if quick else "random:mpt-7b"
-    parts: dict[str, tuple[list[str], int]] = {  # its command, and its limit in seconds
-        "tests": ([sys.executable, "-m", "pytest", "-n", "8", "-k", "triton or device", "--tb=short", *TESTS], 150),
-        "step": ([*bench, "--input-len", "256", "step"], 120),
-        "attention": ([*bench, "attention", "mass"], 90),
-        "decode": ([*bench, *large, "--model", mpt, "decode"], 150),
-        "speculate": ([*bench, *small, "speculate"], 120),
-        "peer": ([*bench, *small, "peer"], 60),
+    if args.device == "cpu":
+        from tests.helpers.fast_interpreter import speed_up
+
+        speed_up()
+    parts = {
+        "pools": attention.bench_pools,
+        "mass": attention.bench_mass,
+        "prompts": attention.bench_prompts,
+        "evict": layers.bench_evict,
+        "experts": layers.bench_experts,
+        "states": states.bench_states,
     }
-    if device == "cpu":
-        del parts["tests"], parts["attention"]
-    for name, (command, limit) in parts.items():
-        started = perf_counter()
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        timer = Timer(limit, process.kill)
-        timer.start()
-        assert process.stdout
-        tail = deque[str](maxlen=20)  # of what is no result
-        for text in process.stdout:
-            if text.startswith("{"):
-                yield json.loads(text)
-            else:
-                tail.append(text.rstrip())
-        status = process.wait()
-        timer.cancel()
-        yield {"bench": "all", "part": name, "exit": status, "seconds": perf_counter() - started, "tail": list(tail)}
+    return parts[name](KernelBench(torch.device(args.device), args.quick, args.compile_only))
 
 
-def main() -> None:
-    """Run the benches of the command line."""
+def model_lines(name: str, args: Namespace) -> Iterator[Line]:
+    """Time whole models."""
+    from tools.gpu_bench import models
+
+    bench = models.ModelBench(args.model, args.device, args.compile_only, args.kv_memory)
+    if name == "step":
+        sizes = QUICK_STEP_SIZES if args.quick else STEP_SIZES
+        yield from models.bench_step(bench, sizes, args.kv_dtype)
+        if args.kv_dtype == "auto":
+            yield from models.bench_step(bench, sizes[-1:], "int8")
+    elif name == "decode":
+        yield from models.bench_decode(bench, args.input_len, args.output_len)
+    elif name == "speculate":
+        yield from models.bench_speculate(bench, args.speculate_input_len)
+    else:
+        yield from models.bench_transformers(bench, args.input_len, 64)
+
+
+def lines_of(name: str, args: Namespace) -> Iterator[Line]:
+    """Run one bench."""
+    if name == "all":
+        chosen = args.parts.split(",") if args.parts else None
+        return run_all([sys.executable, __file__], args.device, args.model, args.quick, args.seconds, chosen)
+    if name == "compile":
+        from tools.gpu_bench.compile import compile_kernels
+
+        return compile_kernels(args.arch, args.quick)
+    return (kernel_lines if name in KERNEL_PARTS else model_lines)(name, args)
+
+
+def parse_args() -> Namespace:
+    """Read the command line, and end with one line where it asks for what this machine lacks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("bench", nargs="+", choices=("all", "compile", *GPU_ONLY, *BENCHES))
+    parser.add_argument("bench", nargs="+", choices=("all", "compile", *KERNEL_PARTS, *MODEL_PARTS))
     parser.add_argument("--model", default="random:llama-3.1-8b")
-    parser.add_argument("--device", default="cuda", help="device of all but attention and mass: cuda or cpu")
-    parser.add_argument("--kv-memory", help="pool size of decode, such as 8GiB; default: what is free")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu; kernels run there with --quick alone")
+    parser.add_argument("--kv-memory", help="pool size, such as 8GiB; default: what is free")
+    parser.add_argument("--kv-dtype", default="auto", help="of step; default: the model's, then int8 for the last size")
     parser.add_argument("--input-len", type=int, default=8192, help="prompt tokens of decode and peer")
     parser.add_argument("--output-len", type=int, default=8192, help="generated tokens of decode")
     parser.add_argument("--speculate-input-len", type=int, default=32768, help="prompt tokens of speculate")
     parser.add_argument("--arch", type=int, default=90, help="target of compile: 80, 86, 89, 90, ...")
-    parser.add_argument("--quick", action="store_true", help="few launch cases of compile, small sizes of all")
+    parser.add_argument("--quick", action="store_true", help="few launch cases of compile, small sizes of the others")
+    parser.add_argument("--compile-only", action="store_true", help="launch once what the parts time")
+    parser.add_argument("--parts", help="parts of all, with commas between; default: each")
+    parser.add_argument("--seconds", type=float, default=470.0, help="limit of all; what comes later is left out")
+    parser.add_argument("--out", help="a file to which the lines are added, too")
     args = parser.parse_args()
-    from tools.gpu_bench import attention, compile, models
-
-    benches: dict[str, Callable[[], Iterator[Line]]] = {
-        "all": lambda: run_all(args.device, args.model, args.quick),
-        "compile": lambda: compile.compile_kernels(args.arch, args.quick),
-        "attention": lambda: attention.bench_attention(False),
-        "mass": lambda: attention.bench_attention(True),
-        "step": lambda: models.bench_step(
-            args.model, args.device, (1, 4) if args.quick else (1, 32, 128), args.input_len
-        ),
-        "decode": lambda: models.bench_decode(args.model, args.device, args.kv_memory, args.input_len, args.output_len),
-        "speculate": lambda: models.bench_speculate(args.model, args.device, args.speculate_input_len),
-        "peer": lambda: models.bench_transformers(args.model, args.device, args.input_len, 64),
-    }
-    need_gpu = {*GPU_ONLY, *(BENCHES if args.device == "cuda" else ())}
-    if need_gpu & set(args.bench) and not torch.cuda.is_available():
+    on_gpu = {*args.bench} - {"compile"} if args.device == "cuda" else set()
+    if on_gpu and not torch.cuda.is_available():
         sys.exit("gpu.py: there is no NVIDIA GPU here; use --device cpu, or compile, which needs none")
+    interpreted = {*args.bench} & {*KERNEL_PARTS} if args.device == "cpu" else set()
+    if interpreted and (not args.quick or "compile" in args.bench):
+        sys.exit("gpu.py: without a GPU kernels run in Triton's interpreter: add --quick, and run compile on its own")
+    # Triton reads this when the kernels are imported.
+    os.environ["TRITON_INTERPRET"] = "1" if interpreted else "0"
+    return args
+
+
+def round_numbers(x: Any) -> Any:
+    """Return a line with 4 digits of each number."""
+    if isinstance(x, dict):
+        return {key: round_numbers(value) for key, value in x.items()}
+    if isinstance(x, list):
+        return [round_numbers(value) for value in x]
+    return float(f"{x:.4g}") if isinstance(x, float) else x
+
+
+def main() -> None:
+    """Run the benches of the command line."""
+    if importlib.util.find_spec("retain") is None:  # not installed: use the source
+        sys.path.insert(0, str(ROOT / "src"))
+        os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
+    args = parse_args()
     for name in args.bench:
-        for line in benches[name]():
-            print(json.dumps({"bench": name} | line), flush=True)
+        for line in lines_of(name, args):
+            text = json.dumps(round_numbers({"bench": name} | line))
+            print(text, flush=True)
+            if args.out:
+                with open(args.out, "a", encoding="utf-8") as f:
+                    f.write(text + "\n")
 
 
 if __name__ == "__main__":
-    os.environ.pop("TRITON_INTERPRET", None)
     main()

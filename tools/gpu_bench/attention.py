@@ -1,96 +1,192 @@
-"""Time the attention of a decode step: memory bandwidth, peers, the cost of scoring."""
+"""Time the attention of one layer: pools of every dtype, the cost of scoring, prompts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from tools.gpu_bench.cases import BF16, demoted_pages, keyformer_scoring
-from tools.gpu_bench.timing import Line, measure_bandwidth, time_graphs
+from tools.gpu_bench.cases import (
+    BF16,
+    INT4,
+    QUICK_SHAPES,
+    SHAPES,
+    AttentionInputs,
+    attend_in_float64,
+    h2o_scoring,
+    keyformer_scoring,
+    make_inputs,
+    pools,
+    requests_in,
+)
+from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
-HEAD_SHAPES = {"llama-3.1-8b": (32, 8, 128), "mpt-7b": (32, 32, 128)}  # H, G, D
-CACHE_LENS = (4096, 8192, 16384, 32768, 65536)
-
-
-def bench_attention(with_masses: bool) -> Iterator[Line]:
-    """Time the attention of a decode step in one layer, over caches larger than the GPU's own caches."""
-    from retain.kernels import triton
-    from retain.kernels.api import NO_WINDOW, DemotedTables, Tables
-    from retain.kernels.attention_params import AttentionParams
-    from retain.kernels.triton import attention
-    from retain.kernels.triton.plan import plan_attention
-
-    device, bandwidth = torch.device("cuda"), measure_bandwidth()
-    yield {"bandwidth_gb_s": bandwidth / 1e9, "gpu": torch.cuda.get_device_name()}
-    for name, (H, G, D) in HEAD_SHAPES.items():
-        for slots in CACHE_LENS:
-            B = max(2**31 // (slots * G * D * 4), 1)  # 2 GiB of K and V
-            n = slots // 64
-            kv = triton.allocate(1 + B * G * n, 64, D, BF16, 1, device)
-            for x in (kv.k, kv.v):
-                x.normal_()
-            pages = 1 + torch.randperm(B * G * n, device=device).int().view(B, G, n)
-            kv.pos[pages.long()] = torch.arange(slots, device=device, dtype=torch.int32).view(n, 64)
-            ones = torch.ones(B, dtype=torch.int32, device=device)
-            sparse = Tables(
-                pages=pages,
-                counts=torch.full((B, G), n, dtype=torch.int32, device=device),
-                windows=ones * NO_WINDOW,
-                rows=torch.arange(B, dtype=torch.int32),
-                query_start_loc=torch.arange(B + 1, dtype=torch.int32),
-                max_pages=n,
-            )
-            q, pos = torch.randn(B, H, D, device=device, dtype=BF16), ones * (slots - 1)
-            size, line = 2 * B * slots * G * D * 2, {"shape": name, "slots": slots, "batch": B}
-            int4 = demoted_pages(kv)  # of half of the pages: nearly the same bytes, and twice the tokens
-            int4.pos.copy_(torch.arange(int4.page_size, device=device))
-            half = sparse.counts // 2
-            demoted = DemotedTables(int4, pages[..., n // 2 :], half, n // 2)
-            mixed = replace(sparse, counts=half, max_pages=n // 2, demoted=demoted)
-
-            def attend(tables: Tables, scoring: Any = None, q: Any = q, kv: Any = kv, pos: Any = pos) -> Any:
-                R = q.shape[1] // tables.pages.shape[1]
-                plan = plan_attention(tables, R, q.shape[2], kv, scoring)
-                return partial(attention.attend, q, kv, tables, plan, pos, AttentionParams(0.1), 0)
-
-            if with_masses:
-                keyformer = keyformer_scoring(B, B)
-                h2o = replace(keyformer, noise=keyformer.noise * 0, temperature=torch.ones(B))
-                functions = {
-                    "plain": attend(sparse),
-                    "h2o": attend(sparse, h2o),
-                    "keyformer": attend(sparse, keyformer),
-                    "demoted": attend(mixed),
-                    "demoted, h2o": attend(mixed, h2o),
-                }
-                times = time_graphs(list(functions.values()))
-                yield {**line, **{f"{k}_over_plain": t / times[0] for k, t in zip(functions, times, strict=True)}}
-                continue
-            functions = {"dense": attend(replace(sparse, dense=ones)), "positions": attend(sparse)}
-            functions |= {"half of the pages demoted": attend(mixed)} | peer_kernels(q, slots, G)
-            for k, t in zip(functions, time_graphs(list(functions.values())), strict=True):
-                utilization = size / t * 1e3 / bandwidth
-                yield {**line, "kernel": k, "ms": t, "gb_s": size / t / 1e6, "bandwidth_utilization": utilization}
+POOLS = {"bf16": BF16, "int8": torch.int8, "k8v4": torch.uint8, "int4": INT4}
+MEMORY = 2**30  # bytes of K and V of a step, more than the caches of a GPU hold
 
 
-def peer_kernels(q: Any, slots: int, G: int) -> dict[str, Callable[[], Any]]:
-    """Return the same work in torch, over memory without pages, and in FlashInfer, over pages of all heads."""
-    (B, H, D), peers = q.shape, {}
-    k, v = (torch.randn(B, G, slots, D, device="cuda", dtype=BF16) for _ in range(2))
-    peers["torch"] = lambda: torch.nn.functional.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=H > G)
-    try:
-        import flashinfer
-    except ImportError:
-        return peers
-    n, workspace = slots // 64, torch.empty(2**27, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=H > G)
-    starts = torch.arange(B + 1, dtype=torch.int32) * n
-    last = torch.full((B,), 64, dtype=torch.int32)
-    wrapper.plan(starts, torch.randperm(B * n).int(), last, H, G, D, 64, q_data_type=BF16, kv_data_type=BF16)
-    kv = torch.randn(B * n, 2, G, 64, D, device="cuda", dtype=BF16)
-    peers["flashinfer"] = lambda: wrapper.run(q, kv)
-    return peers
+def bench_pools(bench: KernelBench) -> Iterator[Line]:
+    """Time the attention of a decode step as a share of the read bandwidth, by the bytes of K, V and scales.
+
+    After pools of each dtype come heads of different lengths, then short and long caches.
+    """
+    shapes = QUICK_SHAPES if bench.quick else SHAPES
+    slots = 128 if bench.quick else 4096
+    yield from check_attention(bench)
+    bandwidth = bench.measure_bandwidth()
+    yield {"bandwidth_gb_s": bandwidth / 1e9, "device": device_name(bench)}
+    for shape, sizes in shapes.items():
+        for name, dtype in POOLS.items():
+            batch = 2 if bench.quick else requests_in(MEMORY, sizes, slots, dtype)
+            inputs = make_inputs(sizes, slots, batch, dtype, bench.device)
+            yield from time_attention(bench, inputs, bandwidth, {"shape": shape, "pool": name, "slots": slots})
+        batch = 2 if bench.quick else requests_in(MEMORY, sizes, slots, BF16)
+        inputs = make_inputs(sizes, slots, batch, BF16, bench.device, demoted=True)
+        yield from time_attention(bench, inputs, bandwidth, {"shape": shape, "pool": "half demoted", "slots": slots})
+    for shape, sizes in shapes.items():
+        batch = 2 if bench.quick else requests_in(MEMORY, sizes, slots, BF16)
+        inputs = make_inputs(sizes, slots, batch, BF16, bench.device, is_uneven=True)
+        yield from time_attention(bench, inputs, bandwidth, {"shape": shape, "pool": "bf16", "slots": "uneven"})
+    for slots, batch in ((64, 2),) if bench.quick else ((256, 32), (256, 128), (4096, 1), (65536, 4)):
+        inputs = make_inputs(shapes["llama"], slots, batch, BF16, bench.device, holes=0)
+        yield from time_attention(bench, inputs, bandwidth, {"shape": "llama", "pool": "bf16, dense", "slots": slots})
+
+
+def time_attention(bench: KernelBench, inputs: AttentionInputs, bandwidth: float, line: Line) -> Iterator[Line]:
+    """Time the attention of a step, and torch's over as many slots without pages."""
+    functions = {"retain": inputs.attend()}
+    if inputs.kv.dtype == BF16 and not inputs.tables.demoted and line["slots"] != "uneven":
+        functions["torch SDPA"] = torch_attention(inputs)
+    for name, found in bench.time(functions).items():
+        share = {"share": inputs.num_bytes / found["us"] * 1e6 / bandwidth} if "us" in found else {}
+        yield {**line, "batch": len(inputs.tables.rows), "kernel": name, **found, **share}
+
+
+def torch_attention(inputs: AttentionInputs) -> Callable[[], Tensor]:
+    """Return a function that attends with torch to as many slots, in memory without pages."""
+    q = inputs.q
+    (B, H, D), G = q.shape, inputs.tables.pages.shape[1]
+    slots = inputs.tables.max_pages * inputs.kv.page_size
+    k, v = (torch.randn(B, G, slots, D, device=q.device, dtype=BF16) for _ in range(2))
+    return lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=H > G)
+
+
+def bench_mass(bench: KernelBench) -> Iterator[Line]:
+    """Time attention that scores over attention that does not; both over demoted tokens, too."""
+    shapes = QUICK_SHAPES if bench.quick else SHAPES
+    slots = 128 if bench.quick else 4096
+    for shape, sizes in shapes.items():
+        batch = 2 if bench.quick else 32 if shape == "llama" else 16
+        inputs = make_inputs(sizes, slots, batch, BF16, bench.device)
+        h2o = h2o_scoring(batch, batch)
+        functions = {
+            "plain": inputs.attend(),
+            "h2o": inputs.attend(h2o),
+            "keyformer": inputs.attend(keyformer_scoring(batch, batch)),
+        }
+        yield from compare(bench, functions, {"shape": shape, "slots": slots, "batch": batch})
+        inputs = make_inputs(sizes, slots, batch, BF16, bench.device, demoted=True)
+        functions = {"plain": inputs.attend(), "h2o": inputs.attend(h2o)}
+        yield from compare(bench, functions, {"shape": shape, "slots": "half demoted", "batch": batch})
+
+
+def compare(bench: KernelBench, functions: Mapping[str, Callable[[], Any]], line: Line) -> Iterator[Line]:
+    """Time functions, and divide their times by that of the first."""
+    times = bench.time(functions)
+    first = next(iter(times.values())).get("us")
+    for name, found in times.items():
+        ratio = {"over_first": found["us"] / first} if first and "us" in found else {}
+        yield {**line, "kernel": name, **found, **ratio}
+
+
+def bench_prompts(bench: KernelBench) -> Iterator[Line]:
+    """Time the attention of a prompt of 8192 tokens in one layer, and of its last 2048, with and without scores."""
+    prompt_len, chunk = (192, 64) if bench.quick else (8192, 2048)
+    yield from check_prompts(bench)
+    for shape, sizes in (QUICK_SHAPES if bench.quick else SHAPES).items():
+        for tokens in (prompt_len, chunk):
+            inputs = make_inputs(sizes, prompt_len, 1, BF16, bench.device, tokens=tokens, holes=0)
+            functions = {
+                "plain": inputs.attend(),
+                "torch SDPA, causal": torch_prompt(inputs),
+                "h2o": inputs.attend(h2o_scoring(tokens, 1)),
+                "keyformer": inputs.attend(keyformer_scoring(tokens, 1)),
+            }
+            H, _, D = sizes
+            flops = 4 * H * D * tokens * (prompt_len - tokens / 2)  # a query sees half of its own chunk
+            for line in compare(bench, functions, {"shape": shape, "tokens": tokens, "slots": prompt_len}):
+                yield {**line, **({"tflop_s": flops / line["us"] / 1e6} if "us" in line else {})}
+
+
+def torch_prompt(inputs: AttentionInputs) -> Callable[[], Tensor]:
+    """Return a function that attends causally with torch to as many tokens, in memory without pages."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    q = inputs.q.transpose(0, 1)[None]
+    (_, H, T, D), G = q.shape, inputs.tables.pages.shape[1]
+    slots = inputs.tables.max_pages * inputs.kv.page_size
+    k, v = (torch.randn(1, G, slots, D, device=q.device, dtype=BF16) for _ in range(2))
+    if T == slots:
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=H > G)
+    k, v = (x.repeat_interleave(H // G, 1) for x in (k, v))  # this mask allows no shared heads
+    mask = causal_lower_right(T, slots)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+# ---- checks ------------------------------------------------------------------------------------------------------
+
+
+def check_attention(bench: KernelBench) -> Iterator[Line]:
+    """Compare the attention of a small step with float64, for each pool and scoring."""
+    sizes = QUICK_SHAPES["llama"] if bench.quick else SHAPES["llama"]
+    slots = 128 if bench.quick else 1536
+    for name, dtype in POOLS.items():
+        inputs = make_inputs(sizes, slots, 2, dtype, bench.device, is_uneven=True)
+        yield from compare_with_float64(bench, name, inputs, ("plain",))
+    inputs = make_inputs(sizes, slots, 2, BF16, bench.device, is_uneven=True)
+    yield from compare_with_float64(bench, "bf16", inputs, ("h2o", "keyformer"))
+    inputs = make_inputs(sizes, slots, 2, BF16, bench.device, demoted=True)
+    yield from compare_with_float64(bench, "half demoted", inputs, ("plain", "h2o"))
+
+
+def check_prompts(bench: KernelBench) -> Iterator[Line]:
+    """Compare the attention of a short prompt, and of its end, with float64."""
+    sizes = QUICK_SHAPES["llama"] if bench.quick else SHAPES["llama"]
+    slots = 128 if bench.quick else 1536
+    for tokens in (slots, slots // 2 - 5):
+        inputs = make_inputs(sizes, slots, 1, BF16, bench.device, tokens=tokens, holes=0)
+        yield from compare_with_float64(bench, f"{tokens} of {slots} tokens", inputs, ("plain", "h2o", "keyformer"))
+
+
+def compare_with_float64(
+    bench: KernelBench, name: str, inputs: AttentionInputs, scorings: tuple[str, ...]
+) -> Iterator[Line]:
+    """Yield how far outputs are from float64, and changes of masses; `wrong` where it is more than rounding."""
+    T, B = len(inputs.q), len(inputs.tables.rows)
+    scored = {"plain": None, "h2o": h2o_scoring(T, B), "keyformer": keyformer_scoring(T, B)}
+    for kind in scorings:
+        found = check(partial(compare_attention, bench, inputs, scored[kind]))
+        yield {"case": name, "scoring": kind, **found}
+
+
+def compare_attention(bench: KernelBench, inputs: AttentionInputs, scoring: Any) -> list[float]:
+    """Return how far the output is from float64, and, of each pool, the change of the masses."""
+    masses = [kv.mass for kv, _, _ in pools(inputs)]
+    for mass in masses:
+        mass.zero_()
+    out = inputs.attend(scoring)()
+    bench.synchronize()
+    expected, changes = attend_in_float64(inputs, scoring)
+    differences = [relative_difference(out, expected)]
+    if scoring:
+        differences += [relative_difference(m, c) for m, c in zip(masses, changes, strict=True)]
+    return differences
+
+
+def device_name(bench: KernelBench) -> str:
+    """Return the name of the GPU, or that there is none."""
+    return torch.cuda.get_device_name() if bench.is_gpu else "none: Triton's interpreter"

@@ -4,140 +4,180 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from statistics import mean
 from time import perf_counter
+from typing import Any
 
 import torch
 
 from tools.gpu_bench.cases import BF16
-from tools.gpu_bench.timing import Line, kernel_ms, time_call
+from tools.gpu_bench.timing import Line, describe_error, kernel_ms, time_call
 
-TIMED_TAIL_TOKENS = 512  # the speed at the end of an output is measured this many tokens before it
-BUDGETS = {  # policy: its budget as a share of the prompt
+WARM_STEPS = 16  # which compile kernels and capture graphs
+TIMED_STEPS = 48
+DEPTHS = (1, 2)  # pending steps; see Engine.launch
+BUDGETS = {  # policy: its budget as a share of the prompt; most important first
     "full": 0.0,
     "keyformer:budget=50%": 0.5,
-    "keyformer:budget=20%": 0.2,
     "h2o:budget=50%": 0.5,
+    "keyformer:budget=20%": 0.2,
     "h2o:budget=20%": 0.2,
 }
+DRAFTERS = ("off", "self:k=4,budget=1024", "self:k=4", "self:k=4,dtype=int4", "self")
 
 
-def bench_decode(model: str, device: str, memory: str | None, prompt_len: int, output_len: int) -> Iterator[Line]:
+@dataclass(frozen=True)
+class ModelBench:
+    """A model, and where it runs."""
+
+    model: str
+    device: str
+    compile_only: bool = False  # a few steps of each kind, so that a later process finds the kernels compiled
+    kv_memory: str | None = None
+
+    def load(self, **options: Any) -> Any:
+        """Return the model with a cache; options are those of `LLM`. Frees what an earlier model has left."""
+        from retain.llm import LLM
+
+        gc.collect()  # the engine's objects refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return LLM(self.model, device=self.device, kv_memory=self.kv_memory, **options)
+
+    def time_steps(self, step: Callable[[], Any]) -> Line:
+        """Return the mean milliseconds of a step, those of its kernels, and the share in which the device is idle."""
+        if self.compile_only:
+            return {"steps": [time_call(step) for _ in range(2)]}
+        for _ in range(WARM_STEPS):
+            step()
+        wall_ms = 1e3 * mean(time_call(step) for _ in range(TIMED_STEPS))
+        line: Line = {"wall_ms": wall_ms}
+        if self.device == "cuda":
+            try:
+                gpu_ms = kernel_ms(step, 8)
+                line |= {"gpu_ms": gpu_ms, "idle_share": 1 - gpu_ms / wall_ms}
+            except RuntimeError as error:
+                line["gpu_ms"] = describe_error(error)
+        return line
+
+
+def bench_step(bench: ModelBench, sizes: Sequence[tuple[int, int]], kv_dtype: str = "auto") -> Iterator[Line]:
+    """Time decode steps of a full cache, with one and with two pending steps.
+
+    `sizes` are numbers of requests, and tokens of their prompts.
+    """
+    llm = bench.load(
+        prefix_cache="off",
+        kv_dtype=kv_dtype,
+        max_model_len=max(prompt_len for _, prompt_len in sizes) + 512,
+        max_running_requests=max(batch for batch, _ in sizes),
+        max_batched_tokens=max(2048, max(batch for batch, _ in sizes) + 1),
+    )
+    for batch, prompt_len in sizes:
+        line = {"model": bench.model, "kv_dtype": kv_dtype, "prompt": prompt_len}
+        for times in time_batches(bench, llm, "full", prompt_len, [batch]):
+            yield line | times
+    llm.close()
+
+
+def time_batches(bench: ModelBench, llm: Any, policy: str, prompt_len: int, batches: Sequence[int]) -> Iterator[Line]:
+    """Time decode steps of the most requests, then of fewer, which are the first of them: one prefill for all."""
+    from retain.bench.engines import cancel_all, greedy_request, make_engine, random_prompts, run_until_first_tokens
+    from retain.kv.eviction import policies
+
+    most = max(batches)
+    num_steps = len(batches) * len(DEPTHS) * (WARM_STEPS + TIMED_STEPS + 12)
+    prefill_steps = 2 * most * (prompt_len // llm.config.max_batched_tokens + 1)
+    output_len = min(num_steps + prefill_steps, llm.max_model_len - prompt_len)
+    prompts = random_prompts(llm.spec.vocab_size, prompt_len, most, seed=0)
+    requests = [greedy_request(llm.cache, p, policies.parse(policy), output_len, i) for i, p in enumerate(prompts)]
+    engine = make_engine(llm, requests)
+    run_until_first_tokens(engine)
+    for batch in sorted(set(batches), reverse=True):
+        for request in requests[batch:]:
+            engine.cancel(request)
+        for depth in DEPTHS:
+            engine.depth = depth
+            times = bench.time_steps(engine.step)
+            if any(request.finish_reason for request in requests[:batch]):
+                times["error"] = "a request ended before the last step"
+            yield {"batch": batch, "depth": depth, **times}
+    cancel_all(engine)
+    while engine.has_unfinished_requests:
+        engine.step()
+
+
+def bench_decode(bench: ModelBench, prompt_len: int, output_len: int) -> Iterator[Line]:
     """Measure decode speed at full cache and at budgets of a half and a fifth of the prompt.
 
-    Batch sizes: 1, the most requests whose full caches fit, and the most that fit with the budget. Steps of the full
-    cache slow down evenly, so its speed is the mean of the output's begin and end; steps of a budget do not.
+    Batch sizes: the most requests that fit with the budget, the most whose full caches fit, and 1. Steps of the full
+    cache slow down evenly, so its speed is that in the middle of the output; steps of a budget do not.
     """
-    from retain.bench.budget import time_side_by_side
-    from retain.llm import LLM
-
     max_model_len = prompt_len + output_len
-    llm = LLM(
-        model,
-        device=device,
+    llm = bench.load(
         prefix_cache="off",
-        kv_memory=memory,
         max_model_len=max_model_len,
         max_running_requests=256,
-        max_batched_tokens=min(8192, prompt_len),
+        max_batched_tokens=max(min(8192, prompt_len), 257),
     )
     heads = llm.spec.num_layers * llm.spec.kv_cache.only_group.num_kv_heads
-    S, pages = llm.cache.page_size, llm.cache.total_pages // heads  # of a head
+    S = llm.cache.page_size
+    pages = llm.cache.total_pages // heads  # of a head
     full_pages = -(-max_model_len // S)  # pages that a request with a full cache needs
     full_batch = min(pages // full_pages, 64)
     if not full_batch:
         sys.exit(f"gpu.py: no memory for one request of {prompt_len} + {output_len} tokens; raise --kv-memory")
-    full_speed: dict[int, float] = {}  # by batch size
+    full_speed: dict[tuple[int, int], float] = {}  # by batch and depth
     for policy, share in BUDGETS.items():
         # Two requests are in prefill. Each of the others has its budget, a page that fills, and one in reserve.
-        budget_batch = min(int((pages - 2 * full_pages) / (prompt_len * share / S + 2)), 256) if share else full_batch
-        lengths = (prompt_len,) if share else (prompt_len, max_model_len - TIMED_TAIL_TOKENS)
-        for batch in sorted({1, full_batch, max(budget_batch, full_batch)}):
-            # The first steps capture graphs. The mean includes the evictions that some steps make.
-            times = [mean(time_side_by_side(llm, [policy], length, batch, 40)[0][8:]) for length in lengths]
-            speed = batch / mean(times)
-            full_speed.setdefault(batch, speed)
-            line = {"model": model, "policy": policy, "batch": batch, "tok_s": speed}
-            yield {**line, "speedup_over_full": speed / full_speed[min(batch, full_batch)]}
-
-
-def bench_step(model: str, device: str, batch_sizes: Sequence[int], prompt_len: int) -> Iterator[Line]:
-    """Time decode steps of a full cache, with one and with two pending steps (see Engine.launch).
-
-    `gpu_ms` is what the kernels of a step take; the rest of `wall_ms` the device is idle.
-    """
-    from retain.bench.engines import greedy_request, random_prompts
-    from retain.kv.eviction import policies
-    from retain.llm import LLM
-
-    max_batch = max(batch_sizes)
-    llm = LLM(
-        model,
-        device=device,
-        prefix_cache="off",
-        max_model_len=prompt_len + 256,
-        max_running_requests=max_batch,
-        max_batched_tokens=max(2048, max_batch + 1),
-    )
-    for batch in batch_sizes:
-        for depth in (1, 2):
-            llm.engine.depth = depth
-            prompts = random_prompts(llm.spec.vocab_size, prompt_len, batch, seed=0)
-            requests = [greedy_request(llm.cache, prompt, policies.parse("full"), 200) for prompt in prompts]
-            llm.engine.add(*requests)
-            while any(not request.output_tokens for request in requests):
-                llm.engine.step()
-            for _ in range(16):  # captures graphs
-                llm.engine.step()
-            times = [time_call(llm.engine.step) for _ in range(48)]
-            line = {"model": model, "batch": batch, "depth": depth, "wall_ms": 1e3 * mean(times)}
-            if device == "cuda":
-                line["gpu_ms"] = kernel_ms(llm.engine.step, 8)
+        own_batch = min(int((pages - 2 * full_pages) / (prompt_len * share / S + 2)), 256) if share else full_batch
+        batches = [1] if bench.compile_only else [max(own_batch, full_batch), full_batch, 1]
+        length = prompt_len if share else prompt_len + output_len // 2
+        for times in time_batches(bench, llm, policy, length, batches):
+            line = {"model": bench.model, "policy": policy, **times}
+            if "wall_ms" in times:
+                batch, depth = times["batch"], times["depth"]
+                speed = 1e3 * batch / times["wall_ms"]
+                full = full_speed.setdefault((min(batch, full_batch), depth), speed)
+                line |= {"tok_s": speed, "speedup_over_full": speed / full}
             yield line
-            for request in requests:
-                llm.engine.cancel(request)
-            while llm.engine.has_unfinished_requests:
-                llm.engine.step()
-    llm.close()
 
 
-def bench_speculate(model: str, device: str, prompt_len: int) -> Iterator[Line]:
-    """Measure decode speed after a long prompt, with and without drafts of the model itself on a few pages."""
-    from retain.llm import LLM
+def bench_speculate(bench: ModelBench, prompt_len: int) -> Iterator[Line]:
+    """Measure decode speed after a long prompt, with and without drafts of the model itself on a few pages.
+
+    Each drafter answers twice, and the second answer counts: the first compiles kernels and captures graphs.
+    """
     from retain.processing.input import GenerateRequest
     from retain.sampling_params import SamplingParams
 
-    params, plain = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True), 0.0
-    for drafter in (None, "self:k=4", "self:k=4,budget=1024", "self:k=4,dtype=int4", "self"):
-        llm = LLM(
-            model,
-            device=device,
-            max_model_len=prompt_len + 256,
-            max_running_requests=2,
-            speculate=drafter,
-            prefix_cache="off",
-        )
-        rng = torch.Generator().manual_seed(0)
-        prompt = torch.randint(300, llm.spec.vocab_size, (prompt_len,), generator=rng).tolist()
-        output = llm.generate_from_requests([GenerateRequest(prompt, params)])[0]
+    params = SamplingParams(max_tokens=128, temperature=0, ignore_eos=True)
+    llm = bench.load(max_model_len=prompt_len + 256, max_running_requests=2)
+    rng = torch.Generator().manual_seed(0)
+    prompt = torch.randint(300, llm.spec.vocab_size, (prompt_len,), generator=rng).tolist()
+    plain = 0.0
+    for drafter in DRAFTERS:
+        line: Line = {"model": bench.model, "prompt": prompt_len, "drafter": drafter}
+        try:
+            for _ in range(2):
+                (output,) = llm.generate_from_requests([GenerateRequest(prompt, params, speculate=drafter)])
+        except Exception as error:
+            yield line | {"error": describe_error(error)}
+            continue
         speed = output.decode_tok_s
         plain = plain or speed
-        line = {"model": model, "prompt": prompt_len, "drafter": drafter or "none", "tok_s": speed}
-        yield line | {"speedup": speed / plain} | (output.speculate or {})
-        llm.close()
-        del llm
-        gc.collect()  # the engine's objects refer to each other
-        if device == "cuda":
-            torch.cuda.empty_cache()
+        yield line | (output.speculate or {}) | {"tok_s": speed, "speedup": speed / plain}
 
 
-def bench_transformers(model: str, device: str, prompt_len: int, output_len: int) -> Iterator[Line]:
+def bench_transformers(bench: ModelBench, prompt_len: int, output_len: int) -> Iterator[Line]:
     """Measure the decode speed of transformers on the same shape."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from retain.models.resolve import resolve_model
 
+    model, device = bench.model, bench.device
     config = AutoConfig.from_pretrained(resolve_model(model))
     with torch.device(device):
         peer = AutoModelForCausalLM.from_config(config, dtype=BF16).eval()
