@@ -68,7 +68,8 @@ def model_lines(name: str, args: Namespace) -> Iterator[Line]:
     """Time whole models."""
     from tools.gpu_bench import models
 
-    bench = models.ModelBench(args.model, args.device, args.compile_only, args.kv_memory)
+    steps = (0, 3) if args.compile_only else (4, 2) if args.quick else (48, 16)
+    bench = models.ModelBench(args.model, args.device, args.kv_memory, *steps)
     if name == "step":
         sizes = QUICK_STEP_SIZES if args.quick else STEP_SIZES
         yield from models.bench_step(bench, sizes, args.kv_dtype)

@@ -29,7 +29,7 @@ TESTS = (
     "tests/models/test_programs.py",
     "tests/invariants/test_fake_device.py",
 )
-FAILED = re.compile(r"\b(?:FAILED|ERROR) (tests/\S+)(?: - (.*))?")
+FAILED = re.compile(r"\b(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$")
 SHORTEST = 10  # seconds: a part that has less left does not start
 LONGEST_LINES = 20  # of the end of a part's output that is no result
 
@@ -47,8 +47,8 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
     """Return the parts, most important first; `tool` is the command of tools/gpu.py."""
     bench = [*tool, "--device", device, "--model", model, *(["--quick"] if quick else [])]
     budgets = bench if quick else [*tool, "--device", device, "--model", "random:mpt-7b"]
-    small = ["--input-len", "128", "--output-len", "64"] if quick else []
-    pool = ["--kv-memory", "512KiB"] if quick else []
+    small = ["--input-len", "128", "--output-len", "512"] if quick else []
+    pool = ["--kv-memory", "1MiB"] if quick else []
     short = ["--speculate-input-len", "256"] if quick else []
     kernels = ("pools", "mass", "prompts", "evict", "experts", "states")
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", "8", "-k", "triton or device", "--tb=no", "-rfE"]
@@ -108,7 +108,7 @@ def run_part(name: str, command: Sequence[str], limit: float) -> Iterator[Line]:
         for text in process.stdout:
             if text.startswith("{"):
                 yield {"part": name, **json.loads(text)}
-            elif found := FAILED.search(text):
+            elif found := FAILED.search(text.rstrip()):
                 failed[found[1]] = (found[2] or "")[:200]
             elif " PASSED " not in text and " SKIPPED " not in text:
                 tail.append(text.rstrip()[:300])

@@ -15,7 +15,7 @@ BF16 = torch.bfloat16
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 PAGE_SIZE = 64  # slots of a page of bfloat16
 SHAPES = {"llama": (32, 8, 128), "mpt": (32, 32, 128)}  # H, G, D of Llama-3.1-8B and of MPT-7B
-QUICK_SHAPES = {"llama": (4, 2, 32), "mpt": (2, 2, 32)}
+QUICK_SHAPES = {"llama": (4, 2, 32)}
 SLOTS_AT_ONCE = 2**18  # that `fill` writes
 
 

@@ -15,8 +15,7 @@ import torch
 from tools.gpu_bench.cases import BF16
 from tools.gpu_bench.timing import Line, describe_error, kernel_ms, time_call
 
-WARM_STEPS = 16  # which compile kernels and capture graphs
-TIMED_STEPS = 48
+PROFILED_STEPS = 16
 DEPTHS = (1, 2)  # pending steps; see Engine.launch
 BUDGETS = {  # policy: its budget as a share of the prompt; most important first
     "full": 0.0,
@@ -30,12 +29,21 @@ DRAFTERS = ("off", "self:k=4,budget=1024", "self:k=4", "self:k=4,dtype=int4", "s
 
 @dataclass(frozen=True)
 class ModelBench:
-    """A model, and where it runs."""
+    """A model, and where it runs.
+
+    Without timed steps, each kind of step runs a few times, so that a later process finds its kernels compiled.
+    """
 
     model: str
     device: str
-    compile_only: bool = False  # a few steps of each kind, so that a later process finds the kernels compiled
     kv_memory: str | None = None
+    timed_steps: int = 48
+    warm_steps: int = 16  # before these; they compile kernels and capture graphs
+
+    @property
+    def steps(self) -> int:
+        """The steps that `time_steps` takes."""
+        return self.warm_steps + self.timed_steps + PROFILED_STEPS
 
     def load(self, **options: Any) -> Any:
         """Return the model with a cache; options are those of `LLM`. Frees what an earlier model has left."""
@@ -48,15 +56,15 @@ class ModelBench:
 
     def time_steps(self, step: Callable[[], Any]) -> Line:
         """Return the mean milliseconds of a step, those of its kernels, and the share in which the device is idle."""
-        if self.compile_only:
-            return {"steps": [time_call(step) for _ in range(2)]}
-        for _ in range(WARM_STEPS):
+        for _ in range(self.warm_steps):
             step()
-        wall_ms = 1e3 * mean(time_call(step) for _ in range(TIMED_STEPS))
+        if not self.timed_steps:
+            return {}
+        wall_ms = 1e3 * mean(time_call(step) for _ in range(self.timed_steps))
         line: Line = {"wall_ms": wall_ms}
         if self.device == "cuda":
             try:
-                gpu_ms = kernel_ms(step, 8)
+                gpu_ms = kernel_ms(step, PROFILED_STEPS)
                 line |= {"gpu_ms": gpu_ms, "idle_share": 1 - gpu_ms / wall_ms}
             except RuntimeError as error:
                 line["gpu_ms"] = describe_error(error)
@@ -88,7 +96,7 @@ def time_batches(bench: ModelBench, llm: Any, policy: str, prompt_len: int, batc
     from retain.kv.eviction import policies
 
     most = max(batches)
-    num_steps = len(batches) * len(DEPTHS) * (WARM_STEPS + TIMED_STEPS + 12)
+    num_steps = len(batches) * len(DEPTHS) * bench.steps
     prefill_steps = 2 * most * (prompt_len // llm.config.max_batched_tokens + 1)
     output_len = min(num_steps + prefill_steps, llm.max_model_len - prompt_len)
     prompts = random_prompts(llm.spec.vocab_size, prompt_len, most, seed=0)
@@ -102,7 +110,7 @@ def time_batches(bench: ModelBench, llm: Any, policy: str, prompt_len: int, batc
             engine.depth = depth
             times = bench.time_steps(engine.step)
             if any(request.finish_reason for request in requests[:batch]):
-                times["error"] = "a request ended before the last step"
+                times = {"error": "a request ended before the last step"}
             yield {"batch": batch, "depth": depth, **times}
     cancel_all(engine)
     while engine.has_unfinished_requests:
@@ -133,7 +141,7 @@ def bench_decode(bench: ModelBench, prompt_len: int, output_len: int) -> Iterato
     for policy, share in BUDGETS.items():
         # Two requests are in prefill. Each of the others has its budget, a page that fills, and one in reserve.
         own_batch = min(int((pages - 2 * full_pages) / (prompt_len * share / S + 2)), 256) if share else full_batch
-        batches = [1] if bench.compile_only else [max(own_batch, full_batch), full_batch, 1]
+        batches = [1] if not bench.timed_steps else [max(own_batch, full_batch), full_batch, 1]
         length = prompt_len if share else prompt_len + output_len // 2
         for times in time_batches(bench, llm, policy, length, batches):
             line = {"model": bench.model, "policy": policy, **times}

@@ -1,0 +1,135 @@
+"""tools/gpu.py: every part runs on tiny shapes, without a GPU in Triton's interpreter; a bad part stops no other."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from retain.kernels import triton
+from tools.gpu import KERNEL_PARTS, MODEL_PARTS, ROOT, lines_of
+from tools.gpu_bench.all_parts import list_parts, run_all, run_part
+from tools.gpu_bench.attention import compare_attention
+from tools.gpu_bench.cases import make_inputs
+from tools.gpu_bench.timing import KernelBench, Line, check
+
+ON_CPU = Namespace(
+    device="cpu",
+    quick=True,
+    compile_only=False,
+    model="random:tiny",
+    kv_memory="1MiB",
+    kv_dtype="auto",
+    input_len=128,
+    output_len=512,
+    speculate_input_len=256,
+)
+DEVICE = "cpu" if triton.is_interpreted() else "cuda"
+
+
+def assert_measured(lines: list[Line]) -> None:
+    """Something was timed, and nothing failed or was wrong."""
+    assert any({"us", "wall_ms", "tok_s"} & {*line} for line in lines)
+    assert not [line for line in lines if {"error", "wrong"} & {*line}]
+
+
+@pytest.mark.skipif(triton.unavailable_reason() is not None, reason="needs Triton")
+@pytest.mark.parametrize("name", KERNEL_PARTS)
+def test_kernels_are_compared_and_timed(name: str) -> None:
+    lines = list(lines_of(name, Namespace(**{**vars(ON_CPU), "device": DEVICE})))
+    assert_measured(lines)
+    compared = [line["differences"] for line in lines if "differences" in line]
+    assert compared or name == "mass"  # whose kernels are those of pools
+
+
+@pytest.mark.parametrize("name", MODEL_PARTS[:3])
+def test_models_are_timed(name: str) -> None:
+    assert_measured(list(lines_of(name, ON_CPU)))
+
+
+def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = KernelBench(torch.device(DEVICE), quick=True)
+    inputs = make_inputs((2, 1, 32), 64, 1, torch.bfloat16, bench.device)
+    assert "wrong" not in check(lambda: compare_attention(bench, inputs, None))
+    from retain.kernels.triton import attention
+
+    right = attention.attend
+    monkeypatch.setattr(attention, "attend", lambda *args: right(*args) * 1.05)
+    assert check(lambda: compare_attention(bench, inputs, None))["wrong"]
+    assert check(lambda: [0.001, float("nan")])["wrong"]
+    assert check(lambda: [1 / 0])["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_one_failing_kernel_stops_no_other() -> None:
+    def fail() -> None:
+        raise RuntimeError("out of\nresources")
+
+    lines = KernelBench(torch.device(DEVICE), quick=True).time({"bad": fail, "good": lambda: None})
+    assert lines["bad"] == {"error": "RuntimeError: out of resources"}
+    assert "us" in lines["good"]
+
+
+def test_every_bench_is_a_part_of_all() -> None:
+    parts = list_parts(["gpu.py"], "cuda", "random:tiny", quick=False)
+    assert {*parts} == {"tests", *KERNEL_PARTS, *MODEL_PARTS}
+    assert next(iter(parts)) == "tests"
+    assert all((ROOT / path).is_file() for path in parts["tests"].command if path.startswith("tests/"))
+
+
+def python(code: str) -> list[str]:
+    return [sys.executable, "-u", "-c", code]
+
+
+def test_a_part_that_hangs_keeps_its_lines() -> None:
+    code = """
+import json, subprocess, sys, time
+print(json.dumps({"us": 1.0}), flush=True)
+print("a warning", flush=True)
+subprocess.run([sys.executable, "-c", "import time; time.sleep(1000)"])
+"""
+    first, last = run_part("hangs", python(code), 2.0)
+    assert first == {"part": "hangs", "us": 1.0}
+    assert last["exit"] and last["limit"] == 2.0 and last["tail"] == ["a warning"]
+
+
+def test_failed_tests_have_a_line_each(tmp_path: Path) -> None:
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    (folder / "test_it.py").write_text("def test_a():\n    assert 1 == 2\n\ndef test_b():\n    pass\n")
+    command = [sys.executable, "-m", "pytest", "-vv", "--tb=no", "-rfE", "-p", "no:cacheprovider", "--rootdir", "."]
+    (first, last) = run_part("tests", ["env", "-C", str(tmp_path), *command, "tests/test_it.py"], 60)
+    assert first["failed"] == "tests/test_it.py::test_a" and "1 == 2" in first["message"]
+    assert last["exit"] == 1 and "1 failed, 1 passed" in last["tail"][-1]
+
+
+def test_what_comes_after_the_limit_of_all_is_left_out() -> None:
+    lines = list(run_all(["gpu.py"], "cpu", "random:tiny", True, 0.0, ["evict", "step"]))
+    assert [line["part"] for line in lines if "left out" in line] == ["evict", "step"]
+    with pytest.raises(SystemExit, match="no part 'nothing'"):
+        list(run_all(["gpu.py"], "cpu", "random:tiny", True, 0.0, ["nothing"]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(triton.unavailable_reason() is not None, reason="needs Triton")
+def test_the_command_runs_the_chosen_parts(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    command = [sys.executable, str(ROOT / "tools" / "gpu.py"), "all", "--quick", "--device", "cpu"]
+    command += ["--parts", "peer,evict,step"]
+    run = subprocess.run(
+        [*command, "--model", "random:tiny", "--out", str(file)], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert run.returncode == 0, run.stderr[-2000:]
+    lines: list[dict[str, Any]] = [json.loads(line) for line in run.stdout.splitlines()]
+    assert [json.loads(line) for line in file.read_text().splitlines()] == lines
+    assert [(line["part"], line["exit"]) for line in lines if "exit" in line] == [
+        ("peer", 0),
+        ("evict", 0),
+        ("step", 0),
+    ]
+    assert_measured(lines)
