@@ -319,24 +319,40 @@ def test_move(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
     assert_close(backend.attend(q, kv, t, q_pos, AttentionParams(1.0)), before, cpu_tolerance(dtype))
 
 
+PRIORITIES = torch.tensor([-torch.nan, -torch.inf, -1.5, -0.0, 0.0, 1e-40, 2.0, torch.inf, torch.nan])
+
+
+def random_slots(N: int, S: int, holes: float, few: bool, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return priorities, of a few numbers or of many, and positions of slots, both [N, S]; some of them are holes."""
+    g = torch.Generator().manual_seed(seed)
+    pos = torch.stack([torch.randperm(2 * S, generator=g)[:S] for _ in range(N)]).int()
+    pos[torch.rand(N, S, generator=g) < holes] = -1
+    return PRIORITIES[torch.randint(9, (N, S), generator=g)] if few else torch.randn(N, S, generator=g), pos
+
+
 @settings(max_examples=60, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_select_victims(backend: Backend, data: st.DataObject) -> None:
     """Among equal priorities, holes, minus zeros, infinities and those that must stay, the same slots in one order."""
-    N, S = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3000))
-    g = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    pos = torch.stack([torch.randperm(2 * S, generator=g)[:S] for _ in range(N)]).int()
-    pos[torch.rand(N, S, generator=g) < data.draw(st.sampled_from([0.0, 0.3, 1.0]))] = -1
-    few = torch.tensor([-torch.inf, -1.5, -0.0, 0.0, 1e-40, 2.0, torch.inf])
-    priority = (
-        few[torch.randint(7, (N, S), generator=g)] if data.draw(st.booleans()) else torch.randn(N, S, generator=g)
-    )
-    used = torch.randint(1, S + 1, (N,), generator=g).int()
-    n = data.draw(st.integers(0, min(int(used.min()), 20)))
+    N, S = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 3000) | st.integers(1, 300))
+    seed = data.draw(st.integers(0, 2**31))
+    priority, pos = random_slots(N, S, data.draw(st.sampled_from([0.0, 0.3, 1.0])), data.draw(st.booleans()), seed)
+    used = torch.randint(1, S + 1, (N,), generator=torch.Generator().manual_seed(seed)).int()
+    n = data.draw(st.integers(0, min(int(used.min()), 20)) | st.just(min(int(used.min()), 100)))
     args = priority, pos, used, data.draw(st.integers(0, 4)), data.draw(st.integers(0, 2 * S)), n
     places = backend.select_victims(*args)
     assert places.tolist() == reference.select_victims(*args).tolist()
     assert all(len(set(line)) == n and all(p < u for p in line) for line, u in zip(places.tolist(), used, strict=True))
+
+
+def test_select_victims_of_long_lists(backend: Backend) -> None:
+    """Most victims of the second list are neighbours; those of the third lie 1024 slots apart."""
+    S, n = 66_000, 40
+    priority, pos = random_slots(3, S, 0.0001, False, seed=5)
+    priority[1, 30_000 : 30_000 + n] = -9
+    priority[2, 7::1024] = -9
+    args = priority, pos, torch.tensor([S, S - 100, S - 3], dtype=torch.int32), 4, 2 * S - 500, n
+    assert torch.equal(backend.select_victims(*args), reference.select_victims(*args))
 
 
 def test_select_victims_rejects_short_lists(backend: Backend) -> None:

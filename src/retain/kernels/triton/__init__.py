@@ -23,12 +23,11 @@ from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
-from retain.kernels.transfers import to_device
 
 try:
     import triton
 
-    from retain.kernels.triton import attention, fresh_tokens, page_layout, plan, slots
+    from retain.kernels.triton import attention, eviction, fresh_tokens, page_layout, plan, slots
 except ImportError as error:
     _import_error: str | None = f"triton is not installed ({error})"
 else:
@@ -179,11 +178,4 @@ def select_victims(
         )
     if N and int(lengths.min()) < n:
         raise ValueError(f"select_victims: a list of {int(lengths.min())} slots has too few to select {n}")
-    places = torch.empty(N, n, dtype=torch.int64, device=pos.device)
-    if N and n:
-        block = min(triton.next_power_of_2(S), 2048)
-        slots.select_victims[(N,)](
-            priority.float().contiguous(), pos.contiguous(), to_device(lengths, pos.device), places,
-            S, first_evictable, last_evictable, n, BLOCK=block,
-        )  # fmt: skip
-    return places
+    return eviction.select_victims(priority, pos, lengths, first_evictable, last_evictable, n)

@@ -1,4 +1,4 @@
-"""Slot kernels: write fresh tokens, copy pages, select the slots to evict."""
+"""Slot kernels: write fresh tokens, copy pages."""
 
 from __future__ import annotations
 
@@ -77,28 +77,3 @@ def copy(x, src, dst, page, size, BLOCK: tl.constexpr):
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     a, b = tl.load(src + tl.program_id(0)), tl.load(dst + tl.program_id(0))
     tl.store(x + b * page + i, tl.load(x + a * page + i, mask=i < size), mask=i < size)
-
-
-@triton.jit
-def select_victims(priority, pos, lengths, places, width, first_evictable, last_evictable, n, BLOCK: tl.constexpr):
-    """Write the places of the n lowest keys of one list, in order. eviction_order.py defines the keys."""
-    row = tl.program_id(0).to(tl.int64)
-    count = tl.load(lengths + row)
-    previous = tl.full((), -(2**63), tl.int64)
-    for k in range(n):
-        best, place = tl.full((), 2**63 - 1, tl.int64), tl.full((), 0, tl.int64)
-        for first in range(0, count, BLOCK):
-            i = first + tl.arange(0, BLOCK)
-            p = tl.load(pos + row * width + i, mask=i < count, other=0)
-            value = tl.load(priority + row * width + i, mask=i < count, other=0.0)
-            bits = value.to(tl.int32, bitcast=True).to(tl.int64)
-            rank = 2147483648 + tl.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-            rank = tl.where((p < first_evictable) | (p > last_evictable), 4294967296, rank)
-            key = tl.where(p < 0, i - width, rank * 1073741824 + p)
-            key = tl.where((i < count) & (key > previous), key, 2**63 - 1)
-            lowest = tl.min(key, 0)
-            found = tl.min(tl.where(key == lowest, i, 2147483647), 0)
-            place = tl.where(lowest < best, found.to(tl.int64), place)
-            best = tl.minimum(lowest, best)
-        tl.store(places + row * n + k, place)
-        previous = best

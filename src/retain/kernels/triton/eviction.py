@@ -1,0 +1,34 @@
+"""Launches of the kernels that evict."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from retain.kernels.transfers import to_device
+from retain.kernels.triton import eviction_kernels
+
+LONG_LIST = 2**14  # slots of a list that takes more bins, and more warps to read them
+MIN_DEEP = 16  # lists up to 4096 slots share a variant
+
+
+def bin_sizes(num_slots: int) -> dict[str, int]:
+    """Return the bins for lists of up to so many slots, and the warps of a program."""
+    bins = 1024 if num_slots > LONG_LIST else 256
+    deep = triton.next_power_of_2(triton.cdiv(num_slots, bins))
+    return {"BINS": bins, "DEEP": max(deep, MIN_DEEP), "num_warps": bins // 256}
+
+
+def select_victims(
+    priority: Tensor, pos: Tensor, lengths: Tensor, first_evictable: int, last_evictable: int, n: int
+) -> Tensor:
+    """Return the places of the n slots to evict first from each list, in that order: int64 [N, n]."""
+    N, S = pos.shape
+    places = torch.empty(N, n, dtype=torch.int64, device=pos.device)
+    if N and n:
+        eviction_kernels.select_victims[(N,)](
+            priority.float().contiguous(), pos.contiguous(), to_device(lengths, pos.device), places,
+            S, first_evictable, last_evictable, n, **bin_sizes(S),
+        )  # fmt: skip
+    return places
