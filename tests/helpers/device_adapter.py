@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import triton
-from retain.kernels.api import KV, Backend, DemotedTables, Tables
+from retain.kernels.api import KV, Backend, DemotedTables, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
 
 HOST_FIELDS = ("rows", "query_start_loc")  # fields of Tables that stay on the host
@@ -37,6 +37,8 @@ class DeviceAdapter:
         result = function(*device_args, **device_options)
         for arg, device_arg in zip((*args, *options.values()), (*device_args, *device_options.values()), strict=True):
             self._copy_back(arg, device_arg)
+            if isinstance(arg, Tensor) and function is triton.punch:  # the holes
+                arg.copy_(device_arg)
             if isinstance(arg, Tables) and arg.demoted:
                 self._copy_back(arg.demoted.kv, device_arg.demoted.kv)
         if isinstance(result, tuple):
@@ -48,7 +50,7 @@ class DeviceAdapter:
             getattr(arg, part).copy_(getattr(device_arg, part))
 
     def _to_device(self, x: Any) -> Any:
-        if isinstance(x, (KV, Tables, DemotedTables)):
+        if isinstance(x, (KV, Tables, DemotedTables, EvictionLists)):
             parts = {f.name: getattr(x, f.name) for f in fields(x) if f.name not in HOST_FIELDS}
             parts = {n: part for n, part in parts.items() if isinstance(part, (Tensor, KV, DemotedTables))}
             return replace(x, **{n: self._to_device(part) for n, part in parts.items()})

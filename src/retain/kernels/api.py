@@ -141,6 +141,22 @@ class Tables:
 
 
 @dataclass(frozen=True)
+class EvictionLists:
+    """Lists of slots that B rows evict from: one for each of M layers and G kv heads. All int32, on the device.
+
+    The slots of a list are the first `slots_used` of its table.
+    """
+
+    pages: Tensor  # [N, L, G, n]: the tables of all rows and layers
+    rows: Tensor  # [B]
+    layers: Tensor  # [M]
+    slots_used: Tensor  # [B, M, G]
+    evictable: Tensor  # [B, 2]: the first and the last position that may be evicted; see `Backend.select_victims`
+    by_mass: Tensor  # [B]: 1 where the priority of a slot is its mass, 0 where it is its position
+    max_slots: int  # an upper bound of `slots_used`
+
+
+@dataclass(frozen=True)
 class GroupInputs:
     """What the layers of a KV cache group read and write in a step.
 
@@ -389,4 +405,11 @@ class Backend(Protocol):
         priority float32 and pos int32 [N, S]; lengths int32 [N] on the host: only the first lengths[i] >= n slots of
         list i are candidates. Positions before `first_evictable` and after `last_evictable` come last. See
         eviction_order.py for the order. Raises ValueError if a list is too short.
+        """
+
+    def punch(self, kv: KV, lists: EvictionLists, holes: Tensor, n: int) -> None:
+        """Turn the n slots to evict first of each list into holes, and write their numbers to `holes`, in that order.
+
+        The mass of a slot is that of its columns, added in their order. No list has fewer than n slots, and no page is
+        in two of them. holes int32 [N, L, G, i], of all rows and layers: the first n of each list are written.
         """

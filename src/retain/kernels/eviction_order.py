@@ -6,9 +6,19 @@ import torch
 from torch import Tensor
 
 PROTECTED = 2**32  # replaces the priority of a protected slot; larger than the rank of any float
-
-
 HIGHEST_BITS = 0x7FFFFFFF  # of the float that ranks above all others, infinity included
+LAST_POSITION = 2**31 - 1
+
+
+def sum_columns(mass: Tensor) -> Tensor:
+    """Return the sums of masses [..., C, S] over columns, [..., S], added in their order.
+
+    The order of `torch.sum` depends on the number of slots, and on the device.
+    """
+    first, *others = mass.unbind(-2)
+    for column in others:
+        first = first + column
+    return first
 
 
 def protect(priority: Tensor, pos: Tensor, first_evictable: Tensor, last_evictable: Tensor) -> Tensor:

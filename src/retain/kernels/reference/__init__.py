@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, NO_WINDOW, Tables
+from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.eviction_order import eviction_key
+from retain.kernels.eviction_order import eviction_key, sum_columns
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
@@ -177,6 +177,25 @@ def select_victims(
     key = eviction_key(priority, pos, first_evictable, last_evictable)
     key.masked_fill_(torch.arange(pos.shape[-1]) >= lengths[:, None], 2**63 - 1)
     return key.topk(n, largest=False).indices
+
+
+def punch(kv: KV, lists: EvictionLists, holes: Tensor, n: int) -> None:
+    """Turn the n slots to evict first of each list into holes, and write their numbers to `holes`."""
+    S = kv.page_size
+    layers = lists.layers.long()
+    places = torch.arange(lists.max_slots)
+    for b, row in enumerate(lists.rows.tolist()):
+        pages = lists.pages[row, layers].long()[..., places // S]  # [M, G, S]
+        is_used = places < lists.slots_used[b][..., None]
+        slots = torch.where(is_used, pages * S + places % S, 0)
+        pos = kv.pos.view(-1)[slots]
+        mass = sum_columns(kv.mass.transpose(1, 2)[slots // S, slots % S].mT)
+        priority = mass if lists.by_mass[b] else pos
+        first_evictable, last_evictable = lists.evictable[b].tolist()
+        key = eviction_key(priority, pos, first_evictable, last_evictable).masked_fill_(~is_used, 2**63 - 1)
+        victims = slots.gather(-1, key.topk(n, largest=False).indices)
+        holes[row, layers, :, :n] = victims.int()
+        kv.pos.view(-1)[victims] = -1
 
 
 def _read_pages(kv: KV, pages: Tensor) -> tuple[Tensor, Tensor]:

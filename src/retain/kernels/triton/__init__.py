@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, Program, Tables
+from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.reinterpret import PageFormat, view_pages
@@ -179,3 +179,8 @@ def select_victims(
     if N and int(lengths.min()) < n:
         raise ValueError(f"select_victims: a list of {int(lengths.min())} slots has too few to select {n}")
     return eviction.select_victims(priority, pos, lengths, first_evictable, last_evictable, n)
+
+
+def punch(kv: KV, lists: EvictionLists, holes: Tensor, n: int) -> None:
+    """Turn the n slots to evict first of each list into holes, and write their numbers to `holes`."""
+    eviction.punch(kv, lists, holes, n)

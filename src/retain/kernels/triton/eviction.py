@@ -6,6 +6,7 @@ import torch
 import triton
 from torch import Tensor
 
+from retain.kernels.api import KV, EvictionLists
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import eviction_kernels
 
@@ -32,3 +33,14 @@ def select_victims(
             S, first_evictable, last_evictable, n, **bin_sizes(S),
         )  # fmt: skip
     return places
+
+
+def punch(kv: KV, lists: EvictionLists, holes: Tensor, n: int) -> None:
+    """Turn the n slots to evict first of each list into holes, by one launch for all lists."""
+    B, M, G = lists.slots_used.shape
+    if B * M * G and n:
+        eviction_kernels.punch[(M * G, B)](
+            kv.pos, kv.mass, lists.pages, *lists.pages.stride()[:3], lists.rows, lists.layers, lists.slots_used,
+            lists.evictable, lists.by_mass, holes, *holes.stride()[:3], n,
+            G=G, S=kv.page_size, C=kv.mass.shape[1], **bin_sizes(lists.max_slots),
+        )  # fmt: skip

@@ -34,9 +34,9 @@ def find_lowest(lows, bins, BINS: tl.constexpr):
 
 
 @triton.jit
-def lowest_above(key, lowest, lows, bins, b):
-    """Return the lowest keys of bins, where that of bin b is now the next one above `lowest` among `key`."""
-    return tl.where(bins == b, tl.min(tl.where(key > lowest, key, FAR), 0), lows)
+def lowest_above(key, lowest, lows, bins, lowest_bin):
+    """Return the lowest keys of bins, where that of `lowest_bin` is now the next one above `lowest` among `key`."""
+    return tl.where(bins == lowest_bin, tl.min(tl.where(key > lowest, key, FAR), 0), lows)
 
 
 @triton.jit(do_not_specialize=["first_evictable", "last_evictable", "n"])
@@ -56,10 +56,58 @@ def select_victims(
         value = tl.load(priority + i, mask=i < count, other=0.0)
         lows = tl.minimum(lows, eviction_key(value, p, i, i < count, first_evictable, last_evictable))
     for k in range(n):
-        lowest, b = find_lowest(lows, bins, BINS)
-        i = b + deep
+        lowest, lowest_bin = find_lowest(lows, bins, BINS)
+        i = lowest_bin + deep
         p = tl.load(pos + i, mask=i < count, other=0)
         value = tl.load(priority + i, mask=i < count, other=0.0)
         key = eviction_key(value, p, i, i < count, first_evictable, last_evictable)
         tl.store(places + row * n + k, tl.max(tl.where(key == lowest, i, -1), 0).to(tl.int64))
-        lows = lowest_above(key, lowest, lows, bins, b)
+        lows = lowest_above(key, lowest, lows, bins, lowest_bin)
+
+
+@triton.jit
+def load_slots(pos, mass, table, i, count, is_by_mass, S: tl.constexpr, C: tl.constexpr):
+    """Return numbers, positions and priorities of the slots at places i of a table, of which `count` are used."""
+    page = tl.load(table + i // S, mask=i < count, other=0).to(tl.int64)
+    slot = page * S + i % S
+    p = tl.load(pos + slot, mask=i < count, other=0)
+    first = mass + page * (C * S) + i % S
+    is_needed = (i < count) & is_by_mass  # by position, the oldest of equal priorities goes first
+    value = tl.load(first, mask=is_needed, other=0.0)
+    for c in tl.static_range(1, C):
+        value += tl.load(first + c * S, mask=is_needed, other=0.0)
+    return slot, p, value
+
+
+@triton.jit(do_not_specialize=["page_row", "page_layer", "page_head", "hole_row", "hole_layer", "hole_head", "n"])
+def punch(
+    pos, mass, pages, page_row, page_layer, page_head, rows, layers, slots_used, evictable, by_mass,
+    holes, hole_row, hole_layer, hole_head, n,
+    G: tl.constexpr, S: tl.constexpr, C: tl.constexpr, BINS: tl.constexpr, DEEP: tl.constexpr,
+):  # fmt: skip
+    """Turn the n slots with the lowest keys of one list into holes, and write their numbers, in order.
+
+    Whether a slot that is read again is a hole by then does not matter: either key is below that of the last victim.
+    """
+    b, m, g = tl.program_id(1), tl.program_id(0) // G, tl.program_id(0) % G
+    count = tl.load(slots_used + b * tl.num_programs(0) + tl.program_id(0))
+    row, layer = tl.load(rows + b).to(tl.int64), tl.load(layers + m).to(tl.int64)
+    first_evictable, last_evictable = tl.load(evictable + 2 * b), tl.load(evictable + 2 * b + 1)
+    is_by_mass = tl.load(by_mass + b) == 1
+    table = pages + row * page_row + layer * page_layer + g * page_head
+    to = holes + row * hole_row + layer * hole_layer + g * hole_head
+    bins, deep = tl.arange(0, BINS), tl.arange(0, DEEP) * BINS
+    lows = tl.full((BINS,), FAR, tl.int64)
+    for first in range(0, count, BINS):
+        i = first + bins
+        slot, p, value = load_slots(pos, mass, table, i, count, is_by_mass, S, C)
+        lows = tl.minimum(lows, eviction_key(value, p, i, i < count, first_evictable, last_evictable))
+    for k in range(n):
+        lowest, lowest_bin = find_lowest(lows, bins, BINS)
+        i = lowest_bin + deep
+        slot, p, value = load_slots(pos, mass, table, i, count, is_by_mass, S, C)
+        key = eviction_key(value, p, i, i < count, first_evictable, last_evictable)
+        victim = tl.max(tl.where(key == lowest, slot, 0), 0)
+        tl.store(to + k, victim.to(tl.int32))
+        tl.store(pos + victim, -1)
+        lows = lowest_above(key, lowest, lows, bins, lowest_bin)
