@@ -55,21 +55,29 @@ class FakeDeviceThread(TorchFunctionMode):
 
 
 class FakeDevice(TorchFunctionMode):
-    """Simulates the device inside a `with` block; `host_syncs` are the places where the host waited for it."""
+    """Simulates the device inside a `with` block; `host_syncs` are the places where the host waited for it.
+
+    `num_uploads` counts copies from the host to the device, `launches` has the names of the kernels that ran.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.host_syncs: list[str] = []
+        self.num_uploads = 0
+        self.launches: list[str] = []
         self.records_syncs = True
 
     def __enter__(self) -> FakeDevice:
         super().__enter__()
         self._original_devices = triton.DEVICES
         triton.DEVICES = (*triton.DEVICES, DEVICE.type)
-        self._original_run = InterpretedFunction.run
-        InterpretedFunction.run = lambda kernel, *args, **options: self._original_run(
-            kernel, *map(check_kernel_arg, args), **options
-        )
+        self._original_run = original_run = InterpretedFunction.run
+
+        def run(kernel: Any, *args: Any, **options: Any) -> Any:
+            self.launches.append(kernel.fn.__name__)
+            return original_run(kernel, *map(check_kernel_arg, args), **options)
+
+        InterpretedFunction.run = run
         self._original_submit = original_submit = ThreadPoolExecutor.submit
 
         def submit(pool: Any, call: Any, *args: Any, **options: Any) -> Any:
@@ -126,6 +134,7 @@ class FakeDevice(TorchFunctionMode):
         result = to_plain_tensor(x).to(*dtypes)
         if (target == DEVICE) == isinstance(x, FakeDeviceTensor):
             return result.as_subclass(type(x)) if isinstance(x, FakeDeviceTensor) else result
+        self.num_uploads += target == DEVICE
         if not kwargs.get("non_blocking"):
             self._record_sync(name)
         result = result.clone() if result.data_ptr() == to_plain_tensor(x).data_ptr() else result
@@ -148,6 +157,7 @@ class FakeDevice(TorchFunctionMode):
             if on_host or has_mask or any(isinstance(i, (list, range)) for i in index):
                 self._record_sync(name)
         elif name == "copy_":
+            self.num_uploads += bool(on_host)
             if on_host and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
                 self._record_sync(name)
         elif on_host:

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from retain import kernels
 from retain.factory import build_cache
 from retain.kernels.api import KV
-from retain.kernels.eviction_order import eviction_key, protect
+from retain.kernels.eviction_order import LAST_POSITION, eviction_key, protect
 from retain.kernels.kv_cache_spec import FullAttentionSpec, KVCacheSpec, uniform_layers
 from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
-from retain.kv.eviction import policies
+from retain.kv.eviction import evictor, policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
-from retain.kv.eviction.operations import LAST_POSITION
+from retain.kv.eviction.evictor import Compact, compact_rows, punch_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.kv.row import Row
@@ -49,6 +49,12 @@ SPECS = [
     for options in OPTIONS.get(name, [""])
     if name not in ("full", "ring")
 ]
+
+
+def with_options(spec: str, *options: str) -> str:
+    """Return a spec with more options."""
+    name, _, more = spec.partition(":")
+    return f"{name}:{','.join([*options, more]).rstrip(',')}"
 
 
 def make_cache(layers: KVCacheSpec = SPEC) -> KVCacheManager:
@@ -136,12 +142,34 @@ def test_rows_that_evict_together_keep_what_they_keep_alone(spec: str, data: st.
     options = [f"budget={budget}", f"interval={data.draw(st.integers(1, 20))}"]
     if not spec.startswith("reread") and "share=" not in spec and "gate:" != spec and data.draw(st.booleans()):
         options += ["prefill=stream", f"chunk={data.draw(st.integers(16, 60))}"]
-    name, _, more = spec.partition(":")
-    full = f"{name}:{','.join([*options, more]).rstrip(',')}"
+    full = with_options(spec, *options)
     prompt_lens = data.draw(st.lists(st.integers(30, 120), min_size=2, max_size=4))
     one, all_ = (run(full, prompt_lens, 40, together) for together in (False, True))
     for alone, beside in zip(one, all_, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(alone, beside, strict=True))
+
+
+RANKED_BY_BACKEND = [
+    spec for spec in SPECS if "demote" not in spec and policies.parse(with_options(spec, "budget=9")).ranked_by
+]
+
+
+@pytest.mark.parametrize("spec", RANKED_BY_BACKEND)
+@settings(max_examples=3)
+@given(data=st.data())
+def test_rows_keep_what_their_policy_ranks_highest_where_the_backend_ranks(spec: str, data: st.DataObject) -> None:
+    """Of `priority` and of what `ranked_by` says, one and the same slots are evicted, in one order."""
+    options = [f"budget={data.draw(st.sampled_from(['30%', '20']))}", f"interval={data.draw(st.integers(1, 20))}"]
+    if not spec.startswith("reread") and "share=" not in spec and data.draw(st.booleans()):
+        options += ["prefill=stream", f"chunk={data.draw(st.integers(16, 60))}"]
+    full = with_options(spec, *options)
+    prompt_lens = data.draw(st.lists(st.integers(30, 120), min_size=1, max_size=3))
+    by_backend = run(full, prompt_lens, 40, together=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evictor, "operation_of", lambda _, due: compact_rows if isinstance(due, Compact) else punch_rows)
+        by_policy = run(full, prompt_lens, 40, together=True)
+    for found, expected in zip(by_backend, by_policy, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("spec", ["h2o:budget=30%,interval=5", *slow("knorm:budget=20,prefill=stream,chunk=16")])
@@ -173,17 +201,22 @@ def test_a_union_of_query_heads_leaves_room_for_the_answer_of_a_streamed_prompt(
 
 
 def test_one_call_evicts_all_rows_that_are_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different prompts and budgets, and of two policies: one selection of victims."""
+    """Rows of different prompts, budgets and policies: one call for those that the backend ranks, one for the rest."""
     cache = make_cache()
     selected: list[int] = []
-    select_victims = cache.backend.select_victims
+    punched: list[int] = []
+    backend = cache.backend
+    select_victims, punch = backend.select_victims, backend.punch
     monkeypatch.setattr(
-        cache.backend,
+        backend,
         "select_victims",
         lambda priority, *args: selected.append(len(priority)) or select_victims(priority, *args),
     )
-    rows = [(cache.open(plan(cache, spec, n), n), n)
-            for spec, n in (("h2o:budget=30%", 60), ("h2o:budget=25", 90), ("knorm:budget=50%", 45))]  # fmt: skip
+    monkeypatch.setattr(
+        backend, "punch", lambda kv, lists, *args: punched.append(lists.slots_used.numel()) or punch(kv, lists, *args)
+    )
+    specs = [("h2o:budget=30%", 60), ("sinks:budget=25", 90), ("knorm:budget=50%", 45), ("keydiff:budget=20", 30)]
+    rows = [(cache.open(plan(cache, spec, n), n), n) for spec, n in specs]
     for end in (0, 16):
         for i, (row, n) in enumerate(rows):
             fill(cache, row, (n if end else 0), n + end, seed=i)
@@ -191,7 +224,7 @@ def test_one_call_evicts_all_rows_that_are_due(monkeypatch: pytest.MonkeyPatch) 
             assert row.evicts_at(n + end)
         cache.evict()
     full_layers = WINDOWS.count(None)
-    assert selected == [3 * full_layers * KV_HEADS]
+    assert selected == punched == [2 * full_layers * KV_HEADS]
 
 
 def test_a_row_that_is_closed_before_the_eviction_is_not_evicted() -> None:

@@ -148,6 +148,32 @@ def test_chunks_and_preemption() -> None:
     assert_matches_reference("llama", policies, num_pages=30, max_batched_tokens=16, max_running_requests=4)
 
 
+@pytest.mark.skipif(not triton.is_interpreted(), reason="a GPU counts no uploads")
+def test_rows_that_the_backend_ranks_are_evicted_by_one_launch_and_one_upload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing waits, and tables that have not changed stay where they are."""
+    from tests.helpers.fake_device import DEVICE, FakeDevice
+
+    specs = ["h2o:budget=5,interval=2", "sinks:budget=6,interval=2", "keyformer:budget=4,interval=2"]
+    evictions: list[tuple[int, int, list[str]]] = []  # of rows that have evicted before: rows, uploads, launches
+    with FakeDevice() as device:
+        with device.allow_syncs():
+            engine = make_engine("llama", backend="triton", device=DEVICE)
+        cache = engine.cache
+        evict = cache.evict
+
+        def count_uploads() -> None:
+            evictors = [e for row in cache.rows.values() for e in row.evictors if e.has_holes]
+            before = device.num_uploads, len(device.launches), len(device.host_syncs)
+            evict()
+            assert len(device.host_syncs) == before[2]
+            if device.launches[before[1] :]:
+                evictions.append((len(evictors), device.num_uploads - before[0], device.launches[before[1] :]))
+
+        monkeypatch.setattr(cache, "evict", count_uploads)
+        run_requests(engine, [make_request(PROMPTS[1], 5, spec, GREEDY) for spec in specs])
+    assert evictions == [(3, 1, ["punch"])] * 2
+
+
 @slow
 def test_heads_of_different_lengths() -> None:
     """Budgets shared among heads are counted on the host, which waits for them."""

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retain.kernels.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.policy import NEVER, CacheLimits, EvictionPolicy
 from retain.kv.eviction.view import CacheView
@@ -229,6 +230,14 @@ class BudgetPolicy(EvictionPolicy):
         return (pos < first) | (pos > last)
 
     @property
+    def ranked_by(self) -> str | None:
+        """What `priority` is, where a backend can rank slots by that alone: "mass" or "position"; else None.
+
+        A class with a `priority` of its own has its own answer, too.
+        """
+        return None
+
+    @property
     def scores_slots(self) -> bool:
         """Whether `score_slots` gives each slot a number that stays with it."""
         return False
@@ -313,15 +322,30 @@ class AttentionScoredPolicy(BudgetPolicy):
         """Every reduction but the sum needs the mass of each query head."""
         return self.heads != "kv-sum"
 
+    @property
+    def ranked_by(self) -> str | None:
+        """See BudgetPolicy.ranked_by."""
+        is_sum = (self.heads, self.scope, self.value) == ("kv-sum", "layer", "none") and not self.scores_slots
+        return "mass" if is_sum and type(self).priority is AttentionScoredPolicy.priority else None
+
     def priority(self, view: CacheView) -> Tensor:
-        """Return the mass; for heads=query and union minus the best rank that a query head gives to the slot."""
+        """Return the mass, or what `scored_priority` makes of it."""
+        mass = self.reduce_heads(view)
+        return mass if view.slot_scores is None else self.scored_priority(view, mass, view.slot_scores)
+
+    def scored_priority(self, view: CacheView, mass: Tensor, scores: Tensor) -> Tensor:
+        """Return the priority of slots with this mass and these scores, all [M, G, S], where `scores_slots`."""
+        raise NotImplementedError
+
+    def reduce_heads(self, view: CacheView) -> Tensor:
+        """Return the mass [M, G, S]; for heads=query and union minus the best rank that a query head gives the slot."""
         mass = view.mass  # [M, G, C, S]
         if self.value == "norm":
             mass = mass * view.values.norm(dim=-1)[:, :, None]
         if self.scope == "shared":
             mass = mass.sum(0, keepdim=True).expand_as(mass)
         if self.heads in ("kv-sum", "kv-max"):
-            return mass.sum(2) if self.heads == "kv-sum" else mass.amax(2)
+            return sum_columns(mass) if self.heads == "kv-sum" else mass.amax(2)
         free = (view.pos >= 0) & ~self.protected_mask(view.pos, view.query_position)
         rank = mass.masked_fill(~free[:, :, None], -1).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         return -rank.amin(2)

@@ -27,6 +27,8 @@ from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
 
+# (evictors, their computed tokens, what is due)
+Operation = Callable[[Sequence["BudgetEvictor"], Sequence[int], Sequence[Any]], None]
 MAX_LISTED_HOLES = 512  # of each head at a time, for a prompt that goes on: DeviceTables has them for every row
 
 
@@ -342,6 +344,11 @@ class BudgetEvictor:
         """Return the tables that a compaction writes into; None where these are the row's own. See SharedPages."""
         return self.shared.replace(self._num_places_kept)
 
+    def own_shared_pages(self) -> None:
+        """Give the row copies of pages that others hold, before holes are punched into them for the first time."""
+        if not self.has_holes:
+            self.shared.copy()
+
     # ---- after an eviction ---------------------------------------------------------------------------------------
 
     def keep(self, head_budgets: Ints, places: Tensor) -> None:
@@ -361,6 +368,13 @@ class BudgetEvictor:
         self._num_dropped = num_computed_tokens * self.head_budgets.size - kept
 
 
+def operation_of(evictor: BudgetEvictor, due: Punch | Compact) -> Operation:
+    """Return the function that does what is due."""
+    if isinstance(due, Compact):
+        return compact_rows
+    return punch_ranked_rows if evictor.policy.ranked_by and not evictor.demoter else punch_rows
+
+
 def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> None:
     """Evict from rows of one cache, because the `next_eviction` of each is reached.
 
@@ -368,26 +382,48 @@ def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[
     """
     plans = [evictor.plan(n) for evictor, n in zip(evictors, num_computed_tokens, strict=True)]
     for step in range(max((len(plan or ()) for plan in plans), default=0)):
-        groups: dict[tuple[type, int], list[int]] = {}
+        groups: dict[tuple[Operation, int], list[int]] = {}
         for i, plan in enumerate(plans):
             if plan and step < len(plan):
-                groups.setdefault((type(plan[step]), plan[step].num_holes), []).append(i)
-        for (kind, _), members in groups.items():
+                operation = operation_of(evictors[i], plan[step])
+                groups.setdefault((operation, plan[step].num_holes), []).append(i)
+        for (operation, _), members in groups.items():
             group = [evictors[i] for i in members]
             computed = [num_computed_tokens[i] for i in members]
-            operations: list[Any] = [plan[step] for i in members if (plan := plans[i])]
-            (punch_rows if kind is Punch else compact_rows)(group, computed, operations)
+            operation(group, computed, [plan[step] for i in members if (plan := plans[i])])
     for evictor, n, plan in zip(evictors, num_computed_tokens, plans, strict=True):
         if plan is not None:
             evictor.count_evicted(n)
+
+
+def punch_ranked_rows(
+    evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Punch]
+) -> None:
+    """Punch equally many holes into the tables of rows, where the backend can rank slots by itself."""
+    first = evictors[0]
+    assert all(np.array_equal(e.layers, first.layers) for e in evictors)
+    for evictor in evictors:
+        evictor.own_shared_pages()
+    tables = first.tables
+    lists = tables.on_device.eviction_lists(
+        [e.row for e in evictors],
+        first.layers,
+        np.stack([d.slots_used for d in due]),
+        [e.policy.evictable_range(n - 1) for e, n in zip(evictors, num_computed_tokens, strict=True)],
+        [e.policy.ranked_by == "mass" for e in evictors],
+    )
+    n = due[0].num_holes
+    tables.on_device.reserve_holes(n)
+    tables.store.backend.punch(tables.kv, lists, tables.on_device.holes, n)
+    for evictor, position in zip(evictors, num_computed_tokens, strict=True):
+        evictor.start_holes(position)
 
 
 def punch_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Punch]) -> None:
     """Punch equally many holes into the tables of rows, and demote what was in them."""
     first = evictors[0]
     for evictor in evictors:
-        if not evictor.has_holes:
-            evictor.shared.copy()
+        evictor.own_shared_pages()
     tables = gather_row_tables(evictors, num_computed_tokens)
     victims = punch(tables, np.stack([d.slots_used for d in due]), due[0].num_holes)
     for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):

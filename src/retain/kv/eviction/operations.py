@@ -16,14 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.eviction_order import eviction_key, protect
+from retain.kernels.eviction_order import LAST_POSITION, eviction_key, protect
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
-
-LAST_POSITION = 2**31 - 1
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.api import Tables
+from retain.kernels.api import EvictionLists, Tables
 from retain.kernels.transfers import to_device
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
@@ -57,15 +57,38 @@ class DeviceTables:
         """See gather_tables."""
         return gather_tables(self.rows, rows, layers, num_pages)
 
+    def eviction_lists(
+        self,
+        rows: Sequence[int],
+        layers: Ints,
+        slots_used: Ints,
+        evictable: Sequence[tuple[int, int]],
+        by_mass: Sequence[bool],
+    ) -> EvictionLists:
+        """Return the lists of rows [B] and layers [M] that have `slots_used` [B, M, G]; one upload for all numbers."""
+        self.rows.upload()
+        numbers = [np.array(rows), layers, slots_used, np.array(evictable), np.array(by_mass)]
+        words = self._to_device(np.concatenate([x.ravel() for x in numbers], dtype=np.int32))
+        parts = torch.split(words, [x.size for x in numbers])
+        row_numbers, layer_numbers, used, ranges, kinds = (
+            part.view(x.shape) for part, x in zip(parts, numbers, strict=True)
+        )
+        pages = self.rows.tensors[0]
+        return EvictionLists(pages, row_numbers, layer_numbers, used, ranges, kinds, int(slots_used.max()))
+
     def set_holes(self, rows: Sequence[int], layers: Ints, holes: Tensor) -> None:
         """Store the holes [B, M, G, n] of these layers, which each row's next tokens fill one after another."""
-        *shape, size = self.holes.shape
         n = holes.shape[-1]
+        self.reserve_holes(n)
+        self.holes[self._to_device(np.array(rows))[:, None], self._to_device(layers).long(), :, :n] = holes
+
+    def reserve_holes(self, n: int) -> None:
+        """Have room for n holes of each list, at least."""
+        *shape, size = self.holes.shape
         if n > size:
             larger = self.holes.new_zeros(*shape, n)
             larger[..., :size] = self.holes
             self.holes = larger
-        self.holes[self._to_device(np.array(rows))[:, None], self._to_device(layers).long(), :, :n] = holes
 
     def get_holes(self, row: int, layers: Ints, begin: int, end: int) -> Tensor:
         """Return the holes from number `begin` to `end` of a row in these layers, int32 [M, G, n]."""

@@ -87,14 +87,10 @@ class Policy(AttentionScoredPolicy):
 
     def score_slots(self, slots: CacheView) -> Tensor:
         """Return the mass before the answer; 0 for the answer's own slots."""
-        return super().priority(slots).masked_fill(slots.pos >= self.prompt_len, 0)
+        return self.reduce_heads(slots).masked_fill(slots.pos >= self.prompt_len, 0)
 
-    def priority(self, view: CacheView) -> Tensor:
-        """Return the mass; with `first` the larger share of the second reading's and of the answer's."""
-        mass = super().priority(view)
-        if view.slot_scores is None:
-            return mass
+    def scored_priority(self, view: CacheView, mass: Tensor, scores: Tensor) -> Tensor:
+        """With `first`, return the larger share of the second reading's mass and of the answer's."""
         in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
-        reread = view.slot_scores
-        answer = (mass - reread).clamp(min=0)
-        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (reread, answer)))
+        answer = (mass - scores).clamp(min=0)
+        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (scores, answer)))

@@ -20,6 +20,11 @@ class Policy(BudgetPolicy):
 
     sinks: NonNegativeInt = 4
 
+    @property
+    def ranked_by(self) -> str:
+        """See BudgetPolicy.ranked_by."""
+        return "position"
+
     def priority(self, view: CacheView) -> Tensor:
         """Rank by position; sinks are protected."""
         return view.pos

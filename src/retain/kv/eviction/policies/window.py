@@ -14,6 +14,11 @@ from retain.kv.eviction.view import CacheView
 class Policy(BudgetPolicy):
     """Keep the newest tokens."""
 
+    @property
+    def ranked_by(self) -> str:
+        """See BudgetPolicy.ranked_by."""
+        return "position"
+
     def priority(self, view: CacheView) -> Tensor:
         """Rank by position."""
         return view.pos
