@@ -79,7 +79,11 @@ def load_slots(pos, mass, table, i, count, is_by_mass, S: tl.constexpr, C: tl.co
     return slot, p, value
 
 
-@triton.jit(do_not_specialize=["page_row", "page_layer", "page_head", "hole_row", "hole_layer", "hole_head", "n"])
+STRIDES = ["page_row", "page_layer", "page_head", "hole_row", "hole_layer", "hole_head"]
+PARTS_OF_ONE_UPLOAD = ["rows", "layers", "slots_used", "evictable", "by_mass"]  # aligned by chance
+
+
+@triton.jit(do_not_specialize=["n", *STRIDES, *PARTS_OF_ONE_UPLOAD])
 def punch(
     pos, mass, pages, page_row, page_layer, page_head, rows, layers, slots_used, evictable, by_mass,
     holes, hole_row, hole_layer, hole_head, n,
