@@ -14,10 +14,11 @@ from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
-from retain.kernels.triton import attention_kernels, decode_kernels, mass_kernels, merge_kernels
+from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, prefill_kernels, prefill_mass_kernels
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
+from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, mass_block
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
@@ -92,7 +93,7 @@ def _attend_tiles(calls: Sequence[AttentionCall], i: int, o: Tensor) -> None:
         _launch_merge(calls, tiles, o, (split_max, split_sum, split_out), num_splits)
     else:
         log_sums = torch.empty(len(o) * H if len(calls) > 1 else 1, device=device)
-        parts = (attention_kernels.FIRST, attention_kernels.SECOND) if len(calls) > 1 else (attention_kernels.ONLY,)
+        parts = (prefill_kernels.FIRST, prefill_kernels.SECOND) if len(calls) > 1 else (prefill_kernels.ONLY,)
         for c, x, part in zip(calls, lists, parts, strict=True):
             _launch_prefill(c, x, o, log_sums, part.value)
 
@@ -134,18 +135,20 @@ def _max_registers(call: AttentionCall, tiles: TileList) -> int | None:
 
 
 def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: Tensor, part: int) -> None:
-    """Compute tiles of many rows over the tables of a call. `log_sums` [T, H] go from the first part to the second."""
+    """Compute prefill tiles over the tables of a call. `log_sums` [T, H] go from the first part to the second."""
     q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
-    D, M, buffers, pages = q.shape[-1], tiles.rows_per_tile, plan.mass_buffers, page_args(kv)
-    attention_kernels.attention_fwd[(len(tiles.data), tables.pages.shape[1], 1)](
-        q, *q.stride()[:2], o, log_sums, log_sums, log_sums, tiles.max_rows,
+    scoring = plan.prefill_scoring if tiles.is_scored else None
+    sums = (plan.mass_buffers.lse, scoring.log_weights) if scoring and plan.mass_buffers else (q, q)
+    pages, block = page_args(kv), attention_block(q.shape[-1], kv)
+    prefill_kernels.attention_prefill[(tables.pages.shape[1], len(tiles.data))](
+        q, *q.stride()[:2], o, log_sums,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, *_table_args(tables), *_visibility_args(tables),
-        tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits, 0,
-        *_scoring_args(call), call.layer, buffers.lse if buffers else q, q, q, 0,
-        M=M, SPLIT=False, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
-        UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0, **_dot_args(kv),
-        **_score_constants(params), **_shape_args(call), N=plan.block_n, **_key_args(call), **_value_args(call),
-        **pages.constants, num_warps=8 if M > 64 or D > 128 else 4, num_stages=3 if D <= 256 else 1,
+        tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits,
+        *_scoring_args(call), call.layer, *sums, len(q),
+        M=tiles.rows_per_tile, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
+        UPDATE_MASS=scoring is not None, **_change_args(scoring), **_dot_args(kv), **_score_constants(params),
+        **_shape_args(call) | {"N": block.slots}, **_key_args(call), **_value_args(call), **pages.constants,
+        num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
 
 
@@ -179,7 +182,7 @@ def _merge_warps(size: int) -> int:
 
 
 def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
-    q, kv, tables, plan, s = call.q, call.kv, call.tables, call.plan, buffers.scoring
+    kv, tables, plan, s = call.kv, call.tables, call.plan, buffers.scoring
     shape, C = _shape_args(call), kv.mass.shape[1]
     G, n = shape["G"], plan.blocks.n
     num_blocks = buffers.block_max.shape[-1]
@@ -190,16 +193,38 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
             buffers.lse, buffers.split_weights, buffers.block_max, buffers.split_weights.shape[-1], num_blocks,
             **shape, N=n, C=C, BLOCKS=blocks_at_once,
         )  # fmt: skip
-    if plan.mass_tiles is not None:
-        pages = page_args(kv)
-        mass_kernels.recompute_mass[(len(plan.mass_tiles), G, max(plan.max_pages, 1) * (kv.page_size // plan.block_n))](
-            q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
-            *_visibility_args(tables), plan.mass_tiles,
-            call.q_pos, *_score_args(call),
-            s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, buffers.lse,
-            M=64 if q.shape[-1] <= 256 else 16, C=C, **_score_constants(call.params), DENSE=tables.dense is not None,
-            NOISE=buffers.noise_mode, **_dot_args(kv), **shape, N=plan.block_n, **_key_args(call), **pages.constants,
-        )  # fmt: skip
+    if plan.prefill_scoring:
+        _launch_prefill_mass(call, plan.prefill_scoring)
+
+
+def _launch_prefill_mass(call: AttentionCall, scoring: PrefillScoring) -> None:
+    """Add what the scored tokens of prefill tiles leave on the slots of the tables of a call."""
+    q, kv, tables, pages, shape = call.q, call.kv, call.tables, page_args(call.kv), _shape_args(call)
+    block = mass_block(q.shape[-1], shape["R"], kv)
+    num_blocks = triton.cdiv(max(call.plan.max_pages, 1) * kv.page_size, block.slots)
+    assert call.plan.mass_buffers
+    s = call.plan.mass_buffers.scoring
+    prefill_mass_kernels.recompute_mass[(len(scoring.tiles), shape["G"], num_blocks)](
+        q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
+        *_visibility_args(tables), scoring.tiles, call.q_pos, *_score_args(call),
+        s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, scoring.log_weights, len(q),
+        TT=block.rows, C=kv.mass.shape[1], DENSE=tables.dense is not None, **scoring.constants, **_dot_args(kv),
+        **_score_constants(call.params), **shape | {"N": block.slots}, **_key_args(call), **pages.constants,
+        num_warps=block.num_warps, num_stages=block.num_stages,
+    )  # fmt: skip
+
+
+def _scoring_args(call: AttentionCall) -> tuple[Tensor, ...]:
+    """Return the scoring on the device; where the kernels read no masses, q stands in for the pointers."""
+    if call.plan.mass_buffers is None:
+        return (call.q,) * 5
+    s = call.plan.mass_buffers.scoring
+    return s.weights, s.temperature, s.noise, s.seed, s.redraw_noise
+
+
+def _change_args(scoring: PrefillScoring | None) -> dict[str, int]:
+    """Return the constants that say how scoring changes a softmax."""
+    return scoring.constants if scoring else {"CHANGE": prefill_kernels.UNCHANGED.value, "NOISE": 0, "REDRAW": 0}
 
 
 def _score_args(call: AttentionCall) -> tuple[Tensor, float, float]:
@@ -217,14 +242,6 @@ def _shape_args(call: AttentionCall) -> dict[str, int]:
     """Return the constants of most kernels: kv heads, query heads of each, slots of a page."""
     G = call.tables.pages.shape[1]
     return {"G": G, "R": call.q.shape[1] // G, "S": call.kv.page_size}
-
-
-def _scoring_args(call: AttentionCall) -> tuple[Tensor, ...]:
-    """Return the scoring on the device; where the kernels read no masses, q stands in for the pointers."""
-    if call.plan.mass_buffers is None:
-        return (call.q,) * 5
-    s = call.plan.mass_buffers.scoring
-    return s.weights, s.temperature, s.noise, s.seed, s.redraw_noise
 
 
 def _key_args(call: AttentionCall) -> dict[str, int]:

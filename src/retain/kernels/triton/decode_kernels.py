@@ -17,22 +17,21 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.api import NO_WINDOW
-from retain.kernels.triton.attention_kernels import finite_or_zero, load_4bit
 from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key
 from retain.kernels.triton.quantized_loads import (
     find_slots,
     from_int8,
+    load_4bit,
     load_nibbles,
     load_slot_scales,
     low_columns,
 )
+from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero
 
 MAX_SPLITS = tl.constexpr(64)  # splits of a table, at most
 NOISE_BOUND = tl.constexpr(26.0)  # in base 2: Gumbel noise of 23 bits is below 24, Gaussian below 10
 # V of 8 bits meets weights in float16. Their products with scales are this much larger, so that small ones keep bits.
 INT8_UNIT = tl.constexpr(256.0)
-_NO_WINDOW = tl.constexpr(NO_WINDOW)
 
 
 @triton.jit
@@ -98,11 +97,11 @@ def attention_decode(
     slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if ALIBI else p
     is_dense = window < 0  # false, as a tensor
     if DENSE:
-        is_dense = (window == _NO_WINDOW) & (tl.load(dense + row) != 0)
+        is_dense = (window == NO_WINDOW) & (tl.load(dense + row) != 0)
         if not UPDATE_MASS and is_dense:  # no slot behind the newest query is visible
             end = tl.minimum(end, (tl.max(p, 0) + N) // N)
     if UPDATE_MASS:
-        scored = (window == _NO_WINDOW) & (tl.max(tl.load(weights + t, mask=valid, other=0.0), 0) != 0.0)
+        scored = (window == NO_WINDOW) & (tl.max(tl.load(weights + t, mask=valid, other=0.0), 0) != 0.0)
         at_row = ((tl.load(tiles + 6 * j + 5) + m // R) * G * R + h).to(tl.int64)
         if NOISE != PLAIN:
             kind = tl.load(noise + b)
@@ -151,7 +150,7 @@ def attention_decode(
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
         x *= score_factor
         if SOFTCAP:
-            x = softcap * LOG2E * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / softcap))))  # softcap * tanh(x / softcap)
+            x = cap_scores(x, softcap)
         if ALIBI:
             x += slope[:, None] * (slot_pos[None, :] - p[:, None]).to(tl.float32)
         seen = (slot_pos >= 0)[None, :] & (slot_pos[None, :] <= p[:, None]) & (p[:, None] - slot_pos[None, :] < window)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.attention_kernels import finite_or_zero, safe_log2
 from retain.kernels.triton.decode_kernels import split_blocks
 from retain.kernels.triton.noise import LOG2E, PLAIN, mean_noise
+from retain.kernels.triton.softmax import finite_or_zero, safe_log2
 
 
 @triton.jit

@@ -87,3 +87,15 @@ def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
             y = tl.where(kind == _GAUSSIAN, 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0), y)
         x += tl.where(draws_noise(kind), y * LOG2E, 0.0)
     return x
+
+
+@triton.jit
+def draw_gumbel_factors(kind, keys, pos):
+    """Return exp of the Gumbel noise of a request, 1 where it draws none; keys uint32 and pos int32 broadcast.
+
+    Noise that is added to scores multiplies the weights of a softmax.
+    """
+    u = mix_bits(keys + GOLDEN_RATIO * pos.to(tl.uint32)) >> 9
+    # 1 + u / 2^23 as bits; the difference is (u + 0.5) / 2^23 without rounding, as in add_noise.
+    u = (u | 0x3F800000).to(tl.float32, bitcast=True) - 0.999999940395355224609375
+    return tl.where(kind == _GUMBEL, -1.0 / tl.log(u), 1.0)

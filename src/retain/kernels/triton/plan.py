@@ -19,6 +19,7 @@ from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import decode_kernels, noise
+from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring, scored_tokens
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
 
@@ -31,6 +32,7 @@ class TileList:
     rows_per_tile: int  # a power of 2
     num_splits: int  # 0 for prefill tiles
     max_rows: int = 0  # query rows that a decode tile has, at most
+    is_scored: bool = True  # whether rows of prefill tiles may change masses
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,10 @@ class AttentionPlan:
     """The tiles of a step, the same in every layer."""
 
     decode: list[TileList]
-    prefill: TileList | None
-    mass_tiles: Tensor | None  # int32 [n, 6], one for each prefill request, if masses change
+    prefill: list[TileList]
+    prefill_scoring: PrefillScoring | None  # if prefill tiles change masses
     mass_buffers: MassBuffers | None
     blocks: DecodeBlocks
-    block_n: int  # N of prefill tiles: slots that a kernel loads together
     max_pages: int  # pages of a head, at most
     demoted: AttentionPlan | None = None  # the same tiles over demoted tokens; None where the step has none
 
@@ -84,12 +85,12 @@ class AttentionPlan:
         if self.mass_buffers is None:
             return self
         demoted = self.demoted and self.demoted.without_masses()
-        return replace(self, mass_tiles=None, mass_buffers=None, demoted=demoted)
+        return replace(self, prefill_scoring=None, mass_buffers=None, demoted=demoted)
 
     @property
     def tile_lists(self) -> list[TileList]:
-        """Return the decode tiles and, if there are any, the prefill tiles."""
-        return [*self.decode, *([self.prefill] if self.prefill else [])]
+        """Return the decode tiles and the prefill tiles."""
+        return [*self.decode, *self.prefill]
 
 
 def decode_blocks(kv: KV) -> DecodeBlocks:
@@ -99,11 +100,6 @@ def decode_blocks(kv: KV) -> DecodeBlocks:
     """
     n = max(2**14 // (triton.next_power_of_2(kv.k_dim) * kv.dtype.itemsize), 16)
     return DecodeBlocks(min(n, 64), 8 if kv.dtype in QUANTIZED_DTYPES else 4)
-
-
-def choose_block_n(kv: KV) -> int:
-    """Return the slots that a kernel for prefill tiles loads together, which divide a page."""
-    return min(kv.page_size & -kv.page_size, decode_blocks(kv).n)
 
 
 def max_decode_rows(D: int) -> int:
@@ -135,8 +131,8 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
     starts, rows = tables.query_start_loc.tolist(), tables.rows.tolist()
     max_pages = tables.pages.shape[-1] if tables.max_pages is None else tables.max_pages
     decode: dict[int, list[tuple[int, ...]]] = {}  # by rows of a tile
-    prefill, mass_tiles, num_decode_tokens = [], [], 0
-    rows_per_prefill_tile = 16 if D > 256 else 128 if D <= 128 and kv.dtype != torch.float32 else 64
+    prefill, prefill_requests, num_decode_tokens = [], [], 0
+    rows_per_prefill_tile = attention_block(D, kv).rows
     for b, row in enumerate(rows):
         first, tokens = starts[b], starts[b + 1] - starts[b]
         if tokens * R <= max_decode_rows(D):
@@ -144,27 +140,50 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
             num_decode_tokens += tokens
         else:
             prefill += [(b, row, first, tokens, m, 0) for m in range(0, tokens * R, rows_per_prefill_tile)]
-            mass_tiles.append((b, row, first, tokens, 0, 0))
+            prefill_requests.append((b, row))
     blocks = decode_blocks(kv)
     num_splits = blocks.max_splits(max_pages * kv.page_size)
     decode_lists = []
     for rows_per_tile, tiles in sorted(decode.items()):
         max_rows = R * max(tokens for _, _, _, tokens, *_ in tiles)
         decode_lists.append(TileList(_tiles_to_device(tiles, kv.device), rows_per_tile, num_splits, max_rows))
-    mass_buffers = None
+    mass_buffers, prefill_scoring = None, None
+    scored = scored_tokens(scoring, starts)
     if scoring:
         H = R * tables.pages.shape[-2]
+        prefill_scoring = plan_prefill_scoring(scoring, scored, prefill_requests, H, kv.device)
         mass_buffers = make_mass_buffers(scoring, kv, max_pages, starts[-1], H, num_decode_tokens)
     plan = AttentionPlan(
         decode=decode_lists,
-        prefill=TileList(_tiles_to_device(prefill, kv.device), rows_per_prefill_tile, 0) if prefill else None,
-        mass_tiles=_tiles_to_device(mass_tiles, kv.device) if mass_tiles and scoring else None,
+        prefill=[
+            TileList(_tiles_to_device(tiles, kv.device), rows_per_prefill_tile, 0, is_scored=is_scored)
+            for is_scored, tiles in divide_by_scoring(prefill, R, rows_per_prefill_tile, scored, prefill_scoring)
+        ],
+        prefill_scoring=prefill_scoring,
         mass_buffers=mass_buffers,
         blocks=blocks,
-        block_n=choose_block_n(kv),
         max_pages=max_pages,
     )
     return add_demoted(plan, tables, max_demoted_pages(tables))
+
+
+def divide_by_scoring(
+    tiles: Sequence[tuple[int, ...]], R: int, rows: int, scored: Sequence[range], scoring: PrefillScoring | None
+) -> list[tuple[bool, list[tuple[int, ...]]]]:
+    """Divide prefill tiles of so many rows by whether they are scored, the tiles that see the most slots first.
+
+    They stay together where scoring takes no time, because it uses what the attention computes anyway.
+    """
+    tiles = sorted(tiles, key=lambda tile: -tile[4])
+    parts: dict[bool, list[tuple[int, ...]]] = {}
+    for tile in tiles:
+        b, _, first, _, m, _ = tile
+        is_scored = scoring is not None
+        if scoring and scoring.changes_softmax:
+            own = scored[b]
+            is_scored = own.start < first + -(-(m + rows) // R) and first + m // R < own.stop
+        parts.setdefault(is_scored, []).append(tile)
+    return list(parts.items())
 
 
 def add_demoted(plan: AttentionPlan, tables: Tables, max_pages: int) -> AttentionPlan:
@@ -183,7 +202,6 @@ def add_demoted(plan: AttentionPlan, tables: Tables, max_pages: int) -> Attentio
         decode=[replace(tiles, num_splits=num_splits) for tiles in plan.decode],
         mass_buffers=buffers,
         blocks=blocks,
-        block_n=choose_block_n(kv),
         max_pages=max_pages,
     )
     return replace(plan, demoted=part)

@@ -122,3 +122,17 @@ def low_columns(D: tl.constexpr, GROUP: tl.constexpr):
     """Return which numbers of a slot are in the low nibbles of its bytes; the high ones are half a group behind."""
     byte = tl.arange(0, D // 2)
     return byte // (GROUP // 2) * GROUP + byte % (GROUP // 2)
+
+
+@triton.jit
+def load_4bit(x, scales, page, n, d, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr):
+    """Return numbers d of slots n of a page, float32: [N, D] of n [N, 1] and d [1, D], or [D, N] of both transposed.
+
+    The second half of each group of numbers is in high nibbles.
+    """
+    byte = d // GROUP * (GROUP // 2) + d % (GROUP // 2)
+    shift = d // (GROUP // 2) % 2 * 4
+    packed = tl.load(x + page * PAGE + n * (D // 2) + byte, mask=d < D, other=0)
+    at_scale = page * (PAGE // 2) + S * D // 4 + d // GROUP * S + n
+    scale = tl.load(scales + at_scale, mask=d < D, other=0.0).to(tl.float32)
+    return ((packed.to(tl.int32) >> shift & 15) - 8).to(tl.float32) * scale

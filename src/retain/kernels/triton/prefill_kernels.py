@@ -1,0 +1,242 @@
+"""Attention of prefill tiles: a tile of many query rows goes through all slots of its kv head.
+
+Rows lie as in decode_kernels.py. Where slot i of a table holds position i (a dense row without a window), the blocks
+that all rows of a tile see come first and need neither masks nor positions; the blocks at the diagonal need both. All
+blocks of other tables are masked. A block is N slots, of one page or several.
+
+Demoted tokens have tables and pages of their own (PART): a second launch goes on from the output of the first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key
+from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
+
+ONLY, FIRST, SECOND = (tl.constexpr(i) for i in range(3))  # PART: the tables of a launch
+# CHANGE: how scoring changes a softmax: not at all, by factors of its weights, or by noise and temperature of scores
+UNCHANGED, WEIGHTS, SCORES = (tl.constexpr(i) for i in range(3))
+
+
+@triton.jit
+def find_slots(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
+    """Return the pages int64 [N] of slots n of block i, and their places in them; page `last` ends the table."""
+    if S % N == 0:
+        page = tl.zeros_like(n).to(tl.int64) + tl.load(table + i * N // S)
+        place = i * N % S + n
+    elif N == 2 * S:  # two scalars are faster than a page for each slot
+        second = tl.load(table + tl.minimum(2 * i + 1, last))
+        page = tl.where(n < S, tl.load(table + 2 * i), second).to(tl.int64)
+        place = n % S
+    else:
+        page = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
+        place = (i * N + n) % S
+    return page, place
+
+
+@triton.jit
+def load_vectors(
+    x, scales, page, place, d, there,
+    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return numbers d of slots: [N, DP] of pages, places and `there` [N, 1] and d [1, DP], or transposed.
+
+    Numbers of 8 bits stay integers. MASKED: slots that are not `there` are 0, whatever the memory holds.
+    """
+    exists = (d < D) & there if MASKED else d < D
+    if GROUP:  # the second half of each group of numbers is in high nibbles
+        byte = d // GROUP * (GROUP // 2) + d % (GROUP // 2)
+        packed = tl.load(x + page * PAGE + place * (D // 2) + byte, mask=exists, other=0)
+        at_scale = page * (PAGE // 2) + S * D // 4 + d // GROUP * S + place
+        scale = tl.load(scales + at_scale, mask=exists, other=0.0).to(tl.float32)
+        numbers = ((packed.to(tl.int32) >> (d // (GROUP // 2) % 2 * 4) & 15) - 8).to(tl.float32) * scale
+    elif MASKED or D != DP:
+        numbers = tl.load(x + page * PAGE + place * D + d, mask=exists, other=0)
+    else:
+        numbers = tl.load(x + page * PAGE + place * D + d)
+    return numbers
+
+
+@triton.jit
+def load_slot_scales(scales, page, place, there, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Return the scales float32 [N] of slots of 8 bits, 0 for those that are not `there`."""
+    at = page * (PAGE // 2) + S * D // 2 + place
+    return tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def attend_blocks(
+    begin, end, row_max, row_sum, acc, z_max, z_sum,
+    q, p, slope, factor, softcap, window, is_dense, newest,
+    k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
+    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, N: tl.constexpr,
+    MASKED: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Go on with the softmax of a tile over blocks of slots: all rows see them, or MASKED says which do.
+
+    Products are scores but for `unit`, which costs nothing as part of the exponent. Biases are relative to one slot of
+    a block. Changed WEIGHTS have the sum z_sum relative to row_max, those of changed SCORES relative to z_max.
+    """
+    CAPPED: tl.constexpr = SOFTCAP or (QUANTIZED and not K_GROUP)  # products that `unit` cannot make scores
+    n, d, e = tl.arange(0, N), tl.arange(0, DP), tl.arange(0, VP)
+    unit = 1.0 if CAPPED else factor
+    for i in range(begin, end):
+        page, place = find_slots(table, i, n, count - 1, S, N)
+        slot_pos = i * N + n
+        base = i * N
+        there = n >= 0
+        if MASKED:
+            there = slot_pos < count * S
+            loaded = tl.load(pos + page * S + place, mask=there & (is_dense == 0), other=-1)
+            slot_pos = tl.where(is_dense, slot_pos, loaded)
+            there = there & (slot_pos >= 0) & (slot_pos <= newest)
+            base = tl.max(slot_pos, 0)
+        kt = load_vectors(
+            k, k_scales, page[None, :], place[None, :], d[:, None], there[None, :], S, D, DP, K_PAGE, K_GROUP, False
+        )
+        x = tl.dot(q, kt.to(DOT), input_precision=PRECISION)
+        if QUANTIZED and not K_GROUP:
+            x *= factor * load_slot_scales(k_scales, page, place, there, S, D, K_PAGE)[None, :]
+        elif SOFTCAP:
+            x *= factor
+        if SOFTCAP:
+            x = cap_scores(x, softcap)
+        offset = tl.zeros_like(row_max)
+        if ALIBI:
+            x += (slope / unit)[:, None] * (slot_pos - base).to(tl.float32)[None, :]
+            offset = slope * (base - p).to(tl.float32)
+        if MASKED:
+            visible = there[None, :] & (slot_pos[None, :] <= p[:, None]) & (p[:, None] - slot_pos[None, :] < window)
+            x = tl.where(visible, x, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(x, 1) * unit + offset)
+        high = finite_or_zero(new_max) if MASKED else new_max
+        w = tl.exp2(x * unit - (high - offset)[:, None])
+        rescale = tl.exp2(row_max - high)
+        row_sum = row_sum * rescale + tl.sum(w, 1)
+        if CHANGE == SCORES:
+            z = x * unit + offset[:, None]
+            z = add_noise(z, kind, keys, slot_pos, NOISE) * inverse_temperature[:, None]
+            new_z_max = tl.maximum(z_max, tl.max(z, 1))
+            z_high = finite_or_zero(new_z_max)
+            z_sum = z_sum * tl.exp2(z_max - z_high) + tl.sum(tl.exp2(z - z_high[:, None]), 1)
+            z_max = new_z_max
+        elif CHANGE == WEIGHTS:
+            z_sum = z_sum * rescale + tl.sum(w * draw_gumbel_factors(kind, keys[:, None], slot_pos[None, :]), 1)
+        vs = load_vectors(
+            v, v_scales, page[:, None], place[:, None], e[None, :], there[:, None], S, V, VP, V_PAGE, V_GROUP, MASKED
+        )
+        if QUANTIZED and not V_GROUP:
+            w *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
+        acc = tl.dot(w.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
+        row_max = new_max
+    return row_max, row_sum, acc, z_max, z_sum
+
+
+@triton.jit(do_not_specialize=["layer", "T"])
+def attention_prefill(
+    q, q_token, q_head, o, log_sums,  # o [T, H, V]; log_sums [T, H], from the FIRST launch to the SECOND
+    k, v, k_scales, v_scales, pos,
+    pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
+    tiles, q_pos, slopes, factor, softcap, sinks,
+    weights, temperature, noise, seed, redraw_noise, layer, lse, log_weights, T,  # lse [T, H], log_weights [H, T]
+    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr,
+    CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, PRECISION: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile of M query rows of one kv head.
+
+    With UPDATE_MASS it leaves what prefill_mass_kernels.py starts from: log2 of a query's weight over its sum, -inf
+    where it adds nothing. What scoring changes (CHANGE) has sums of its own.
+    """
+    g, j = tl.program_id(0), tl.program_id(1)
+    b, row, first, tokens, m0 = (
+        tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3),
+        tl.load(tiles + 6 * j + 4),
+    )  # fmt: skip
+    count = tl.load(counts + row * count_row + g * count_head)
+    if PART == SECOND:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)
+        if count == 0:
+            return
+    m = m0 + tl.arange(0, M)
+    valid = m < tokens * R
+    t, h = first + m // R, g * R + m % R
+    d, e = tl.arange(0, DP), tl.arange(0, VP)
+    q = tl.load(
+        q + t.to(tl.int64)[:, None] * q_token + h[:, None] * q_head + d[None, :],
+        mask=valid[:, None] & (d < D)[None, :],
+        other=0.0,
+    ).to(DOT)  # [M, DP]
+    p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
+    newest, oldest = tl.max(p, 0), tl.min(tl.where(valid, p, 2**30), 0)
+    window = tl.load(windows + row * window_row)
+    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if ALIBI else p
+    is_dense = window < 0  # false, as a tensor
+    full, end = 0, (count * S + N - 1) // N  # blocks that all rows see, blocks that some see
+    if DENSE:
+        is_dense = (window == NO_WINDOW) & (tl.load(dense + row) != 0)
+        end = tl.where(is_dense, tl.minimum(end, (newest + N) // N), end)
+        full = tl.where(is_dense, tl.minimum(end, (oldest + 1) // N), 0)
+    row_max, row_sum = tl.full((M,), float("-inf"), tl.float32), tl.zeros((M,), tl.float32)
+    acc = tl.zeros((M, VP), tl.float32)
+    z_max, z_sum = row_max, row_sum
+    kind, keys, inverse_temperature = 0, p, slope
+    if CHANGE != UNCHANGED:
+        kind = tl.load(noise + b)
+        redrawn_at = tl.where(tl.load(redraw_noise + b) == 1, p, -1) if REDRAW else tl.full((1,), -1, tl.int32)
+        keys = noise_key(tl.load(seed + b), layer, g, redrawn_at)
+        inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
+    if SINKS and PART != SECOND:  # as a slot without a value
+        row_max = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E
+        row_sum = tl.full((M,), 1.0, tl.float32)
+        if CHANGE == SCORES:
+            z_max = (row_max + mean_noise(kind, NOISE)) * inverse_temperature
+            z_sum = row_sum
+        elif CHANGE == WEIGHTS:
+            z_sum = tl.exp2(mean_noise(kind, NOISE) + tl.zeros((M,), tl.float32))
+    if PART == SECOND:  # the output so far is a mean with a sum of 1
+        row_max = tl.load(log_sums + t * G * R + h, mask=valid, other=float("-inf"))
+        row_sum = tl.where(row_max > float("-inf"), 1.0, 0.0)
+        at_row = o + t.to(tl.int64)[:, None] * G * R * V + h[:, None] * V
+        acc = tl.load(at_row + e[None, :], mask=valid[:, None] & (e < V)[None, :], other=0.0).to(tl.float32)
+        if CHANGE != UNCHANGED:
+            z_max = tl.load(lse + t * G * R + h, mask=valid, other=float("-inf"))
+            z_sum = tl.where(z_max > float("-inf"), 1.0, 0.0)
+            if CHANGE == WEIGHTS:  # relative to row_max
+                z_sum = tl.where(z_sum > 0.0, tl.exp2(z_max - finite_or_zero(row_max)), 0.0)
+    table = pages + row.to(tl.int64) * page_row + g * page_head
+    if DENSE:
+        row_max, row_sum, acc, z_max, z_sum = attend_blocks(
+            0, full, row_max, row_sum, acc, z_max, z_sum,
+            q, p, slope, factor, softcap, window, is_dense, newest,
+            k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
+            S, D, DP, V, VP, N, False, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
+            K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
+        )  # fmt: skip
+    row_max, row_sum, acc, z_max, z_sum = attend_blocks(
+        full, end, row_max, row_sum, acc, z_max, z_sum,
+        q, p, slope, factor, softcap, window, is_dense, newest,
+        k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
+        S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
+        K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
+    )  # fmt: skip
+    out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
+    to = o + t.to(tl.int64)[:, None] * G * R * V + h[:, None] * V + e[None, :]
+    tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])
+    log_sum = row_max + safe_log2(row_sum)
+    if PART == FIRST:
+        tl.store(log_sums + t * G * R + h, log_sum, mask=valid)
+    if CHANGE != UNCHANGED:
+        log_sum = (z_max if CHANGE == SCORES else row_max) + safe_log2(z_sum)
+        if PART == FIRST:
+            tl.store(lse + t * G * R + h, log_sum, mask=valid)
+    if UPDATE_MASS:
+        weight = tl.abs(tl.load(weights + t, mask=valid, other=0.0))
+        adds = (weight != 0.0) & (log_sum > float("-inf"))
+        log_weight = tl.where(adds, tl.log2(tl.where(adds, weight, 1.0)) - tl.where(adds, log_sum, 0.0), float("-inf"))
+        tl.store(log_weights + h * T + t, log_weight, mask=valid)

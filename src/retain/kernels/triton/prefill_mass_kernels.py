@@ -1,0 +1,153 @@
+"""The mass that prompts leave: the keys of a block of slots stay, and the queries of a request stream past them.
+
+The weights of prefill tiles would fill the memory, so scores are computed again. A query of weight w adds
+exp2(score - lse) * w to a slot; attention_prefill has left log2(w) - lse, which a product starts from. In dense tables
+the tokens before a block see none of it and are left out, and those behind it need neither masks nor positions.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, noise_key
+from retain.kernels.triton.prefill_kernels import (
+    SCORES,
+    UNCHANGED,
+    WEIGHTS,
+    find_slots,
+    load_slot_scales,
+    load_vectors,
+)
+from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
+
+
+@triton.jit
+def sum_weights(
+    begin, end, total, keys, key_factor, slot_pos, base,
+    q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, h, T,
+    slope, factor, softcap, kind, seed, redraws, layer, g,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TT: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, FOLDED: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the weights of tokens `begin` to `end` of one query head to the sums [N, TT] of a block of slots.
+
+    FOLDED: a factor makes exponents of products, so these start from log_weights. (Only loads that feed a product are
+    asynchronous.) Noise is left out where it is a factor of a slot's sum. MASKED loads positions, and compares them.
+    """
+    tt, d = tl.arange(0, TT), tl.arange(0, DP)
+    for t0 in range(begin, end, TT):
+        t = t0 + tt
+        there = t < tokens
+        qt = tl.load(
+            q + (first + t).to(tl.int64)[None, :] * q_token + h * q_head + d[:, None],
+            mask=there[None, :] & (d < D)[:, None],
+            other=0.0,
+        ).to(DOT)  # [DP, TT]
+        start = tl.load(log_weights + h * T + first + t, mask=there, other=float("-inf"))
+        p = first_pos + t
+        if MASKED:
+            p = tl.load(q_pos + first + t, mask=there, other=-1)
+        if FOLDED:
+            start *= 1.0 / factor
+            if ALIBI:
+                start -= (slope / factor) * (p - base).to(tl.float32)
+            z = tl.dot(keys, qt, tl.zeros_like(total) + start[None, :], input_precision=PRECISION) * factor
+        else:
+            z = tl.dot(keys, qt, input_precision=PRECISION) * key_factor[:, None]
+            if SOFTCAP:
+                z = cap_scores(z, softcap)
+            if ALIBI:
+                z -= (slope * (p - base).to(tl.float32))[None, :]
+        if ALIBI:
+            z += (slope * (slot_pos - base).to(tl.float32))[:, None]
+        if CHANGE != UNCHANGED:
+            drawn_at = tl.where(redraws, p, -1) if REDRAW else tl.full((1,), -1, tl.int32)
+            noise_keys = noise_key(seed, layer, g, drawn_at)
+        if CHANGE == SCORES:
+            noise = add_noise(tl.zeros((TT if REDRAW else 1, N), tl.float32), kind, noise_keys, slot_pos, NOISE)
+            z += tl.trans(noise)
+            z *= (1.0 / tl.load(temperature + first + t, mask=there, other=1.0))[None, :]
+        if not FOLDED:
+            z += start[None, :]
+        w = tl.exp2(z)
+        if MASKED:
+            w = tl.where((slot_pos >= 0)[:, None] & (slot_pos[:, None] <= p[None, :]), w, 0.0)
+        if CHANGE == WEIGHTS and REDRAW:
+            w *= draw_gumbel_factors(kind, noise_keys[None, :], slot_pos[:, None])
+        if CHANGE == SCORES:
+            w = tl.where((tl.load(weights + first + t, mask=there, other=0.0) < 0.0)[None, :], -w, w)
+        total += w
+    return total
+
+
+@triton.jit(do_not_specialize=["layer", "T"])
+def recompute_mass(
+    q, q_token, q_head, k, k_scales, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
+    windows, window_row, dense, tiles, q_pos, slopes, factor, softcap,
+    weights, temperature, decay, noise, seed, redraw_noise, layer, log_weights, T,  # log_weights [H, T]
+    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
+    TT: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
+    DOT: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, PRECISION: tl.constexpr,
+    K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
+):  # fmt: skip
+    """Add the weights of the scored tokens of one request to the mass of N slots of one kv head.
+
+    The tokens of a request have consecutive positions where its row is dense.
+    """
+    FOLDED: tl.constexpr = not (SOFTCAP or CHANGE == SCORES or (QUANTIZED and not K_GROUP))
+    j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    b, row, first, tokens = (
+        tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
+    )  # fmt: skip
+    count = tl.load(counts + row * count_row + g * count_head)
+    fades = tl.load(decay + b)
+    if i * N >= count * S or tl.load(windows + row * window_row) != NO_WINDOW or (tokens == 0 and fades == 1.0):
+        return
+    n, d = tl.arange(0, N), tl.arange(0, DP)
+    page, place = find_slots(pages + row.to(tl.int64) * page_row + g * page_head, i, n, count - 1, S, N)
+    there = i * N + n < count * S
+    is_dense = tokens < 0  # false, as a tensor
+    if DENSE:
+        is_dense = tl.load(dense + row) != 0
+    loaded = tl.load(pos + page * S + place, mask=there & (is_dense == 0), other=-1)
+    slot_pos = tl.where(is_dense, i * N + n, loaded)
+    base = tl.max(slot_pos, 0)
+    keys = load_vectors(
+        k, k_scales, page[:, None], place[:, None], d[None, :], there[:, None], S, D, DP, K_PAGE, K_GROUP, False
+    ).to(DOT)
+    key_factor = factor + tl.zeros((N,), tl.float32)
+    if QUANTIZED and not K_GROUP:
+        key_factor *= load_slot_scales(k_scales, page, place, there, S, D, K_PAGE)
+    first_pos, num_tiles = tl.load(q_pos + first, mask=tokens > 0, other=0), (tokens + TT - 1) // TT
+    begin, diagonal = 0, num_tiles  # tiles of tokens before the block, and those that do not see all of it
+    if DENSE:
+        begin = tl.where(is_dense, tl.minimum(tl.maximum(i * N - first_pos, 0) // TT, num_tiles), 0)
+        sees_all = tl.minimum((tl.maximum(i * N + N - 1 - first_pos, 0) + TT - 1) // TT, num_tiles)
+        diagonal = tl.where(is_dense, sees_all, num_tiles)
+    kind, seed_b, redraws = tl.load(noise + b), tl.load(seed + b), tl.load(redraw_noise + b) == 1
+    at, total = mass + page * C * S + place, tl.zeros((N, TT), tl.float32)
+    for r in range(R):
+        h = g * R + r
+        slope = tl.load(slopes + h) * LOG2E if ALIBI else 0.0
+        total = sum_weights(
+            begin * TT, diagonal * TT, total, keys, key_factor, slot_pos, base,
+            q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, h, T,
+            slope, factor, softcap, kind, seed_b, redraws, layer, g,
+            D, DP, N, TT, True, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
+        )  # fmt: skip
+        if DENSE:
+            total = sum_weights(
+                diagonal * TT, num_tiles * TT, total, keys, key_factor, slot_pos, base,
+                q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, h, T,
+                slope, factor, softcap, kind, seed_b, redraws, layer, g,
+                D, DP, N, TT, False, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
+            )  # fmt: skip
+        if C > 1 or r == R - 1:
+            added = tl.sum(total, 1)
+            if CHANGE == WEIGHTS and not REDRAW:
+                added *= draw_gumbel_factors(kind, noise_key(seed_b, layer, g, tl.full((1,), -1, tl.int32)), slot_pos)
+            to = at + (r * S if C > 1 else 0)
+            tl.store(to, fades * tl.load(to, mask=there, other=0.0) + added, mask=there)
+            total = tl.zeros((N, TT), tl.float32)
