@@ -16,6 +16,7 @@ from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, m
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
 
 ONLY, FIRST, SECOND = (tl.constexpr(i) for i in range(3))  # PART: the tables of a launch
+_BEHIND_ALL = tl.constexpr(2**31 - 1)  # the position of a slot that no row sees
 # CHANGE: how scoring changes a softmax: not at all, by factors of its weights, or by noise and temperature of scores
 UNCHANGED, WEIGHTS, SCORES = (tl.constexpr(i) for i in range(3))
 
@@ -90,11 +91,12 @@ def attend_blocks(
         base = i * N
         there = n >= 0
         if MASKED:
-            there = slot_pos < count * S
-            loaded = tl.load(pos + page * S + place, mask=there & (is_dense == 0), other=-1)
+            loaded = tl.load(pos + page * S + place)
+            exists = slot_pos < count * S
             slot_pos = tl.where(is_dense, slot_pos, loaded)
-            there = there & (slot_pos >= 0) & (slot_pos <= newest)
-            base = tl.max(slot_pos, 0)
+            there = exists & (slot_pos >= 0) & (slot_pos <= newest)
+            slot_pos = tl.where(there, slot_pos, _BEHIND_ALL)
+            base = tl.min(slot_pos, 0)
         kt = load_vectors(
             k, k_scales, page[None, :], place[None, :], d[:, None], there[None, :], S, D, DP, K_PAGE, K_GROUP, False
         )
@@ -110,7 +112,8 @@ def attend_blocks(
             x += (slope / unit)[:, None] * (slot_pos - base).to(tl.float32)[None, :]
             offset = slope * (base - p).to(tl.float32)
         if MASKED:
-            visible = there[None, :] & (slot_pos[None, :] <= p[:, None]) & (p[:, None] - slot_pos[None, :] < window)
+            distance = p[:, None] - slot_pos[None, :]
+            visible = distance.to(tl.uint32, bitcast=True) < window.to(tl.uint32, bitcast=True)  # later slots: 2^31 on
             x = tl.where(visible, x, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(x, 1) * unit + offset)
         high = finite_or_zero(new_max) if MASKED else new_max
@@ -225,6 +228,10 @@ def attention_prefill(
         S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
         K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
     )  # fmt: skip
+    # Loaded again, because registers that hold rows and heads over the loops would be spilled.
+    m = tl.load(tiles + 6 * j + 4, volatile=True) + tl.arange(0, M)
+    valid = m < tokens * R
+    t, h = first + m // R, g * R + m % R
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     to = o + t.to(tl.int64)[:, None] * G * R * V + h[:, None] * V + e[None, :]
     tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])
