@@ -45,21 +45,32 @@ class AttentionCall:
 
 
 def attend(
-    q: Tensor, kv: KV, tables: Tables, plan: AttentionPlan, q_pos: Tensor, params: AttentionParams, layer: int
+    q: Tensor,
+    kv: KV,
+    tables: Tables,
+    plan: AttentionPlan,
+    q_pos: Tensor,
+    params: AttentionParams,
+    layer: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Return the output [T, H, D] of one layer, and update the masses that the plan scores."""
+    """Return the output [T, H, V] of one layer, and update the masses that the plan scores.
+
+    `out` is memory for it. Rows of no tile, those of padding requests, keep what is there; without `out` they are 0.
+    """
     call = AttentionCall(_prepare_queries(q, kv), kv, tables, plan, q_pos, params, layer)
     calls = [call, *([_demoted_call(call, q)] if plan.demoted else [])]
     # The interpreter truncates to bfloat16 where a GPU rounds, so torch rounds for it. With demoted tokens a prefill
     # tile goes on from its output, which must not be rounded between.
     in_float32 = (triton.knobs.runtime.interpret and q.dtype == torch.bfloat16) or (plan.demoted and plan.prefill)
-    o = torch.zeros(*q.shape[:2], kv.v_dim, dtype=torch.float32 if in_float32 else q.dtype, device=q.device)
+    if in_float32 or out is None:
+        out = torch.zeros(*q.shape[:2], kv.v_dim, dtype=torch.float32 if in_float32 else q.dtype, device=q.device)
     for i in range(len(plan.tile_lists)):
-        _attend_tiles(calls, i, o)
+        _attend_tiles(calls, i, out)
     for part in calls:
         if part.plan.mass_buffers:
             _launch_mass(part, part.plan.mass_buffers)
-    return o.to(q.dtype)
+    return out.to(q.dtype)
 
 
 def _prepare_queries(q: Tensor, kv: KV) -> Tensor:

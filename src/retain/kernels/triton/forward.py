@@ -73,14 +73,14 @@ class TritonProgram(TorchProgram[DeviceStep]):
         self._emit(out, compute)
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
-        """Emit a matrix product, with the addition in the same kernel where there is no bias."""
+        """Emit a matrix product, with the addition in the same kernel, in place, where there is no bias."""
         if not add or bias is not None:
             super().linear(x, out, weight, bias, add)
             return
         self._shapes.check_linear(x, out, weight.shape, None)
         w = self._weights.get(weight)
         assert isinstance(w, Tensor)  # see _convert_weight
-        self._emit(out, lambda s: torch.addmm(s.buffers[out], s.buffers[x], w.T))
+        self._emit(out, lambda s: s.buffers[out].addmm_(s.buffers[x], w.T))
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, with the product of a gated one in the same kernel."""
@@ -141,7 +141,10 @@ class TritonProgram(TorchProgram[DeviceStep]):
                     fresh_tokens.write(inputs.kv, slots, keys, values, s.positions, rope, params.key_offset)
                 else:
                     plan = plan.without_masses()
-                return attention.attend(q, inputs.kv, inputs.tables, plan, s.positions, params, layer).flatten(1)
+                # Rows of padding requests are not written: they are 0 in the first layer, and so finite in all others.
+                earlier = s.buffers[out].view(len(q), H, v_dim) if out in s.buffers else None
+                args = inputs.kv, inputs.tables, plan, s.positions, params, layer
+                return attention.attend(q, *args, out=earlier).flatten(1)
 
         self._emit(out, compute)
 
