@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.rope import Rope
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.helpers.marks import every_third
@@ -185,3 +186,24 @@ def test_random_small_cases(data: st.DataObject) -> None:
         alibi=data.draw(st.booleans()),
     )
     assert_close(case.attend(triton), case.attend(reference), tolerance(case))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_one_launch_rotates_and_writes_as_two_do(dtype: torch.dtype, interleaved: bool) -> None:
+    """Where a layer's queries are wanted before it writes, they are rotated alone: to the same bits."""
+    from retain.kernels.triton import fresh_tokens
+
+    rng = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(5, n, 24, generator=rng).to(BF16) for n in (6, 2, 2))
+    device = torch.device("cpu" if triton.is_interpreted() else "cuda")
+    q, k, v = (x.to(device) for x in (q, k, v))
+    rope = Rope(torch.rand(8, generator=rng).to(device), interleaved, 1.5)
+    slots = torch.tensor([[16, 17, 40, 0, 1], [64, 80, 65, 2, 3]], dtype=torch.int32, device=device)
+    pos = torch.tensor([900, 0, 7, -1, -1], dtype=torch.int32, device=device)
+    one, two = (triton.allocate(6, 16, 24, dtype, device=device) for _ in range(2))
+    rotated = fresh_tokens.rotate_and_write(one, slots, (q, k, v), pos, rope)
+    fresh_tokens.write(two, slots, k, v, pos, rope)
+    assert torch.equal(rotated, fresh_tokens.rotate(q, pos, rope))
+    for name in ("k", "v", "pos", "mass"):
+        assert torch.equal(getattr(one, name), getattr(two, name)), name

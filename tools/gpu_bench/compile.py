@@ -58,6 +58,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
     names = (
         "D",
         "F",
+        "H",
         "M",
         "R",
         "SPLIT",

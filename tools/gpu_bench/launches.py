@@ -76,6 +76,8 @@ def launch_kernels(
         triton.attend(q, kv, tables, pos, capped, scoring=scoring, layer=1)
     rope = None if alibi else Rope(torch.ones(D // 2))
     fresh_tokens.write(kv, slots, q[:, :G], q[:, :G, : kv.v_dim], pos, rope)
+    if rope:
+        fresh_tokens.rotate_and_write(kv, slots, (q, q[:, :G], q[:, :G, : kv.v_dim]), pos, rope)
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
     priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
     triton.select_victims(priority, priority.int(), lengths, first_evictable=4, last_evictable=4000, n=16)

@@ -120,7 +120,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         params: AttentionParams,
         rope: Rope | None = None,
     ) -> None:
-        """Emit a layer's attention. One kernel rotates the queries, one rotates the keys and writes them."""
+        """Emit a layer's attention. One kernel rotates, and writes K and V, where slots are plain."""
         v_dim, has_kv = self._shapes.check_attention(qkv, out, heads, params, rope)
         H, G, D = heads
         self._num_heads = H
@@ -130,21 +130,26 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
         def compute(s: DeviceStep) -> Tensor:
             q = split_heads(s.buffers[qkv][:, : H * D], H)
-            if rope and len(q):
+            rotates_first = not has_kv or s.before_attention is not None  # which wants rotated queries
+            if rope and rotates_first and len(q):
                 q = rotate(q, s.positions, rope)
             plan = s.plan(layer)
             with s.use_cache(layer, q) as inputs:
                 if has_kv:
                     k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
                     keys, values = split_heads(k, G), split_heads(v, G)
-                    slots = inputs.slot_mapping
-                    fresh_tokens.write(inputs.kv, slots, keys, values, s.positions, rope, params.key_offset)
+                    to = inputs.kv, inputs.slot_mapping
+                    offset = params.key_offset
+                    if rope and not rotates_first:
+                        q = fresh_tokens.rotate_and_write(*to, (q, keys, values), s.positions, rope, offset)
+                    else:
+                        fresh_tokens.write(*to, keys, values, s.positions, rope, offset)
                 else:
                     plan = plan.without_masses()
                 # Rows of padding requests are not written: they are 0 in the first layer, and so finite in all others.
                 earlier = s.buffers[out].view(len(q), H, v_dim) if out in s.buffers else None
-                args = inputs.kv, inputs.tables, plan, s.positions, params, layer
-                return attention.attend(q, *args, out=earlier).flatten(1)
+                cache = inputs.kv, inputs.tables
+                return attention.attend(q, *cache, plan, s.positions, params, layer, earlier).flatten(1)
 
         self._emit(out, compute)
 

@@ -24,10 +24,11 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype | None =
     T, H, D = x.shape
     block_t = tokens_per_program(T, 8)
     out = torch.empty(T, H, D, dtype=dtype or x.dtype, device=x.device)
+    # The same bits as where `write` rotates: a multiply-add is not fused.
     elementwise.rope[(triton.cdiv(T, block_t), H)](
         x, *x.stride()[:2], out, positions, T, rope.freqs, len(rope.freqs), rope.attention_factor,
         H=H, D=D, DP=triton.next_power_of_2(D), T=block_t, INTERLEAVED=rope.interleaved,
-        num_warps=4 if block_t > 1 else 1,
+        num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -46,7 +47,7 @@ def write(
 
     Tokens of slots before `first_slot` are not written (but for numbers of 4 bits).
     """
-    T, G, D = k.shape
+    T = len(k)
     if offset is not None:
         k = (rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k.float()) - offset
         rope = None
@@ -59,17 +60,54 @@ def write(
         rope = None
     else:
         k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)
+    _launch_write(kv, slot_mapping, k, v, pos, rope, first_slot=first_slot)
+
+
+def rotate_and_write(
+    kv: KV,
+    slot_mapping: Tensor,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    pos: Tensor,
+    rope: Rope,
+    offset: Tensor | None = None,
+) -> Tensor:
+    """Return rotated queries [T, H, D], and store K and V as `write` does: in one launch, where slots are plain."""
+    q, k, v = qkv
+    if offset is not None or kv.dtype in QUANTIZED_DTYPES:
+        write(kv, slot_mapping, k, v, pos, rope, offset)
+        return rotate(q, pos, rope)
+    rotated = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    _launch_write(kv, slot_mapping, k, v.to(kv.dtype), pos, rope, q, rotated)
+    return rotated
+
+
+def _launch_write(
+    kv: KV,
+    slot_mapping: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pos: Tensor,
+    rope: Rope | None,
+    q: Tensor | None = None,
+    rotated: Tensor | None = None,
+    first_slot: int = 0,
+) -> None:
+    """Store rows in slots, and rotate q into `rotated` if there are queries."""
+    T, G, D = k.shape
     k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     C = kv.mass.shape[1]
     freqs = rope.freqs if rope else kv.mass  # without rope the kernel does not read it
+    H = 0 if q is None else q.shape[1]
+    queries = k if q is None else q  # the kernel does not read them where H is 0
     block_t = tokens_per_program(T, 8)
     pages = page_args(kv)
     # A fused multiply-add rounds once where the definition of quantized slots rounds twice.
-    slots.write[(triton.cdiv(T, block_t), G)](
+    slots.write[(triton.cdiv(T, block_t), G + H)](
         slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T,
         pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, kv.mass,
         freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
-        S=kv.page_size, D=D, DP=triton.next_power_of_2(D), V=kv.v_dim, VP=triton.next_power_of_2(kv.v_dim),
+        queries, *queries.stride()[:2], queries if rotated is None else rotated,
+        G=G, H=H, S=kv.page_size, D=D, DP=triton.next_power_of_2(D), V=kv.v_dim, VP=triton.next_power_of_2(kv.v_dim),
         C=C, CP=triton.next_power_of_2(C), T=block_t,
         ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, **pages.constants,
         FIRST_SLOT=first_slot,

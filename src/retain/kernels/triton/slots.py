@@ -31,18 +31,27 @@ def store_int8(x, to, scales, mask, valid):
 @triton.jit
 def write(
     slots, slot_head, slot_token, k, k_token, k_head, v, v_token, v_head, pos, tokens,
-    to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor,
-    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
+    to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor, q, q_token, q_head, rotated_q,
+    G: tl.constexpr, H: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, T: tl.constexpr,
     ROPE: tl.constexpr, INTERLEAVED: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr, FIRST_SLOT: tl.constexpr,
 ):  # fmt: skip
     """Write T of the fresh tokens k [T, G, D] and v [T, G, V] into one head's slots; rotate the keys if ROPE.
 
-    Slots before FIRST_SLOT stay as they are. K and V of 4 bits are written before.
+    Slots before FIRST_SLOT stay as they are. K and V of 4 bits are written before. Programs behind those of the G heads
+    rotate one of H heads of q [T, H, D] into `rotated_q`.
     """
     t, g = tl.program_id(0) * T + tl.arange(0, T), tl.program_id(1)
     valid, t = t < tokens, t.to(tl.int64)
+    if H > 0:  # noqa: SIM102 (the compiler evaluates the outer condition, the device the inner one)
+        if g >= G:
+            h, d = g - G, tl.arange(0, DP)[None, :]
+            p = tl.load(pos + t, mask=valid, other=-1)[:, None]
+            from_q, to_q = q + t[:, None] * q_token + h * q_head, rotated_q + (t[:, None] * H + h) * D
+            mask = valid[:, None] & (d < D)
+            apply_rope(from_q, to_q, d, mask, p, freqs, n, attention_factor, INTERLEAVED, ROPE)
+            return
     slot = tl.load(slots + g * slot_head + t * slot_token, mask=valid, other=0).to(tl.int64)
     valid &= slot >= FIRST_SLOT
     p = tl.load(pos + t, mask=valid, other=-1)
