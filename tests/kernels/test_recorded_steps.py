@@ -1,4 +1,4 @@
-"""Steps that the triton backend records as CUDA graphs: what padding requests leave behind."""
+"""Steps that the triton backend records as CUDA graphs: what they get, and what padding requests leave behind."""
 
 from __future__ import annotations
 
@@ -6,11 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.kernels import triton
+from retain.kernels import transfers, triton
+from retain.kernels.pending_tokens import PendingTokens
 from retain.kernels.triton import graphs
+from retain.kernels.triton.step_inputs import insert_pending_tokens
 from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.fake_device import DEVICE, FakeDevice, to_plain_tensor
 
 pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="memory that is not written is random on a GPU")
 PROMPTS = [list(range(11, 11 + n)) for n in (17, 7, 20)]
@@ -36,3 +41,29 @@ def test_rows_of_padding_requests_are_finite(monkeypatch: pytest.MonkeyPatch) ->
     answers, slots = run()
     assert answers == expected
     assert slots.isfinite().all()
+
+
+@settings(max_examples=20, derandomize=True)
+@given(data=st.data())
+def test_pending_tokens_are_inserted_as_they_are_defined(data: st.DataObject) -> None:
+    T = data.draw(st.integers(1, 300))
+    n = data.draw(st.integers(1, 40))
+    rng = torch.Generator().manual_seed(T)
+    sources = torch.randint(-1, n, (T,), generator=rng, dtype=torch.int32)
+    sampled = torch.randint(-1, 9, (n,), generator=rng)
+    input_ids = torch.randint(0, 9, (T,), generator=rng)
+    expected = PendingTokens(sampled, sources).insert(input_ids)
+    insert_pending_tokens(input_ids, sources, sampled)
+    assert torch.equal(input_ids, expected)
+
+
+@settings(max_examples=20, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from([torch.int64, torch.int32, torch.uint8]), st.integers(0, 9)), min_size=1))
+def test_tensors_arrive_together(tensors: list[tuple[torch.dtype, int]]) -> None:
+    sent = [torch.arange(n, dtype=dtype)[:, None] for dtype, n in tensors]
+    with FakeDevice() as device:
+        found = transfers.upload(sent, DEVICE)
+        assert {x.device for x in found} == {DEVICE}
+        assert not device.host_syncs
+    for x, y in zip(sent, found, strict=True):
+        assert torch.equal(to_plain_tensor(y), x) and y.dtype == x.dtype

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from retain.engine.request import Request
 from retain.engine.sampler import Samples
 from retain.engine.scheduler import ScheduledRequest
 from retain.kernels.api import Batch
-from retain.kernels.transfers import to_device, to_device_like
+from retain.kernels.pending_tokens import PendingTokens
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ def insert_pending_tokens(
 ) -> Batch:
     """Return the batch of a step with the pending tokens that it computes.
 
-    They are copied on the device, oldest step first: `pending_steps` are in the order of their launches.
+    `pending_steps` are in the order of their launches.
     """
     if not pending_steps:
         return batch
@@ -42,20 +44,22 @@ def insert_pending_tokens(
         for s, start in zip(scheduled, starts, strict=False)
         if s.request.num_pending_tokens and not s.request.scoring
     }
-    input_ids = batch.input_ids
+    sources = np.full(len(batch.input_ids), -1, np.int32)
+    sampled: list[Tensor] = []  # of the steps that have some of these tokens
+    num_sampled = 0
     for step in pending_steps if next_index else ():
-        sources: list[int] = []  # rows of the step's samples
-        targets: list[int] = []  # fresh tokens of the batch
+        is_used = False
         for request, row in zip(step.samples.requests, step.samples.starts, strict=False):
             if (index := next_index.get(request)) is None:
                 continue
             next_index[request] = index + 1
             if index in fresh[request]:  # an older pending token is computed already
-                sources.append(row)
-                targets.append(index)
-        if sources:
-            tokens = step.samples.tokens.clamp(min=0)  # those of NaN logits are -1, which `read` will tell
-            input_ids = to_device(input_ids, tokens.device)
-            chosen = tokens.index_select(0, to_device_like(tokens, sources))
-            input_ids = input_ids.index_copy(0, to_device_like(tokens, targets), chosen)
-    return replace(batch, input_ids=input_ids)
+                sources[index] = num_sampled + row
+                is_used = True
+        if is_used:
+            sampled.append(step.samples.tokens)
+            num_sampled += len(step.samples.tokens)
+    if not sampled:
+        return batch
+    tokens = sampled[0] if len(sampled) == 1 else torch.cat(sampled)
+    return replace(batch, pending_tokens=PendingTokens(tokens, torch.from_numpy(sources)))

@@ -44,6 +44,7 @@ from torch import Tensor
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.pending_tokens import PendingTokens
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.reinterpret import PageFormat
 from retain.kernels.rope import Rope
@@ -185,12 +186,17 @@ class Batch:
 
     groups: Sequence[GroupInputs]
     layers: Sequence[tuple[int, int]]
-    input_ids: Tensor  # int64 [T], on the host or on the device
+    input_ids: Tensor  # host int64 [T]; undefined where a token is pending
     positions: Tensor  # host int32 [T]
     logits_indices: Tensor  # host int64 [N], ascending: the fresh tokens whose logits the caller needs
     scoring: AttentionScoring | None = None
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
+    pending_tokens: PendingTokens | None = None  # fresh tokens that only the device knows
+
+    def token_ids(self) -> Tensor:
+        """Return the ids of all fresh tokens, int64 [T]: on the device if some are pending."""
+        return self.pending_tokens.insert(self.input_ids) if self.pending_tokens else self.input_ids
 
     @property
     def rows(self) -> Tensor:

@@ -28,6 +28,18 @@ def to_device_like(x: Tensor, values: Sequence[float], dtype: torch.dtype = torc
     return to_device(torch.tensor(values, dtype=dtype), x.device)
 
 
+def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return small tensors of the host on a device, by one copy: to begin one takes longer than to run it."""
+    if device.type == "cpu":
+        return list(tensors)
+    sizes = [-(-x.nbytes // 8) * 8 for x in tensors]  # so that each begins where any dtype may
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for part, x in zip(torch.split(buffer, sizes), tensors, strict=True):
+        part[: x.nbytes].view(x.dtype).copy_(x.flatten())
+    parts = torch.split(buffer.to(device, non_blocking=True), sizes)
+    return [part[: x.nbytes].view(x.dtype).view(x.shape) for part, x in zip(parts, tensors, strict=True)]
+
+
 class HostCopy:
     """A copy of a tensor on the host, which begins now and is read later."""
 

@@ -197,13 +197,14 @@ class CpuProgram:
         """See Program.run."""
         check_batch(batch)
         N = len(batch.logits_indices)
-        T = len(batch.input_ids)
+        input_ids = batch.token_ids()
+        T = len(input_ids)
         ffi.check_scoring(batch.scoring, T, len(batch.rows))
         if len(self._logits) < N:
             self._logits = torch.empty(N, self._shapes.widths[LOGITS_BUFFER])
         c_args = (
             [ffi.to_c_group(group) for group in batch.groups], batch.layers,
-            batch.input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
+            input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring),
         )  # fmt: skip
         begin = 0

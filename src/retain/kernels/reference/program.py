@@ -341,7 +341,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
                 batch.after_attention(layer)
 
         step = ReferenceStep(
-            input_ids=batch.input_ids,
+            input_ids=batch.token_ids(),
             positions=batch.positions,
             logits_indices=batch.logits_indices,
             attend=attend,

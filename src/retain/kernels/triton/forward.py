@@ -20,12 +20,12 @@ from retain.kernels.reference.program import TorchProgram
 from retain.kernels.reference.rows import split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
-from retain.kernels.transfers import to_device
+from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.plan import plan_attention, request_tiles
-from retain.kernels.triton.step_inputs import DeviceStep
+from retain.kernels.triton.step_inputs import DeviceStep, insert_pending_tokens
 from retain.kernels.weight import Weight
 
 
@@ -195,10 +195,16 @@ class TritonProgram(TorchProgram[DeviceStep]):
             plan_attention(g.tables, H // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring) if H else None
             for g, H in zip(batch.groups, num_heads, strict=True)
         ]
+        pending = batch.pending_tokens
+        sources = pending.sources if pending else batch.positions[:0]
+        inputs = batch.input_ids, batch.positions, batch.logits_indices, sources
+        input_ids, positions, logits_indices, sources = upload(inputs, self.device)
+        if pending:
+            insert_pending_tokens(input_ids, sources, pending.sampled)
         step = DeviceStep(
-            input_ids=to_device(batch.input_ids, self.device),
-            positions=to_device(batch.positions, self.device),
-            logits_indices=to_device(batch.logits_indices, self.device),
+            input_ids=input_ids,
+            positions=positions,
+            logits_indices=logits_indices,
             groups=[replace(g, slot_mapping=to_device(g.slot_mapping, self.device)) for g in batch.groups],
             layers=batch.layers,
             plans=plans,

@@ -11,15 +11,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Batch, GroupInputs
 from retain.kernels.scoring import AttentionScoring
+from retain.kernels.transfers import pin
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
-from retain.kernels.triton.step_inputs import DeviceStep
+from retain.kernels.triton.step_inputs import DeviceStep, insert_pending_tokens
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPTURE_AFTER = 2  # a shape is captured when it comes for this time; before, its steps run operation by operation
@@ -30,22 +33,6 @@ GraphKey = tuple[Any, ...]
 def pad_batch_size(n: int) -> int | None:
     """Return the batch size that n requests are padded to, or None if n is too large."""
     return next((size for size in BATCH_SIZES if size >= n), None)
-
-
-def full_int32(n: int, value: int = 0) -> Tensor:
-    """Return int32 [n] filled with the value."""
-    return torch.full((n,), value, dtype=torch.int32)
-
-
-def no_scoring(T: int, B: int) -> AttentionScoring:
-    """Return a scoring that changes no mass, for the padding requests."""
-    return AttentionScoring(torch.zeros(T), torch.ones(T), torch.ones(B), full_int32(B), full_int32(B), full_int32(B))
-
-
-def unpack(words: Tensor, like: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Split a buffer of 32-bit words into views with the lengths and dtypes of these tensors."""
-    parts = words.split([len(x) for x in like.values()])
-    return {name: part.view(x.dtype) for (name, x), part in zip(like.items(), parts, strict=True)}
 
 
 @dataclass(frozen=True)
@@ -74,21 +61,40 @@ class GraphShape:
         return self.B * self.F
 
 
+def inputs_of(shape: GraphShape) -> dict[str, NDArray[Any]]:
+    """Return the inputs of a graph whose requests are all padding: no tokens, and no masses that change."""
+    T, B = shape.T, shape.B
+
+    def int32(n: int, value: int = 0) -> NDArray[np.int32]:
+        return np.full(n, value, np.int32)
+
+    inputs: dict[str, NDArray[Any]] = {
+        "input_ids": np.zeros(T, np.int64),
+        "sources": int32(T, -1),  # of pending tokens
+        "positions": int32(T, -1),
+        "tiles": int32(6 * B),
+    }
+    if shape.noise_mode is not None:
+        inputs |= {"weights": np.zeros(T, np.float32), "temperature": np.ones(T, np.float32)}
+        inputs |= {"decay": np.ones(B, np.float32), "noise": int32(B), "seed": int32(B), "redraw_noise": int32(B)}
+    return inputs
+
+
 class GraphInputs:
     """The inputs of a graph: one buffer of 32-bit words on the host, its copy on the device, and slot mappings."""
 
     def __init__(self, shape: GraphShape, device: torch.device):
-        T, B = shape.T, shape.B
-        inputs = {"input_ids": full_int32(T), "positions": full_int32(T, -1), "tiles": full_int32(6 * B)}
-        inputs |= {} if shape.noise_mode is None else vars(no_scoring(T, B))
-        cuda = device.type == "cuda"
-        self.host_buffer = torch.cat([x.view(torch.int32) for x in inputs.values()])
-        self.host_buffer = self.host_buffer.pin_memory() if cuda else self.host_buffer
-        self.device_buffer = torch.zeros_like(self.host_buffer, device=device)
-        self.slot_mappings = [torch.zeros(g.L, g.G, T, dtype=torch.int32, device=device) for g in shape.groups]
-        self.copy_done = torch.cuda.Event() if cuda else None
-        self.host_views = unpack(self.host_buffer, inputs)
-        self.device_views = unpack(self.device_buffer, inputs)
+        inputs = inputs_of(shape)
+        self.device = device
+        self.host_buffer = np.concatenate([x.view(np.int32) for x in inputs.values()])
+        self.device_buffer = torch.zeros(len(self.host_buffer), dtype=torch.int32, device=device)
+        self.slot_mappings = [torch.zeros(g.L, g.G, shape.T, dtype=torch.int32, device=device) for g in shape.groups]
+        ends = np.cumsum([x.nbytes // 4 for x in inputs.values()]).tolist()
+        self.host: dict[str, NDArray[Any]] = {}
+        self.device_views: dict[str, Tensor] = {}
+        for (name, x), begin, end in zip(inputs.items(), [0, *ends], ends, strict=False):
+            self.host[name] = self.host_buffer[begin:end].view(x.dtype)
+            self.device_views[name] = self.device_buffer[begin:end].view(torch.from_numpy(x).dtype)
         self._upload()
 
     @property
@@ -103,32 +109,42 @@ class GraphInputs:
 
     def fill(self, batch: Batch) -> None:
         """Copy the inputs of a step to the device; padding requests get no tokens."""
-        if self.copy_done:
-            self.copy_done.synchronize()
-        rows, host = batch.rows, self.host_views
-        B, T = len(rows), len(batch.input_ids)
-        inputs = {"positions": batch.positions, **(vars(batch.scoring) if batch.scoring else {})}
-        if batch.input_ids.device.type == "cpu":
-            inputs["input_ids"] = batch.input_ids
-        for name, x in inputs.items():
-            host[name][: len(x)] = x
+        host = self.host
+        T = len(batch.input_ids)
+        pending = batch.pending_tokens
+        host["input_ids"][:T] = batch.input_ids.numpy()
+        host["positions"][:T] = batch.positions.numpy()
         host["positions"][T:] = -1
-        tiles, starts = host["tiles"].view(-1, 6), batch.query_start_loc
-        tiles[:, 3] = 0
-        tiles[:B, 0], tiles[:B, 1] = torch.arange(B, dtype=torch.int32), rows
-        tiles[:B, 2], tiles[:B, 3] = starts[:-1], starts[1:] - starts[:-1]
-        tiles[:B, 5] = starts[:-1]
+        if pending:
+            host["sources"][:T] = pending.sources.numpy()
+            host["sources"][T:] = -1
+        for name, x in vars(batch.scoring).items() if batch.scoring else ():
+            host[name][: len(x)] = x.numpy()
+        self._fill_tiles(batch)
         self._upload()
-        if "input_ids" not in inputs:
-            self.device_views["input_ids"][:T].copy_(batch.input_ids, non_blocking=True)
+        views = self.device_views
+        if pending:
+            insert_pending_tokens(views["input_ids"], views["sources"], pending.sampled)
         for slots, group in zip(self.slot_mappings, batch.groups, strict=True):
             slots[..., :T].copy_(group.slot_mapping, non_blocking=True)
             slots[..., T:] = 0
 
+    def _fill_tiles(self, batch: Batch) -> None:
+        rows = batch.rows.numpy()
+        starts = batch.query_start_loc.numpy()
+        B = len(rows)
+        tiles = self.host["tiles"].reshape(-1, 6)
+        tiles[:B, 0] = np.arange(B)
+        tiles[:B, 1] = rows
+        tiles[:B, 2] = starts[:-1]
+        tiles[:B, 3] = starts[1:] - starts[:-1]
+        tiles[B:, 3] = 0
+        tiles[:B, 5] = starts[:-1]
+
     def _upload(self) -> None:
-        self.device_buffer.copy_(self.host_buffer, non_blocking=True)
-        if self.copy_done:
-            self.copy_done.record()
+        """Copy the buffer through pinned memory of this step alone: the copy before may still wait for its step."""
+        host = pin(torch.from_numpy(self.host_buffer), self.device)
+        self.device_buffer.copy_(host, non_blocking=True)
 
 
 @dataclass(frozen=True)

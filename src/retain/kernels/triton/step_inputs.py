@@ -7,11 +7,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from retain.kernels.api import GroupInputs
 from retain.kernels.reference.program import Step
+from retain.kernels.triton import step_kernels
 from retain.kernels.triton.plan import AttentionPlan
+
+BLOCK_TOKENS = 128  # of a program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,3 +48,9 @@ class DeviceStep(Step):
         plan = self.plans[self.layers[layer][0]]
         assert plan is not None
         return plan
+
+
+def insert_pending_tokens(input_ids: Tensor, sources: Tensor, sampled: Tensor) -> None:
+    """Replace ids [T] of pending tokens in place; all tensors are those of `PendingTokens`, on the device."""
+    T = len(input_ids)
+    step_kernels.insert_pending_tokens[(triton.cdiv(T, BLOCK_TOKENS),)](input_ids, sources, sampled, T, T=BLOCK_TOKENS)
