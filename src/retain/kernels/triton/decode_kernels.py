@@ -43,7 +43,7 @@ def split_blocks(slots, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
 
 @triton.jit
 def unit_rows(x):
-    """Return rows [M, D] divided by their largest numbers, and these numbers [M]: float16 has a small range."""
+    """Return rows [M, D] divided by their largest numbers, and these [M]. float16 has a small range."""
     largest = tl.max(tl.abs(x), 1)
     largest = tl.where(largest == 0.0, 1.0, largest)
     return x / largest[:, None], largest
@@ -83,6 +83,7 @@ def attention_decode(
     t, h = first + m // R, g * R + m % R
     d, e = tl.arange(0, DP), tl.arange(0, VP)
     at_q = q + t.to(tl.int64)[:, None] * q_token + h[:, None] * q_head
+    score_factor = factor + tl.zeros((M,), tl.float32)  # of products
     if K_HALVES:
         low = low_columns(D, K_GROUP)
         q_low = tl.load(at_q + low[None, :], mask=valid[:, None], other=0.0).to(K_DOT)
@@ -90,11 +91,13 @@ def attention_decode(
     else:
         rows = tl.load(at_q + d[None, :], mask=valid[:, None] & (d < D)[None, :], other=0.0)
         if QUANTIZED and K_GROUP == 0:
-            rows, q_unit = unit_rows(rows.to(tl.float32))
+            rows, largest = unit_rows(rows.to(tl.float32))
+            score_factor *= largest
         rows = rows.to(K_DOT)
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
+    unit = score_factor if not SOFTCAP else tl.full((M,), 1.0, tl.float32)
     window = tl.load(windows + row * window_row)
-    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if ALIBI else p
+    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E / unit if ALIBI else p
     is_dense = window < 0  # false, as a tensor
     if DENSE:
         is_dense = (window == NO_WINDOW) & (tl.load(dense + row) != 0)
@@ -105,10 +108,11 @@ def attention_decode(
         at_row = ((tl.load(tiles + 6 * j + 5) + m // R) * G * R + h).to(tl.int64)
         if NOISE != PLAIN:
             kind = tl.load(noise + b)
-            bound = tl.where(draws_noise(kind), NOISE_BOUND, 0.0)  # 0 changes no bit of what is not noised
             drawn_at = tl.load(q_pos + first + tl.zeros((1,), tl.int32)) if ONE_TOKEN else p
             keys = noise_key(tl.load(seed + b), layer, g, tl.where(tl.load(redraw_noise + b) == 1, drawn_at, -1))
             inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
+            # What is not changed has the same bits as beside requests that are not changed.
+            is_changed = draws_noise(kind) | (inverse_temperature != 1.0)
             z_sums = tl.zeros((M, N), tl.float32)
     row_max = tl.full((M,), float("-inf"), tl.float32)
     sums = tl.zeros((M, N), tl.float32)  # summed over the columns once, behind the loop
@@ -130,7 +134,6 @@ def attention_decode(
             even_page, even_place, even_exists = find_slots(table, i * N + even, count, S)
         loaded = tl.load(pos + page * S + place, mask=exists & (n < tl.where(is_dense, 0, N)), other=-1)
         slot_pos = tl.where(is_dense, slot, loaded)
-        score_factor = factor
         if K_HALVES:
             keys_low, keys_high = load_nibbles(
                 k, k_words, page, place, exists, even_page, even_place, even_exists, S, D, K_PAGE, K_GROUP, K_DOT
@@ -144,20 +147,20 @@ def attention_decode(
                 at_k = k + (page * K_PAGE + place * D)[None, :] + d[:, None]
                 keys_t = tl.load(at_k, mask=(d < D)[:, None] & exists[None, :], other=0)  # [DP, N]
                 if QUANTIZED:
-                    scales = load_slot_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
-                    score_factor = factor * q_unit[:, None] * scales[None, :]
+                    key_scales = load_slot_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
                     keys_t = from_int8(keys_t, K_DOT, False)
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
-        x *= score_factor
+            if QUANTIZED and K_GROUP == 0:
+                x *= key_scales[None, :]
         if SOFTCAP:
-            x = cap_scores(x, softcap)
+            x = cap_scores(x * score_factor[:, None], softcap)
         if ALIBI:
             x += slope[:, None] * (slot_pos[None, :] - p[:, None]).to(tl.float32)
         seen = (slot_pos >= 0)[None, :] & (slot_pos[None, :] <= p[:, None]) & (p[:, None] - slot_pos[None, :] < window)
         x = tl.where(seen, x, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(x, 1))
+        new_max = tl.maximum(row_max, tl.max(x, 1) * unit)
         high = finite_or_zero(new_max)
-        w = tl.exp2(x - high[:, None])
+        w = tl.exp2(x * unit[:, None] - high[:, None])  # as part of the exponent, the unit costs nothing
         rescale = tl.exp2(row_max - high)
         sums = sums * rescale[:, None] + w
         if V_HALVES:
@@ -182,11 +185,16 @@ def attention_decode(
         if UPDATE_MASS:
             reference = new_max
             if NOISE != PLAIN:
-                changed = add_noise(tl.zeros((1, N), tl.float32) if ONE_TOKEN else x, kind, keys, slot_pos, NOISE)
-                changed = x + changed if ONE_TOKEN else changed
-                reference = (new_max + bound) * inverse_temperature
-                w = tl.exp2(changed * inverse_temperature[:, None] - finite_or_zero(reference)[:, None])
-                z_sums = z_sums * tl.exp2((row_max - high) * inverse_temperature)[:, None] + w
+                changed = x * unit[:, None]
+                if ONE_TOKEN:
+                    changed += add_noise(tl.zeros((1, N), tl.float32), kind, keys, slot_pos, NOISE)
+                else:
+                    changed = add_noise(changed, kind, keys, slot_pos, NOISE)
+                reference = tl.where(is_changed, (new_max + NOISE_BOUND) * inverse_temperature, new_max)
+                changed = changed * inverse_temperature[:, None] - finite_or_zero(reference)[:, None]
+                w = tl.where(is_changed[:, None], tl.exp2(changed), w)
+                z_rescale = tl.where(is_changed, tl.exp2((row_max - high) * inverse_temperature), rescale)
+                z_sums = z_sums * z_rescale[:, None] + w
             # Rows of weight 0 are stored, too, but accumulate_mass does not read them.
             to = split_weights + at_row[:, None] * max_slots + slot[None, :]
             tl.store(to, w.to(split_weights.dtype.element_ty), mask=(valid & scored)[:, None] & exists[None, :])
@@ -206,5 +214,7 @@ def attention_decode(
         tl.store(to + e[None, :], acc, mask=valid[:, None] & (e < V)[None, :])
     if UPDATE_MASS and NOISE != PLAIN:  # the second half of the buffers
         z_at = tl.num_programs(0) * G * num_splits * width + at
-        tl.store(split_max + z_at, (row_max + bound) * inverse_temperature, mask=valid)
+        tl.store(
+            split_max + z_at, tl.where(is_changed, (row_max + NOISE_BOUND) * inverse_temperature, row_max), mask=valid
+        )
         tl.store(split_sum + z_at, tl.sum(z_sums, 1), mask=valid)
