@@ -13,6 +13,7 @@ from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.rope import Rope
+from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.helpers.marks import every_third
@@ -97,6 +98,18 @@ def test_dense_tables_do_not_read_positions(dtype: torch.dtype) -> None:
     assert (triton.attend(q, kv, windowed, q_pos, AttentionParams(0.25)) == 0).all()
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8, 16, 20])
+def test_dense_tiles_of_any_size_equal_those_that_read_positions(tokens: int) -> None:
+    """A kernel was wrong on a GPU in tiles of 32 rows alone, where a maximum over rows became one instruction."""
+    case = STEP.with_changes(fresh=(tokens, 1), pages=((9, 9), (2, 2)), D=64, R=4, dtype=BF16, holes=0.0)
+    q, q_pos = case.build_queries()
+    kv, t = case.build_cache(triton), case.build_tables()
+    dense = replace(t, dense=torch.ones(len(t.windows), dtype=torch.int32))
+    expected = triton.attend(q, kv, t, q_pos, AttentionParams(0.125))
+    assert torch.equal(triton.attend(q, kv, dense, q_pos, AttentionParams(0.125)), expected)
+    assert_close(expected, case.attend(reference), tolerance(case))
+
+
 MASS_CASES = {
     "splits": (AttentionCase((1, 3, 0), ((9, 10), (5, 0), (2, 2)), D=16, shared_pages=False), "decaying", "sum"),
     "splits, noise": (AttentionCase((1, 2), ((9, 10), (5, 1)), D=16, shared_pages=False), "keyformer", "each"),
@@ -167,6 +180,26 @@ def test_each_request_has_its_own_noise() -> None:
     expected = reference.attend(q, expected_kv, tables, q_pos, AttentionParams(0.25), scoring=scoring, layer=1)
     assert_close(triton.attend(q, kv, tables, q_pos, AttentionParams(0.25), scoring=scoring, layer=1), expected)
     assert_close(kv.mass, expected_kv.mass, 1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_noise_of_other_requests_changes_no_bit_of_a_mass(tokens: int, dtype: torch.dtype) -> None:
+    case = AttentionCase((tokens, 2, 40), ((9, 5), (3, 3), (3, 2)), D=16, R=2, dtype=dtype, shared_pages=False)
+    plain = case.build_scoring(0)
+    plain = replace(plain, noise=torch.zeros_like(plain.noise), temperature=torch.ones_like(plain.temperature))
+    noisy = replace(plain, noise=torch.tensor([NO_NOISE, GUMBEL, GAUSSIAN], dtype=torch.int32))
+    tempered = replace(noisy, temperature=torch.cat([torch.ones(tokens), torch.full((42,), 1.5)]))
+    t = case.build_tables()
+    row = int(t.rows[0])
+    own_pages = torch.cat([t.pages[row, g, :n] for g, n in enumerate(t.counts[row].tolist())]).long()
+    masses = []
+    for scoring in (plain, noisy, tempered):
+        kv = case.build_cache(triton)
+        case.attend(triton, kv, scoring)
+        masses.append(kv.mass[own_pages])
+    assert torch.equal(masses[0], masses[1])
+    assert torch.equal(masses[0], masses[2])
 
 
 @settings(max_examples=8, suppress_health_check=list(HealthCheck), derandomize=True)

@@ -114,7 +114,10 @@ def bench_prompts(bench: KernelBench) -> Iterator[Line]:
                 "plain": inputs.attend(),
                 "torch SDPA, causal": torch_prompt(inputs),
                 "h2o": inputs.attend(h2o_scoring(tokens, 1)),
-                "keyformer": inputs.attend(keyformer_scoring(tokens, 1)),
+                "keyformer": inputs.attend(keyformer_scoring(tokens, 1, temperature=1.0)),
+                "keyformer, noise drawn once": inputs.attend(
+                    keyformer_scoring(tokens, 1, temperature=1.0, redraws=False)
+                ),
             }
             H, _, D = sizes
             flops = 4 * H * D * tokens * (prompt_len - tokens / 2)  # a query sees half of its own chunk

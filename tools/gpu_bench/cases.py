@@ -155,18 +155,18 @@ def demoted_pages(kv: Any) -> Any:
     return triton.reinterpret(kv, PageFormat(num_slots, INT4, kv.k_dim, kv.v_dim))
 
 
-def keyformer_scoring(T: int, B: int) -> Any:
+def keyformer_scoring(T: int, B: int, temperature: float = 1.5, redraws: bool = True) -> Any:
     """Return Keyformer's scoring of every query."""
     from retain.kernels.scoring import GUMBEL, AttentionScoring
 
     ones = torch.ones(B, dtype=torch.int32)
     return AttentionScoring(
         weights=torch.ones(T),
-        temperature=torch.full((T,), 1.5),
+        temperature=torch.full((T,), temperature),
         decay=torch.ones(B),
         noise=ones * GUMBEL,
         seed=ones,
-        redraw_noise=ones,
+        redraw_noise=ones * redraws,
     )
 
 

@@ -46,7 +46,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
             }
 
     JITFunction.run = only_compile
-    for case in LAUNCH_CASES[: 4 if quick else None]:
+    for case in LAUNCH_CASES[: 5 if quick else None]:
         launch_kernels(*case, quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)
@@ -61,12 +61,13 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "H",
         "M",
         "R",
-        "SPLIT",
         "PART",
         "UPDATE_MASS",
         "NOISE",
         "ROPE",
-        "DEMOTED_PAGE_BLOCKS",
+        "DEMOTED_S",
+        "N",
+        "CHANGE",
         "SOFTCAP",
         "SINKS",
         "num_warps",
@@ -81,6 +82,7 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
         f.flush()
         tool = triton / "backends/nvidia/bin/cuobjdump"
         out = subprocess.run([str(tool), "-res-usage", f.name], capture_output=True, text=True, check=True)
+        sass = subprocess.run([str(tool), "-sass", f.name], capture_output=True, text=True, check=True).stdout
     used = re.search(r"REG:(\d+) STACK:(\d+)", out.stdout + out.stderr)
     assert used, out
     ptx = kernel.asm["ptx"]
@@ -88,4 +90,5 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
         "registers": int(used[1]), "spills": int(used[2]), "shared_memory_bytes": kernel.metadata.shared,
         "mma": len(re.findall(r"\bw?g?mma\.", ptx)), "async copies": ptx.count("cp.async.c"),
         "fused": ptx.count("fma.rn.f32"),
+        "conditional reductions": len(re.findall(r"@!?U?P\d\s+REDUX", sass)),
     }  # fmt: skip

@@ -15,6 +15,7 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, boo
     (128, 4, BF16, (200, 1), False, False, False),
     (64, 3, torch.uint8, (1, 200), True, False, False),
     (64, 3, BF16, (1, 200), True, False, True),
+    (64, 4, BF16, (1, 8), False, False, False),
     (128, 4, torch.int8, (200, 9), False, False, True),
     (256, 4, BF16, (1, 200), True, True, True),
     (128, 1, BF16, (1, 200), True, True, False),

@@ -128,21 +128,23 @@ def _launch_decode(
         NOISE=buffers.noise_mode if buffers else 0, ONE_TOKEN=tiles.max_rows == shape["R"],
         **_decode_dot_args(kv), **_score_constants(params), **shape, **_key_args(call), **_value_args(call),
         **pages.constants, **pages.halves,
-        num_warps=8 if q.shape[-1] > 128 else 4, num_stages=3 if q.shape[-1] <= 256 else 1,
-        maxnreg=_max_registers(call, tiles),
+        **_decode_options(call, tiles),
     )  # fmt: skip
 
 
-def _max_registers(call: AttentionCall, tiles: TileList) -> int | None:
-    """Return the registers of a thread, at most: with fewer, more programs run side by side and hide loads.
+def _decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int | None]:
+    """Return how a launch of decode tiles is compiled.
 
-    Measured on an H200 for D of 128 and tiles of 16 rows (docs/log/gpu.md); None leaves it to the compiler.
+    With fewer registers for a thread, more programs run side by side and hide loads; with fewer warps, a warp has more
+    work between barriers. Measured on an H200 for rows of 128 numbers and tiles of 16 rows (docs/log/gpu.md).
     """
-    if call.kv.k_dim != 128 or call.kv.v_dim != 128 or tiles.rows_per_tile > 16 or call.kv.dtype == torch.float32:
-        return None
-    if call.plan.mass_buffers:
-        return 128
-    return 96 if call.kv.dtype in QUANTIZED_DTYPES else None
+    kv, D = call.kv, call.q.shape[-1]
+    options: dict[str, int | None] = {"num_warps": 8 if D > 128 else 4, "num_stages": 3 if D <= 256 else 1}
+    if kv.k_dim != 128 or kv.v_dim != 128 or tiles.rows_per_tile > 16 or kv.dtype == torch.float32:
+        return options
+    if kv.dtype in QUANTIZED_DTYPES:
+        return options | {"num_warps": 2, "maxnreg": 168}
+    return options | ({"maxnreg": 128} if call.plan.mass_buffers else {})
 
 
 def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: Tensor, part: int) -> None:

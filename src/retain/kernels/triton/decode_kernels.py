@@ -101,8 +101,11 @@ def attention_decode(
     is_dense = window < 0  # false, as a tensor
     if DENSE:
         is_dense = (window == NO_WINDOW) & (tl.load(dense + row) != 0)
-        if not UPDATE_MASS and is_dense:  # no slot behind the newest query is visible
-            end = tl.minimum(end, (tl.max(p, 0) + N) // N)
+        # No slot behind the newest query is visible. A maximum of p here is wrong on Hopper: the compiler makes it one
+        # conditional instruction (REDUX) where a tile has 32 rows, and goes on before its result is there.
+        if not UPDATE_MASS:
+            newest = tl.load(q_pos + first + tokens - 1)
+            end = tl.where(is_dense, tl.minimum(end, (newest + N) // N), end)
     if UPDATE_MASS:
         scored = (window == NO_WINDOW) & (tl.max(tl.load(weights + t, mask=valid, other=0.0), 0) != 0.0)
         at_row = ((tl.load(tiles + 6 * j + 5) + m // R) * G * R + h).to(tl.int64)
@@ -148,7 +151,7 @@ def attention_decode(
                 keys_t = tl.load(at_k, mask=(d < D)[:, None] & exists[None, :], other=0)  # [DP, N]
                 if QUANTIZED:
                     key_scales = load_slot_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
-                    keys_t = from_int8(keys_t, K_DOT, False)
+                    keys_t = from_int8(keys_t, K_DOT, True)
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
             if QUANTIZED and K_GROUP == 0:
                 x *= key_scales[None, :]
