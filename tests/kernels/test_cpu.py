@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from retain.kernels import cpu
-from retain.kernels.api import NO_WINDOW, Tables
+from retain.kernels.api import NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.forward import pack_weight
 from retain.kernels.cpu.memory import Arena
@@ -224,8 +224,15 @@ def test_rejects_inconsistent_arguments() -> None:
         scoring = AttentionScoring(torch.ones(1), torch.ones(1), torch.ones(1), zero, zero, zero)
         return cpu.attend(q, kv, t, p, AttentionParams(1.0), scoring=replace(scoring, **changes))
 
+    room = torch.zeros(1, 1, 1, 4, dtype=i32)
+
+    def punch(n: int = 1, holes: torch.Tensor = room, **changes: torch.Tensor) -> None:
+        lists = EvictionLists(pages[None], zero, zero, counts[None], torch.zeros(1, 2, dtype=i32), zero, 2)
+        cpu.punch(kv, replace(lists, **changes), holes, n)
+
     attend()
     score()
+    punch()
     for error, message, call in (
         (ValueError, r"attend: expected q \[T, H, 16\]", lambda: attend(q=torch.zeros(1, 2, 8))),
         (ValueError, r"expected .*q_pos \[T\]; got .*q_pos \[2\]", lambda: attend(p=torch.zeros(2, dtype=i32))),
@@ -248,6 +255,15 @@ def test_rejects_inconsistent_arguments() -> None:
         (TypeError, "int32", lambda: cpu.write(kv, torch.tensor([[1]]), q[:, :1], q[:, :1], p)),
         (ValueError, "pool", lambda: cpu.copy(kv, torch.tensor([1]), torch.tensor([4]))),
         (ValueError, "lengths exceeds", lambda: cpu.select_victims(pages[0].float(), pages[0], counts[0] + 1, 0, 9, 1)),
+        (ValueError, r"punch: expected slots_used \[B, M, 1\]", lambda: punch(layers=torch.zeros(2, dtype=i32))),
+        (ValueError, r"holes \[1, 1, 1, 5\]; got", lambda: punch(n=5)),
+        (ValueError, "too few to select 3", lambda: punch(n=3)),
+        (ValueError, "punch: a page is outside the pool", lambda: punch(pages=pages[None] + 3)),
+        (ValueError, "punch: slots_used exceeds the tables", lambda: punch(slots_used=counts[None] + 31)),
+        (ValueError, "punch: rows or layers", lambda: punch(rows=zero + 1)),
+        (ValueError, "punch: rows or layers", lambda: punch(layers=zero - 1)),
+        (TypeError, "punch: by_mass must be int32", lambda: punch(by_mass=zero == 0)),
+        (ValueError, "holes must be contiguous", lambda: punch(holes=room[..., ::2])),
         (ValueError, "int64", lambda: cpu.copy(kv, torch.tensor([1]).int(), torch.tensor([2]).int())),
     ):
         with pytest.raises(error, match=message):

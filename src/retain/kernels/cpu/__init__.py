@@ -38,7 +38,6 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
-from retain.kernels.eviction_order import LAST_POSITION, protect, sum_columns
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import AttentionScoring
@@ -241,23 +240,15 @@ def select_victims(
 
 def punch(kv: KV, lists: EvictionLists, holes: Tensor, n: int) -> None:
     """Turn the n slots to evict first of each list into holes, and write their numbers to `holes`."""
-    S = kv.page_size
-    at = lists.rows[:, None], lists.layers
-    first_slots = S * torch.arange(-(-lists.max_slots // S))
-    is_used = first_slots < lists.slots_used[..., None]
-    pages = torch.where(is_used, lists.pages[..., : len(first_slots)][at], 0).long()  # [B, M, G, pages]
-    shape = *lists.slots_used.shape, -1
-    flat = pages.flatten()
-    pos = kv.pos.index_select(0, flat).view(shape)  # [B, M, G, S]
-    mass = sum_columns(kv.mass.index_select(0, flat)).view(shape)
-    priority = mass.where(lists.by_mass[:, None, None, None] == 1, pos)
-    first_evictable, last_evictable = lists.evictable[:, :, None, None, None].unbind(1)
-    priority = protect(priority, pos, first_evictable, last_evictable)
-    lengths = lists.slots_used.flatten()
-    places = select_victims(priority.flatten(0, 2), pos.flatten(0, 2), lengths, 0, LAST_POSITION, n).view(shape)
-    victims = pages.gather(-1, places // S) * S + places % S
-    holes[..., :n][at] = victims.int()
-    kv.pos.view(-1)[victims] = -1
+    ffi.check_eviction_lists(lists, holes, n)
+    num_rows, num_layers, _, max_pages = lists.pages.shape
+    parts = [x.contiguous() for x in (lists.rows, lists.layers, lists.slots_used, lists.evictable, lists.by_mass)]
+    _C.punch(
+        ffi.to_c_pool(kv),
+        lists.pages.data_ptr(), *lists.pages.stride()[:3], num_rows, num_layers, max_pages,
+        *(x.data_ptr() for x in parts), *lists.slots_used.shape,
+        holes.data_ptr(), *holes.stride()[:3], n,
+    )  # fmt: skip
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

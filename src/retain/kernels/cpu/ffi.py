@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.api import KV, GroupInputs, Tables
+from retain.kernels.api import KV, EvictionLists, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.pool_dtypes import INT4, INT8, K8V4
@@ -105,6 +105,30 @@ def check_tables(t: Tables) -> None:
         raise ValueError("attend: the last dimension of tables.pages must be contiguous")
     if t.demoted:
         check_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts, demoted=None))
+
+
+def check_eviction_lists(lists: EvictionLists, holes: Tensor, n: int) -> None:
+    """Raise ValueError or TypeError unless the lists, and room for n holes of each, are those of the contract."""
+    N, L, G, _ = lists.pages.shape
+    B, M, _ = lists.slots_used.shape
+    shapes = [x.shape for x in (lists.rows, lists.layers, lists.slots_used, lists.evictable, lists.by_mass, holes)]
+    if shapes != [(B,), (M,), (B, M, G), (B, 2), (B,), (N, L, G, holes.shape[-1])] or not 0 <= n <= holes.shape[-1]:
+        raise shape_error(
+            "punch",
+            f"slots_used [B, M, {G}], rows [B], layers [M], evictable [B, 2], by_mass [B], holes [{N}, {L}, {G}, {n}]",
+            slots_used=lists.slots_used,
+            rows=lists.rows,
+            layers=lists.layers,
+            evictable=lists.evictable,
+            by_mass=lists.by_mass,
+            holes=holes,
+        )
+    tensors = {f.name: getattr(lists, f.name) for f in fields(lists) if f.name != "max_slots"}
+    for name, x in {**tensors, "holes": holes}.items():
+        if x.dtype != torch.int32:
+            raise TypeError(f"punch: {name} must be int32, not {x.dtype}")
+        if name in ("pages", "holes") and x.stride(-1) != 1 and x.shape[-1] > 1:
+            raise ValueError(f"punch: the last dimension of {name} must be contiguous")
 
 
 def check_scoring(scoring: AttentionScoring | None, T: int, B: int) -> None:

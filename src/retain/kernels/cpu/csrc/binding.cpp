@@ -247,6 +247,20 @@ NB_MODULE(_C, m) {
       nb::call_guard<nb::gil_scoped_release>());
 
   m.def(
+      "punch",
+      [](const Pool& kv, Address pages, int64_t page_row, int64_t page_layer, int64_t page_head, int64_t num_rows,
+         int64_t L, int64_t max_pages, Address rows, Address layers, Address slots_used, Address evictable,
+         Address by_mass, int64_t B, int64_t M, int64_t G, Address holes, int64_t hole_row, int64_t hole_layer,
+         int64_t hole_head, int n) {
+        punch(kv,
+              {ptr<int32_t>(pages), page_row, page_layer, page_head, num_rows, L, max_pages, ptr<int32_t>(rows),
+               ptr<int32_t>(layers), ptr<int32_t>(slots_used), ptr<int32_t>(evictable), ptr<int32_t>(by_mass), B, M,
+               G},
+              {ptr<int32_t>(holes), hole_row, hole_layer, hole_head}, n);
+      },
+      nb::call_guard<nb::gil_scoped_release>());
+
+  m.def(
       "copy",
       [](const Pool& kv, Address src, Address dst, int64_t n) {
         copy(kv, ptr<int64_t>(src), ptr<int64_t>(dst), n);

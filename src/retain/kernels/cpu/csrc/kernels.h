@@ -121,6 +121,30 @@ struct VictimLists {
 // Writes the n slots of each list that are evicted first, in order, to victims [N, n].
 void select_victims(const VictimLists&, int n, int64_t* victims);
 
+// The slots that B rows evict from in M layers and G kv heads: the first `slots_used` of their tables.
+struct EvictionLists {
+  const int32_t* pages;  // [num_rows, L, G, max_pages]
+  int64_t row_stride, layer_stride, head_stride;
+  int64_t num_rows, L, max_pages;
+  const int32_t* rows;        // [B]
+  const int32_t* layers;      // [M]
+  const int32_t* slots_used;  // [B, M, G]
+  const int32_t* evictable;   // [B, 2], the first and the last position
+  const int32_t* by_mass;     // [B], 1 where the priority is the mass, 0 where it is the position
+  int64_t B, M, G;
+
+  const int32_t* table(int64_t i) const {  // of list i
+    return pages + rows[i / (M * G)] * row_stride + layers[i / G % M] * layer_stride + i % G * head_stride;
+  }
+};
+// The holes of all rows, layers and kv heads.
+struct HoleTables {
+  int32_t* slots;  // [num_rows, L, G, i]
+  int64_t row_stride, layer_stride, head_stride;
+};
+// Turns the n slots of each list that are evicted first into holes, and writes their numbers to the first n holes.
+void punch(const Pool&, const EvictionLists&, const HoleTables&, int n);
+
 // A weight matrix before packing (pack.cpp). `numbers` is [out, in] in float32 or bfloat16, or in 8 bits if quantized.
 // Quantized matrices have float16 scales [out, in / 32], int4 has shifts too.
 struct UnpackedWeight {
