@@ -65,7 +65,7 @@ def test_an_eviction_that_fails_loses_no_page(operation: str, depth: int, monkey
     engine.depth = depth
     engine.add(*(make_request([7, *range(30 + i)], 40, POLICY) for i in range(3)))
     with monkeypatch.context() as patch:
-        patch.setattr(evictor, operation, fail)
+        patch.setattr(engine.cache.backend if operation == "punch" else evictor, operation, fail)
         with pytest.raises(RuntimeError):
             for _ in range(10):
                 engine.step()
