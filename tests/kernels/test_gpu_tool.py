@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -133,3 +135,80 @@ def test_the_command_runs_the_chosen_parts(tmp_path: Path) -> None:
         ("step", 0),
     ]
     assert_measured(lines)
+
+
+class FakeGPU:
+    """A device whose launches take a millisecond by its own clock, which events read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.clock = 0.0
+        gpu = self
+
+        class Graph:
+            launches = 0.0
+
+            def replay(self) -> None:
+                gpu.clock += self.launches
+
+        class Event:
+            time = 0.0
+
+            def __init__(self, enable_timing: bool):
+                assert enable_timing
+
+            def record(self) -> None:
+                self.time = gpu.clock
+
+            def synchronize(self) -> None:
+                pass
+
+            def elapsed_time(self, end: Event) -> float:
+                return end.time - self.time
+
+        @contextmanager
+        def capture(graph: Graph) -> Iterator[None]:
+            started = gpu.clock
+            yield
+            graph.launches = gpu.clock - started
+
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "graph", capture)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def launch(self) -> None:
+        self.clock += 1.0
+
+
+def test_what_no_graph_can_hold_is_timed_by_the_profiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(monkeypatch)
+    calls: list[None] = []
+
+    def upload() -> None:
+        calls.append(None)
+        if len(calls) == 2:
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr("tools.gpu_bench.timing.kernel_ms", lambda function, repeats: 7.0)
+    lines = KernelBench(torch.device("cuda")).time({"kernel": gpu.launch, "upload": upload})
+    assert lines["kernel"] == {"us": 1000.0, "timed_by": "graph"}
+    assert lines["upload"]["us"] == 7000.0
+    assert lines["upload"]["timed_by"] == "profiler"
+    assert "not permitted" in lines["upload"]["not captured"]
+
+
+def test_without_a_profiler_events_time_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(monkeypatch)
+
+    def fail(function: object, repeats: int) -> float:
+        raise RuntimeError("no profiler")
+
+    monkeypatch.setattr("tools.gpu_bench.timing.kernel_ms", fail)
+    lines = KernelBench(torch.device("cuda")).time({"kernel": gpu.launch}, in_graphs=False)
+    assert lines == {"kernel": {"us": 1000.0, "timed_by": "events"}}
+
+
+def test_a_first_process_only_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = FakeGPU(monkeypatch)
+    assert KernelBench(torch.device("cuda"), compile_only=True).time({"kernel": gpu.launch}) == {"kernel": {}}
+    assert gpu.clock == 1.0
