@@ -150,7 +150,7 @@ def _decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int | Non
 def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: Tensor, part: int) -> None:
     """Compute prefill tiles over the tables of a call. `log_sums` [T, H] go from the first part to the second."""
     q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
-    scoring = plan.prefill_scoring if tiles.is_scored else None
+    scoring = tiles.scoring if plan.mass_buffers else None
     sums = (plan.mass_buffers.lse, scoring.log_weights) if scoring and plan.mass_buffers else (q, q)
     pages, block = page_args(kv), attention_block(q.shape[-1], kv)
     prefill_kernels.attention_prefill[(tables.pages.shape[1], len(tiles.data))](
@@ -206,8 +206,8 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
             buffers.lse, buffers.split_weights, buffers.block_max, buffers.split_weights.shape[-1], num_blocks,
             **shape, N=n, C=C, BLOCKS=blocks_at_once,
         )  # fmt: skip
-    if plan.prefill_scoring:
-        _launch_prefill_mass(call, plan.prefill_scoring)
+    for scoring in plan.prefill_scoring:
+        _launch_prefill_mass(call, scoring)
 
 
 def _launch_prefill_mass(call: AttentionCall, scoring: PrefillScoring) -> None:

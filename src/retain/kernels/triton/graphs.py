@@ -269,7 +269,7 @@ def _plan_group(shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: 
     if shape.noise_mode is not None:
         buffers = plan.allocate_mass_buffers(kv, own.max_pages, shape.T, own.H, shape.T)
         mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
-    whole = AttentionPlan([tiles], [], None, mass_buffers, blocks, own.max_pages)
+    whole = AttentionPlan([tiles], [], [], mass_buffers, blocks, own.max_pages)
     return plan.add_demoted(whole, group.tables, own.max_demoted_pages)
 
 

@@ -19,7 +19,7 @@ from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import decode_kernels, noise
-from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring, scored_tokens
+from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
 
@@ -32,7 +32,7 @@ class TileList:
     rows_per_tile: int  # a power of 2
     num_splits: int  # 0 for prefill tiles
     max_rows: int = 0  # query rows that a decode tile has, at most
-    is_scored: bool = True  # whether rows of prefill tiles may change masses
+    scoring: PrefillScoring | None = None  # of prefill tiles whose rows change masses
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class AttentionPlan:
 
     decode: list[TileList]
     prefill: list[TileList]
-    prefill_scoring: PrefillScoring | None  # if prefill tiles change masses
+    prefill_scoring: list[PrefillScoring]  # of the prefill tiles that change masses
     mass_buffers: MassBuffers | None
     blocks: DecodeBlocks
     max_pages: int  # pages of a head, at most
@@ -85,7 +85,7 @@ class AttentionPlan:
         if self.mass_buffers is None:
             return self
         demoted = self.demoted and self.demoted.without_masses()
-        return replace(self, prefill_scoring=None, mass_buffers=None, demoted=demoted)
+        return replace(self, prefill_scoring=[], mass_buffers=None, demoted=demoted)
 
     @property
     def tile_lists(self) -> list[TileList]:
@@ -147,17 +147,16 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
     for rows_per_tile, tiles in sorted(decode.items()):
         max_rows = R * max(tokens for _, _, _, tokens, *_ in tiles)
         decode_lists.append(TileList(_tiles_to_device(tiles, kv.device), rows_per_tile, num_splits, max_rows))
-    mass_buffers, prefill_scoring = None, None
-    scored = scored_tokens(scoring, starts)
+    mass_buffers, prefill_scoring = None, []
     if scoring:
         H = R * tables.pages.shape[-2]
-        prefill_scoring = plan_prefill_scoring(scoring, scored, prefill_requests, H, kv.device)
+        prefill_scoring = plan_prefill_scoring(scoring, starts, prefill_requests, H, kv.device)
         mass_buffers = make_mass_buffers(scoring, kv, max_pages, starts[-1], H, num_decode_tokens)
     plan = AttentionPlan(
         decode=decode_lists,
         prefill=[
-            TileList(_tiles_to_device(tiles, kv.device), rows_per_prefill_tile, 0, is_scored=is_scored)
-            for is_scored, tiles in divide_by_scoring(prefill, R, rows_per_prefill_tile, scored, prefill_scoring)
+            TileList(_tiles_to_device(tiles, kv.device), rows_per_prefill_tile, 0, scoring=own_scoring)
+            for own_scoring, tiles in divide_by_scoring(prefill, R, rows_per_prefill_tile, prefill_scoring)
         ],
         prefill_scoring=prefill_scoring,
         mass_buffers=mass_buffers,
@@ -168,22 +167,22 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
 
 
 def divide_by_scoring(
-    tiles: Sequence[tuple[int, ...]], R: int, rows: int, scored: Sequence[range], scoring: PrefillScoring | None
-) -> list[tuple[bool, list[tuple[int, ...]]]]:
-    """Divide prefill tiles of so many rows by whether they are scored, the tiles that see the most slots first.
+    tiles: Sequence[tuple[int, ...]], R: int, rows: int, scorings: Sequence[PrefillScoring]
+) -> list[tuple[PrefillScoring | None, list[tuple[int, ...]]]]:
+    """Divide prefill tiles of so many rows by what scoring changes for them, those that see the most slots first.
 
-    They stay together where scoring takes no time, because it uses what the attention computes anyway.
+    So the masses of a request do not depend on the noise of others. Tiles stay together where scoring takes no time,
+    because it uses what the attention computes anyway.
     """
-    tiles = sorted(tiles, key=lambda tile: -tile[4])
-    parts: dict[bool, list[tuple[int, ...]]] = {}
-    for tile in tiles:
+    parts: dict[int | None, tuple[PrefillScoring | None, list[tuple[int, ...]]]] = {}
+    for tile in sorted(tiles, key=lambda tile: -tile[4]):
         b, _, first, _, m, _ = tile
-        is_scored = scoring is not None
-        if scoring and scoring.changes_softmax:
-            own = scored[b]
-            is_scored = own.start < first + -(-(m + rows) // R) and first + m // R < own.stop
-        parts.setdefault(is_scored, []).append(tile)
-    return list(parts.items())
+        i = next((i for i, scoring in enumerate(scorings) if b in scoring.scored), None)
+        if i is not None and scorings[i].changes_softmax:
+            own = scorings[i].scored[b]
+            i = i if own.start < first + -(-(m + rows) // R) and first + m // R < own.stop else None
+        parts.setdefault(i, (None if i is None else scorings[i], []))[1].append(tile)
+    return list(parts.values())
 
 
 def add_demoted(plan: AttentionPlan, tables: Tables, max_pages: int) -> AttentionPlan:

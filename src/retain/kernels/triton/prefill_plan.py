@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 import triton
@@ -29,8 +28,9 @@ class BlockSize:
 
 @dataclass(frozen=True)
 class PrefillScoring:
-    """What is scored of a step's prefill tiles, and the memory for it, on the device."""
+    """What is scored of the prefill tiles of requests that are scored alike, and the memory for it, on the device."""
 
+    scored: dict[int, range]  # the tokens that are scored, by request
     tiles: Tensor  # int32 [n, 6], one for each request whose masses change: with its scored tokens
     log_weights: Tensor  # float32 [H, T]; see prefill_kernels.py
     constants: dict[str, int]  # CHANGE, NOISE and REDRAW of the kernels
@@ -65,46 +65,38 @@ def mass_block(D: int, R: int, kv: KV) -> BlockSize:
     return BlockSize(64, 128, 8, 3) if R == 1 else BlockSize(32, 64, 4, 3)
 
 
-def scored_tokens(scoring: AttentionScoring | None, starts: Sequence[int]) -> list[range]:
-    """Return the fresh tokens of each request from the first to the last with a weight."""
-    if scoring is None:
-        return [range(0)] * (len(starts) - 1)
-    has_weight = scoring.weights != 0
-    ranges = []
-    for begin, end in pairwise(starts):
-        places = has_weight[begin:end].nonzero().flatten()
-        ranges.append(range(begin + int(places[0]), begin + int(places[-1]) + 1) if len(places) else range(0))
-    return ranges
-
-
 def plan_prefill_scoring(
-    scoring: AttentionScoring,
-    scored: Sequence[range],
-    requests: Sequence[tuple[int, int]],
-    H: int,
-    device: torch.device,
-) -> PrefillScoring | None:
-    """Plan the masses of `requests` (b and its row), of which tokens `scored[b]` have weights; None if none changes."""
-    changed = [(b, row) for b, row in requests if len(scored[b]) or float(scoring.decay[b]) != 1.0]
-    if not changed:
-        return None
-    tiles = torch.tensor([(b, row, scored[b].start, len(scored[b]), 0, 0) for b, row in changed], dtype=torch.int32)
-    log_weights = torch.empty(H, len(scoring.weights), device=device)
-    return PrefillScoring(to_device(tiles, device), log_weights, _constants(scoring, scored, [b for b, _ in changed]))
+    scoring: AttentionScoring, starts: Sequence[int], requests: Sequence[tuple[int, int]], H: int, device: torch.device
+) -> list[PrefillScoring]:
+    """Plan the masses of `requests` (b and its row), which begin at `starts`: those that are scored alike together."""
+    alike: dict[tuple[int, int, bool], list[tuple[int, int, range]]] = {}
+    for b, row in requests:
+        scored = _scored_tokens(scoring, starts[b], starts[b + 1])
+        if len(scored) or float(scoring.decay[b]) != 1.0:
+            alike.setdefault(_change(scoring, b, scored), []).append((b, row, scored))
+    log_weights = torch.empty(H if alike else 0, len(scoring.weights), device=device)
+    plans = []
+    for (change, noise_mode, redraws), members in alike.items():
+        rows = [(b, row, scored.start, len(scored), 0, 0) for b, row, scored in members]
+        tiles = to_device(torch.tensor(rows, dtype=torch.int32), device)
+        constants = {"CHANGE": change, "NOISE": noise_mode, "REDRAW": redraws}
+        plans.append(PrefillScoring({b: scored for b, _, scored in members}, tiles, log_weights, constants))
+    return plans
 
 
-def _constants(scoring: AttentionScoring, scored: Sequence[range], requests: Sequence[int]) -> dict[str, int]:
-    draws, change = [], prefill_kernels.UNCHANGED
-    for b in requests:
-        kind, own = int(scoring.noise[b]), slice(scored[b].start, scored[b].stop)
-        if kind in (GUMBEL, GAUSSIAN):
-            draws.append(b)
-        tempered = bool((scoring.temperature[own] != 1).any() or (scoring.weights[own] < 0).any())
-        if tempered or kind == GAUSSIAN:
-            change = prefill_kernels.SCORES
-    if draws and change.value == prefill_kernels.UNCHANGED.value:
-        change = prefill_kernels.WEIGHTS
-    kinds = {int(scoring.noise[b]) for b in draws}
-    mode = noise.MIXED if len(kinds) > 1 else noise.ONLY_GAUSSIAN if GAUSSIAN in kinds else noise.ONLY_GUMBEL
-    redraw = any(int(scoring.redraw_noise[b]) for b in draws)
-    return {"CHANGE": change.value, "NOISE": mode.value if draws else 0, "REDRAW": redraw}
+def _scored_tokens(scoring: AttentionScoring, begin: int, end: int) -> range:
+    """Return the fresh tokens of a request from the first to the last with a weight."""
+    places = scoring.weights[begin:end].nonzero().flatten()
+    return range(begin + int(places[0]), begin + int(places[-1]) + 1) if len(places) else range(0)
+
+
+def _change(scoring: AttentionScoring, b: int, scored: range) -> tuple[int, int, bool]:
+    """Return CHANGE, NOISE and REDRAW of the kernels for a request."""
+    kind, own = int(scoring.noise[b]), slice(scored.start, scored.stop)
+    draws = kind in (GUMBEL, GAUSSIAN)
+    is_tempered = bool((scoring.temperature[own] != 1).any() or (scoring.weights[own] < 0).any())
+    change = prefill_kernels.WEIGHTS if draws else prefill_kernels.UNCHANGED
+    if is_tempered or kind == GAUSSIAN:
+        change = prefill_kernels.SCORES
+    mode = noise.ONLY_GAUSSIAN if kind == GAUSSIAN else noise.ONLY_GUMBEL
+    return int(change.value), int(mode.value) if draws else 0, draws and bool(scoring.redraw_noise[b])
