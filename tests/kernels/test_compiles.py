@@ -40,6 +40,7 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
         "write",
         "copy",
         "select_victims",
+        "punch",
         "norm",
         "activation",
         "rope",

@@ -47,7 +47,7 @@ def launch_kernels(
     With demoted tokens it attends with a softcap and sink logits, too: `quick` with nothing else.
     """
     from retain.kernels import triton
-    from retain.kernels.api import DemotedTables, Tables
+    from retain.kernels.api import DemotedTables, EvictionLists, Tables
     from retain.kernels.attention_params import AttentionParams
     from retain.kernels.rope import Rope
     from retain.kernels.triton import fresh_tokens
@@ -82,6 +82,9 @@ def launch_kernels(
     triton.copy(kv, torch.tensor([1]), torch.tensor([2]))
     priority, lengths = torch.ones(3, 4096), torch.full((3,), 4096).int()
     triton.select_victims(priority, priority.int(), lengths, first_evictable=4, last_evictable=4000, n=16)
+    used, one = torch.full((B, 1, G), n * 64, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
+    lists = EvictionLists(tables.pages[:, None], tables.rows, one, used, torch.ones(B, 2).int(), ones, n * 64)
+    triton.punch(kv, lists, torch.zeros(B, 1, G, 16, dtype=torch.int32), 16)
     launch_program(kv, tables, R, slopes, q_dtype)
 
 

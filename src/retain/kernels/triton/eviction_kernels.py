@@ -4,9 +4,6 @@ A list is dealt into bins: slot i is in bin i % BINS. One pass finds the lowest 
 bin gives the next victim, and only its slots are read again: DEEP is as many or more.
 """
 
-# mypy: ignore-errors
-# Triton's language, not Python's.
-
 from __future__ import annotations
 
 import triton
