@@ -120,6 +120,14 @@ def attend_blocks(
         w = tl.exp2(x * unit - (high - offset)[:, None])
         rescale = tl.exp2(row_max - high)
         row_sum = row_sum * rescale + tl.sum(w, 1)
+        vs = load_vectors(
+            v, v_scales, page[:, None], place[:, None], e[None, :], there[:, None], S, V, VP, V_PAGE, V_GROUP, MASKED
+        )
+        value_weights = w
+        if QUANTIZED and not V_GROUP:
+            value_weights *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
+        acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
+        # Behind the product, which tensor cores compute meanwhile.
         if CHANGE == SCORES:
             z = x * unit + offset[:, None]
             z = add_noise(z, kind, keys, slot_pos, NOISE) * inverse_temperature[:, None]
@@ -129,12 +137,6 @@ def attend_blocks(
             z_max = new_z_max
         elif CHANGE == WEIGHTS:
             z_sum = z_sum * rescale + tl.sum(w * draw_gumbel_factors(kind, keys[:, None], slot_pos[None, :]), 1)
-        vs = load_vectors(
-            v, v_scales, page[:, None], place[:, None], e[None, :], there[:, None], S, V, VP, V_PAGE, V_GROUP, MASKED
-        )
-        if QUANTIZED and not V_GROUP:
-            w *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
-        acc = tl.dot(w.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
         row_max = new_max
     return row_max, row_sum, acc, z_max, z_sum
 
@@ -178,7 +180,10 @@ def attention_prefill(
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
     newest, oldest = tl.max(p, 0), tl.min(tl.where(valid, p, 2**30), 0)
     window = tl.load(windows + row * window_row)
-    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if ALIBI else p
+    slope = p
+    if ALIBI:  # of one query head it is one number, because a number for each row and slot would stay in registers
+        at_slope = g + tl.arange(0, 1) if R == 1 else h
+        slope = tl.load(slopes + at_slope, mask=valid if R > 1 else at_slope == g, other=0.0) * LOG2E
     is_dense = window < 0  # false, as a tensor
     full, end = 0, (count * S + N - 1) // N  # blocks that all rows see, blocks that some see
     if DENSE:

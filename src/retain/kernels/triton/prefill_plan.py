@@ -47,9 +47,9 @@ def attention_block(D: int, kv: KV) -> BlockSize:
     if widest > 256:
         return BlockSize(16, 16, 8, 1)
     if kv.dtype == torch.float32:
-        return BlockSize(64, max(2**12 // widest, 16) if widest > 64 else 64, 8 if widest > 128 else 4, 3)
+        return BlockSize(64, min(max(2**12 // widest, 16), 32), 8, 3)
     if widest > 128:
-        return BlockSize(64, 32, 8, 3)
+        return BlockSize(64, 32, 8, 3) if kv.dtype in QUANTIZED_DTYPES else BlockSize(128, 64, 8, 2)
     return BlockSize(128, 64 if kv.dtype in QUANTIZED_DTYPES else 128, 8, 3)
 
 
@@ -60,8 +60,10 @@ def mass_block(D: int, R: int, kv: KV) -> BlockSize:
     """
     if D > 256:
         return BlockSize(16, 16, 4, 1)
-    if D > 128 or kv.dtype == torch.float32:
+    if kv.dtype == torch.float32:
         return BlockSize(32, 32, 4, 2)
+    if D > 128:
+        return BlockSize(32, 64, 4, 2)
     return BlockSize(64, 128, 8, 3) if R == 1 else BlockSize(32, 64, 4, 3)
 
 
