@@ -115,6 +115,13 @@ def attend_blocks(
             distance = p[:, None] - slot_pos[None, :]
             visible = distance.to(tl.uint32, bitcast=True) < window.to(tl.uint32, bitcast=True)  # later slots: 2^31 on
             x = tl.where(visible, x, float("-inf"))
+        if CHANGE == SCORES:
+            z = x * unit + offset[:, None]
+            z = add_noise(z, kind, keys, slot_pos, NOISE) * inverse_temperature[:, None]
+            new_z_max = tl.maximum(z_max, tl.max(z, 1))
+            z_high = finite_or_zero(new_z_max)
+            z_sum = z_sum * tl.exp2(z_max - z_high) + tl.sum(tl.exp2(z - z_high[:, None]), 1)
+            z_max = new_z_max
         new_max = tl.maximum(row_max, tl.max(x, 1) * unit + offset)
         high = finite_or_zero(new_max) if MASKED else new_max
         w = tl.exp2(x * unit - (high - offset)[:, None])
@@ -127,15 +134,7 @@ def attend_blocks(
         if QUANTIZED and not V_GROUP:
             value_weights *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
         acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
-        # Behind the product, which tensor cores compute meanwhile.
-        if CHANGE == SCORES:
-            z = x * unit + offset[:, None]
-            z = add_noise(z, kind, keys, slot_pos, NOISE) * inverse_temperature[:, None]
-            new_z_max = tl.maximum(z_max, tl.max(z, 1))
-            z_high = finite_or_zero(new_z_max)
-            z_sum = z_sum * tl.exp2(z_max - z_high) + tl.sum(tl.exp2(z - z_high[:, None]), 1)
-            z_max = new_z_max
-        elif CHANGE == WEIGHTS:
+        if CHANGE == WEIGHTS:  # behind the product, which tensor cores compute meanwhile
             z_sum = z_sum * rescale + tl.sum(w * draw_gumbel_factors(kind, keys[:, None], slot_pos[None, :]), 1)
         row_max = new_max
     return row_max, row_sum, acc, z_max, z_sum
