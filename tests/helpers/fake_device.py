@@ -63,7 +63,7 @@ class FakeDevice(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.host_syncs: list[str] = []
-        self.num_uploads = 0
+        self.num_uploads = 0  # copies from the host
         self.launches: list[str] = []
         self.records_syncs = True
 
@@ -157,7 +157,7 @@ class FakeDevice(TorchFunctionMode):
             if on_host or has_mask or any(isinstance(i, (list, range)) for i in index):
                 self._record_sync(name)
         elif name == "copy_":
-            self.num_uploads += bool(on_host)
+            self.num_uploads += bool(on_host) and isinstance(args[0], FakeDeviceTensor)
             if on_host and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2])):
                 self._record_sync(name)
         elif on_host:

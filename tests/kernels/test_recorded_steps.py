@@ -67,3 +67,22 @@ def test_tensors_arrive_together(tensors: list[tuple[torch.dtype, int]]) -> None
         assert not device.host_syncs
     for x, y in zip(sent, found, strict=True):
         assert torch.equal(to_plain_tensor(y), x) and y.dtype == x.dtype
+
+
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=12,interval=8"])
+def test_a_recorded_step_copies_once_to_the_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a pending step, too. Others have changed tables, or are not recorded; of 12 tokens each."""
+    monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
+    with FakeDevice() as device:
+        with device.allow_syncs():
+            engine = make_engine("llama", backend="triton", device=DEVICE)
+        engine.depth = 2
+        engine.add(*(make_request(prompt, 12, policy) for prompt in PROMPTS))
+        num_copies = []
+        while engine.has_unfinished_requests:
+            before = device.num_uploads
+            if len(engine.pending_steps) < 2 and engine.launch():
+                num_copies.append(device.num_uploads - before)
+            else:
+                engine.collect()
+    assert 0 not in num_copies and num_copies.count(1) > 6, num_copies

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels.api import Batch, GroupInputs, Tables
+from retain.kernels.api import Batch, Tables
 from retain.kernels.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
@@ -59,11 +59,10 @@ def pack_tokens(
     offsets = np.array(first_positions, np.int32) - starts[:-1]
     positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T]
     indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
-    slot_mapping = cache.slot_mapping(token_rows, positions)
     build_tables = build_tables or cache.build_tables
     tables = build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts))
     return Batch(
-        groups=[GroupInputs(*x) for x in zip(cache.pools, tables, slot_mapping, strict=True)],
+        groups=cache.group_inputs(token_rows, positions, tables),
         layers=cache.spec.group_indices,
         input_ids=torch.tensor([t for f in fresh for t in f]),
         positions=torch.from_numpy(positions),

@@ -27,7 +27,6 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.speculator import Speculator
-from retain.kernels.transfers import to_device_like
 from retain.kv.manager import KVCacheManager
 
 log = logging.getLogger(__name__)
@@ -218,8 +217,7 @@ class Engine:
         num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]
         rejected = [t for (_, end), n in zip(drafted, num_rejected, strict=True) for t in range(end - n, end)]
         if rejected:
-            slots = [g.slot_mapping for g in step.batch.groups]
-            self.cache.reject([s.index_select(-1, to_device_like(s, rejected)) for s in slots])
+            self.cache.reject(step.batch.token_rows.numpy()[rejected], step.batch.positions.numpy()[rejected])
         for (s, _), n in zip(drafted, num_rejected, strict=True):
             self._commit_request(s.request, s.num_tokens - n)
         self.cache.evict()

@@ -49,6 +49,7 @@ from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.reinterpret import PageFormat
 from retain.kernels.rope import Rope
 from retain.kernels.scoring import AttentionScoring
+from retain.kernels.slot_rule import SlotRule
 from retain.kernels.transfers import to_device
 from retain.kernels.weight import Weight
 
@@ -167,6 +168,7 @@ class GroupInputs:
     kv: KV
     tables: Tables  # the pages that the tokens attend to
     slot_mapping: Tensor  # int32 [L, G, T]: the slot of each fresh token; of the trash page where it is not written
+    slot_rule: SlotRule | None = None  # of all layers, on a device: gives the slots, and `slot_mapping` has T = 0
 
     def for_layer(self, index: int) -> GroupInputs:
         """Return the inputs of one layer, by its place in the group."""
@@ -202,6 +204,11 @@ class Batch:
     def rows(self) -> Tensor:
         """The row of each request, on the host [B]."""
         return self.groups[0].tables.rows
+
+    @property
+    def token_rows(self) -> Tensor:
+        """The row of each fresh token, on the host [T]."""
+        return self.rows.repeat_interleave(self.query_start_loc.diff())
 
     @property
     def query_start_loc(self) -> Tensor:

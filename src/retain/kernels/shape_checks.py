@@ -164,10 +164,11 @@ def check_batch(batch: Batch) -> None:
         tables = group.tables
         L, _, G, _ = tables.pages.shape
         shapes = [x.shape for x in (batch.positions, group.slot_mapping, tables.query_start_loc)]
-        if shapes != [(T,), (L, G, T), (B + 1,)]:
+        num_mapped = 0 if group.slot_rule else T
+        if shapes != [(T,), (L, G, num_mapped), (B + 1,)]:
             raise shape_error(
                 "run",
-                f"positions [{T}], slot_mapping [{L}, {G}, {T}], query_start_loc [{B + 1}]",
+                f"positions [{T}], slot_mapping [{L}, {G}, {num_mapped}], query_start_loc [{B + 1}]",
                 positions=batch.positions,
                 slot_mapping=group.slot_mapping,
                 query_start_loc=tables.query_start_loc,

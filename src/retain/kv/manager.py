@@ -15,13 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.kernels.api import KV, NO_WINDOW, Tables
+from retain.kernels.api import KV, NO_WINDOW, GroupInputs, Tables
 from retain.kernels.transfers import to_device
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
-from retain.kv.eviction.evictor import evict_rows
+from retain.kv.eviction.evictor import BudgetEvictor, evict_rows
+from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_layout import BlockLayout, block_layout
@@ -247,6 +248,23 @@ class KVCacheManager:
 
     # ---- a step --------------------------------------------------------------------------------------------------
 
+    def group_inputs(self, rows: Ints, positions: Ints, tables: Sequence[Tables]) -> list[GroupInputs]:
+        """Return what the layers of each group read and write, for fresh tokens of these rows and positions, both [T].
+
+        `tables` are the pages that they attend to. On a device the slots follow from tables there, but for those of
+        prompts that go layer by layer, which only the host knows.
+        """
+        found = []
+        for group, attended in zip(self.slots.groups, tables, strict=True):
+            t = group.tables
+            if self.kv.device.type == "cpu" or self._find_scratch(t, rows):
+                found.append(GroupInputs(t.kv, attended, self._group_slots(group, rows, positions)))
+                continue
+            L, G = t.counts.shape[1:]
+            rule = t.slot_rule(self._hole_indices(t, rows, positions))
+            found.append(GroupInputs(t.kv, attended, torch.zeros(L, G, 0, dtype=torch.int32), rule))
+        return found
+
     def slot_mapping(self, rows: Ints, positions: Ints) -> list[Tensor]:
         """Return the slots of fresh tokens of these rows at these positions, both [T], in each KV cache group.
 
@@ -257,21 +275,30 @@ class KVCacheManager:
     def _group_slots(self, group: KVCache, rows: Ints, positions: Ints) -> Tensor:
         tables = group.tables
         slots = group.slot_mapping(rows, positions)
-        evictors = [(i, e) for i, row in self.rows.items() for e in row.evictors if e.tables is tables]
-        if not evictors:
+        for evictor, layerwise in self._find_scratch(tables, rows):
+            tokens = np.flatnonzero(rows == evictor.row)
+            slots[evictor.layers[:, None], :, tokens] = layerwise.slots(positions[tokens]).T
+        hole_indices = self._hole_indices(tables, rows, positions)
+        if hole_indices is None:
             return to_device(torch.from_numpy(slots), self.kv.device)
-        holes_from = np.full(len(tables.allocated_upto), UNBOUNDED, np.int64)  # by row
-        for index, evictor in evictors:
-            tokens = np.flatnonzero(rows == index)
-            if evictor.layerwise and evictor.layerwise.scratch is not None and len(tokens):
-                slots[evictor.layers[:, None], :, tokens] = evictor.layerwise.slots(positions[tokens]).T
-            elif evictor.has_holes:
-                holes_from[index] = evictor.holes_from
-        tokens = np.flatnonzero(positions >= holes_from[rows])
+        tokens = np.flatnonzero(hole_indices >= 0)
         evicting = rows[tokens]
         in_layer = tables.window[evicting].T == NO_WINDOW
-        hole_indices = positions[tokens] - holes_from[evicting]
-        return tables.on_device.map_holes(slots, tokens, evicting, hole_indices, in_layer)
+        return tables.on_device.map_holes(slots, tokens, evicting, hole_indices[tokens], in_layer)
+
+    def _find_scratch(self, tables: BlockTables, rows: Ints) -> list[tuple[BudgetEvictor, LayerwisePrefill]]:
+        """Return the evictors of a group whose rows write into scratch pages in this step."""
+        evictors = (e for row in self.rows.values() for e in row.evictors if e.tables is tables and e.layerwise)
+        return [(e, e.layerwise) for e in evictors if e.layerwise and e.layerwise.scratch is not None and e.row in rows]
+
+    def _hole_indices(self, tables: BlockTables, rows: Ints, positions: Ints) -> Ints | None:
+        """Return the number of the hole that each token fills, or -1, int32 [T]; None where no row evicts."""
+        evictors = [e for row in self.rows.values() for e in row.evictors if e.tables is tables and e.has_holes]
+        if not evictors:
+            return None
+        holes_from = np.full(len(tables.allocated_upto), UNBOUNDED, np.int32)  # by row
+        holes_from[[e.row for e in evictors]] = [e.holes_from for e in evictors]
+        return np.maximum(positions - holes_from[rows], np.int32(-1))
 
     def begin_step(
         self, rows: Sequence[int], query_start_loc: Sequence[int], traces: Mapping[int, AttentionTrace]
@@ -320,10 +347,10 @@ class KVCacheManager:
             found = [(e, n) for row, n in due.items() for e in row.evictors if e.tables is tables]
             evict_rows([e for e, _ in found], [n for _, n in found])
 
-    def reject(self, slots: Sequence[Tensor]) -> None:
-        """Turn the slots of rejected drafts into holes: those of each KV cache group, [L, G, n]."""
-        for tables, own in zip(self.slots.tables, slots, strict=True):
-            tables.reject(own)
+    def reject(self, rows: Ints, positions: Ints) -> None:
+        """Turn the slots of rejected drafts, of these rows at these positions, both [n], into holes."""
+        for tables, slots in zip(self.slots.tables, self.slot_mapping(rows, positions), strict=True):
+            tables.reject(slots)
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Record how long a step took that waited for no load."""

@@ -91,7 +91,7 @@ class Drafter:
             request.score_decay = None  # no masses for requests that are not drafted for in this round
         prepared = [(r, n) for r, n in draft_limits if self._prepare(r, n)]  # of all: one may need another's copy
         ready: list[tuple[Request, int]] = []
-        written: list[list[Tensor]] = []  # the slot mappings of each pass
+        written: list[Batch] = []  # of each pass
         for request, limit in prepared:
             assert request.row is not None
             self._fill_tables(request, limit)
@@ -100,12 +100,13 @@ class Drafter:
 
         def forward(active: Sequence[int], latest: Sequence[int], step: int) -> Tensor:
             batch = self._build_batch([ready[j][0] for j in active], latest, step)
-            written.append([g.slot_mapping for g in batch.groups])
+            written.append(batch)
             return runner.forward(batch)
 
         draft_autoregressive(ready, forward)
         if written:  # verification writes these slots again
-            cache.reject([torch.cat(slots, -1) for slots in zip(*written, strict=True)])
+            rows = torch.cat([batch.token_rows for batch in written])
+            cache.reject(rows.numpy(), torch.cat([batch.positions for batch in written]).numpy())
 
     def _prepare(self, request: Request, num_drafts: int) -> bool:
         """Own the pages of drafts, and extend the copy or ask for masses. Returns whether the request can have drafts.

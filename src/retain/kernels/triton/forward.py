@@ -20,12 +20,11 @@ from retain.kernels.reference.program import TorchProgram
 from retain.kernels.reference.rows import split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
-from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.plan import plan_attention, request_tiles
-from retain.kernels.triton.step_inputs import DeviceStep, insert_pending_tokens
+from retain.kernels.triton.step_inputs import DeviceStep, upload_step
 from retain.kernels.weight import Weight
 
 
@@ -195,24 +194,8 @@ class TritonProgram(TorchProgram[DeviceStep]):
             plan_attention(g.tables, H // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring) if H else None
             for g, H in zip(batch.groups, num_heads, strict=True)
         ]
-        pending = batch.pending_tokens
-        sources = pending.sources if pending else batch.positions[:0]
-        inputs = batch.input_ids, batch.positions, batch.logits_indices, sources
-        input_ids, positions, logits_indices, sources = upload(inputs, self.device)
-        if pending:
-            insert_pending_tokens(input_ids, sources, pending.sampled)
-        step = DeviceStep(
-            input_ids=input_ids,
-            positions=positions,
-            logits_indices=logits_indices,
-            groups=[replace(g, slot_mapping=to_device(g.slot_mapping, self.device)) for g in batch.groups],
-            layers=batch.layers,
-            plans=plans,
-            requests=request_tiles(batch.groups[0].tables, self.device),
-            before_attention=batch.before_attention,
-            after_attention=batch.after_attention,
-        )
-        return self._run_ops(step)
+        requests = request_tiles(batch.groups[0].tables, self.device)
+        return self._run_ops(upload_step(batch, plans, requests, self.device))
 
     def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
         return experts.mix_experts(x, scores, w)

@@ -22,7 +22,7 @@ from retain.kernels.scoring import AttentionScoring
 from retain.kernels.transfers import pin
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
-from retain.kernels.triton.step_inputs import DeviceStep, insert_pending_tokens
+from retain.kernels.triton.step_inputs import DeviceStep, FreshTokens, fresh_token_arrays, insert_pending_tokens
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 CAPTURE_AFTER = 2  # a shape is captured when it comes for this time; before, its steps run operation by operation
@@ -72,6 +72,9 @@ def inputs_of(shape: GraphShape) -> dict[str, NDArray[Any]]:
         "input_ids": np.zeros(T, np.int64),
         "sources": int32(T, -1),  # of pending tokens
         "positions": int32(T, -1),
+        "rows": int32(T),
+        "last_positions": int32(T),
+        "hole_indices": int32(len(shape.groups) * T, -1),
         "tiles": int32(6 * B),
     }
     if shape.noise_mode is not None:
@@ -121,13 +124,29 @@ class GraphInputs:
         for name, x in vars(batch.scoring).items() if batch.scoring else ():
             host[name][: len(x)] = x.numpy()
         self._fill_tiles(batch)
+        if any(group.slot_rule for group in batch.groups):
+            self._fill_slot_inputs(batch)
         self._upload()
         views = self.device_views
         if pending:
             insert_pending_tokens(views["input_ids"], views["sources"], pending.sampled)
-        for slots, group in zip(self.slot_mappings, batch.groups, strict=True):
-            slots[..., :T].copy_(group.slot_mapping, non_blocking=True)
-            slots[..., T:] = 0
+        fresh = FreshTokens(views["rows"], views["positions"], views["last_positions"])
+        holes = views["hole_indices"].view(len(batch.groups), -1)
+        for slots, group, hole_indices in zip(self.slot_mappings, batch.groups, holes, strict=True):
+            if group.slot_rule:
+                fresh.map_slots(group.slot_rule, hole_indices, group.kv.page_size, slots)
+            else:
+                slots[..., :T].copy_(group.slot_mapping, non_blocking=True)
+                slots[..., T:] = 0
+
+    def _fill_slot_inputs(self, batch: Batch) -> None:
+        """Fill what the slots of fresh tokens follow from."""
+        T = len(batch.input_ids)
+        self.host["rows"][:T], self.host["last_positions"][:T] = fresh_token_arrays(batch)
+        holes = self.host["hole_indices"].reshape(len(batch.groups), -1)
+        for own, group in zip(holes, batch.groups, strict=True):
+            if group.slot_rule and group.slot_rule.hole_indices is not None:
+                own[:T] = group.slot_rule.hole_indices.numpy()
 
     def _fill_tiles(self, batch: Batch) -> None:
         rows = batch.rows.numpy()

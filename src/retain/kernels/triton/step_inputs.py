@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.api import GroupInputs
+from retain.kernels.api import Batch, GroupInputs
 from retain.kernels.reference.program import Step
+from retain.kernels.slot_rule import SlotRule
+from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import step_kernels
 from retain.kernels.triton.plan import AttentionPlan
 
@@ -54,3 +58,70 @@ def insert_pending_tokens(input_ids: Tensor, sources: Tensor, sampled: Tensor) -
     """Replace ids [T] of pending tokens in place; all tensors are those of `PendingTokens`, on the device."""
     T = len(input_ids)
     step_kernels.insert_pending_tokens[(triton.cdiv(T, BLOCK_TOKENS),)](input_ids, sources, sampled, T, T=BLOCK_TOKENS)
+
+
+@dataclass(frozen=True)
+class FreshTokens:
+    """What slots follow from beside tables, of each fresh token, int32 [T] on the device."""
+
+    rows: Tensor
+    positions: Tensor  # -1 for those of padding requests
+    last_positions: Tensor  # the newest position of the token's request
+
+    def map_slots(self, rule: SlotRule, hole_indices: Tensor, page_size: int, out: Tensor) -> None:
+        """Write the slots of a group into `out` [L, G, T]. `hole_indices` are those of the rule, on the device."""
+        L, G, T = out.shape
+        has_holes = rule.hole_indices is not None and rule.holes.shape[-1] > 0
+        step_kernels.map_slots[(triton.cdiv(T, BLOCK_TOKENS), L * G)](
+            out, self.rows, self.positions, self.last_positions, hole_indices, T,
+            rule.pages, *rule.pages.stride()[:3], rule.windows, rule.windows.stride(0),
+            rule.ring_base, rule.ring_base.stride(0), rule.capacity, rule.capacity.stride(0),
+            rule.holes if has_holes else rule.pages, *rule.holes.stride()[:3],
+            G=G, S=page_size, T=BLOCK_TOKENS, HOLES=has_holes, KEEPS_LAST=rule.keeps_last,
+        )  # fmt: skip
+
+
+def fresh_token_arrays(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the row and the newest position of the request of each fresh token, int32 [T] each."""
+    starts = batch.query_start_loc.numpy()
+    counts = np.diff(starts)
+    last = batch.positions.numpy()[np.maximum(starts[1:] - 1, 0)]
+    return np.repeat(batch.rows.numpy(), counts), np.repeat(last, counts)
+
+
+def upload_step(
+    batch: Batch, plans: Sequence[AttentionPlan | None], requests: Tensor, device: torch.device
+) -> DeviceStep:
+    """Return a step on the device; `plans` and `requests` are there, see DeviceStep."""
+    pending = batch.pending_tokens
+    rules = [group.slot_rule for group in batch.groups]
+    none = batch.positions[:0]
+    indices = [none if rule is None or rule.hole_indices is None else rule.hole_indices for rule in rules]
+    rows, last_positions = map(torch.from_numpy, fresh_token_arrays(batch)) if any(rules) else (none, none)
+    inputs = batch.input_ids, batch.positions, batch.logits_indices, pending.sources if pending else none
+    uploaded = upload((*inputs, rows, last_positions, *indices), device)
+    input_ids, positions, logits_indices, sources, rows, last_positions, *indices = uploaded
+    if pending:
+        insert_pending_tokens(input_ids, sources, pending.sampled)
+    fresh = FreshTokens(rows, positions, last_positions)
+    return DeviceStep(
+        input_ids=input_ids,
+        positions=positions,
+        logits_indices=logits_indices,
+        groups=[_map_group(group, fresh, own, device) for group, own in zip(batch.groups, indices, strict=True)],
+        layers=batch.layers,
+        plans=plans,
+        requests=requests,
+        before_attention=batch.before_attention,
+        after_attention=batch.after_attention,
+    )
+
+
+def _map_group(group: GroupInputs, fresh: FreshTokens, hole_indices: Tensor, device: torch.device) -> GroupInputs:
+    """Return the inputs of a group with the slots of its fresh tokens on the device."""
+    if group.slot_rule is None:
+        return replace(group, slot_mapping=to_device(group.slot_mapping, device))
+    L, G, _ = group.slot_mapping.shape
+    slots = torch.empty(L, G, len(fresh.positions), dtype=torch.int32, device=device)
+    fresh.map_slots(group.slot_rule, hole_indices, group.kv.page_size, slots)
+    return replace(group, slot_mapping=slots, slot_rule=None)

@@ -22,7 +22,7 @@ class DemotedBlockTables:
         self.store = store
         self.pages: Ints = np.zeros((num_rows, num_layers, kv_heads, -(-max_tokens // store.page_size)), np.int32)
         self.counts: Ints = np.zeros((num_rows, num_layers, kv_heads), np.int32)
-        self.rows = DeviceRows([self.pages, self.counts], store.kv.device)
+        self.rows = DeviceRows([self.pages, self.counts], store.kv.device, self.counts)
 
     def build_tables(self, rows: Tensor) -> api.DemotedTables:
         """Return the tables of all layers for a step of these rows, int32 [B] on the host."""

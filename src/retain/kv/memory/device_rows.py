@@ -1,4 +1,4 @@
-"""Arrays of rows where kernels read them: on a CPU the same memory, on another device a copy, row by row."""
+"""Arrays of rows where kernels read them: on a CPU the same memory, on another device a copy."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ from collections.abc import Sequence
 
 import torch
 
-from retain.kernels.transfers import pin
+from retain.kernels.transfers import upload
 from retain.types import Ints
 
 
 class DeviceRows:
     """Copies of arrays whose first dimension is the row. Whatever changes a row of an array marks the row dirty."""
 
-    def __init__(self, arrays: Sequence[Ints], device: torch.device):
+    def __init__(self, arrays: Sequence[Ints], device: torch.device, counts: Ints | None = None):
+        """`counts` [N, ...]: kernels read no more than so many entries of the last dimension of the first array."""
         self.host_tensors = [torch.from_numpy(x) for x in arrays]
-        self.tensors = [x.to(device) for x in self.host_tensors]
+        self.tensors = self.host_tensors if device.type == "cpu" else [x.to(device) for x in self.host_tensors]
         self.device = device
+        self.counts = counts
         self.dirty_rows = set[int]()
 
     def mark_dirty(self, row: int) -> None:
@@ -24,8 +26,18 @@ class DeviceRows:
         self.dirty_rows.add(row)
 
     def upload(self) -> None:
-        """Copy dirty rows to the device."""
-        for row in self.dirty_rows if self.device.type != "cpu" else ():
-            for host, device in zip(self.host_tensors, self.tensors, strict=True):
-                device[row].copy_(pin(host[row], self.device), non_blocking=True)
+        """Copy dirty rows to the device, all together."""
+        rows = sorted(self.dirty_rows)
         self.dirty_rows.clear()
+        if not rows or self.tensors is self.host_tensors:
+            return
+        sources = self.host_tensors.copy()
+        targets = self.tensors.copy()
+        if self.counts is not None:
+            n = int(self.counts[rows].max())
+            sources[0] = sources[0][..., :n]
+            targets[0] = targets[0][..., :n]
+        index = torch.tensor(rows)
+        on_device, *changed = upload((index, *(x[index] for x in sources)), self.device)
+        for target, x in zip(targets, changed, strict=True):
+            target.index_copy_(0, on_device, x)

@@ -41,7 +41,7 @@ class DeviceTables:
     ):
         N, L, G, _ = pages.shape
         self.dense: Ints = np.zeros(N, np.int32)
-        self.rows = DeviceRows([pages, counts, windows, self.dense], device)
+        self.rows = DeviceRows([pages, counts, windows, self.dense], device, counts)
         self.counts = counts
         self.device = device
         self.demoted = demoted
@@ -112,6 +112,12 @@ class DeviceTables:
             holes = self.holes[r.long(), :, :, i.long()].permute(1, 2, 0)  # [L, G, t]
             found[:, :, tokens] = torch.where(evicts[:, None], holes, found[:, :, tokens])
         return found
+
+    def slot_sources(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return pages, windows and holes as they are now, see `SlotRule`."""
+        self.rows.upload()
+        pages, _, windows, _ = self.rows.tensors
+        return pages, windows, self.holes
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> Tables:
         """Return the tables of all layers for a step; rows [B] and query_start_loc [B + 1] are int32 on the host."""
