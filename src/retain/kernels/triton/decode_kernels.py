@@ -101,8 +101,8 @@ def attention_decode(
     is_dense = window < 0  # false, as a tensor
     if DENSE:
         is_dense = (window == NO_WINDOW) & (tl.load(dense + row) != 0)
-        # No slot behind the newest query is visible. A maximum of p here is wrong on Hopper: the compiler makes it one
-        # conditional instruction (REDUX) where a tile has 32 rows, and goes on before its result is there.
+        # No slot behind the newest query is visible. A maximum of p under a condition was wrong on an H200 in tiles of
+        # 32 rows, where it is one instruction (docs/log/gpu.md); the last token is the newest.
         if not UPDATE_MASS:
             newest = tl.load(q_pos + first + tokens - 1)
             end = tl.where(is_dense, tl.minimum(end, (newest + N) // N), end)
