@@ -56,6 +56,25 @@ def erfinv(x):
 
 
 @triton.jit
+def negative_log(u):
+    """Return -ln of positive numbers, as exact as tl.log, without its special cases.
+
+    u = 2^e (1 + f) with f in [-1/3, 1/3]; ln(1 + f) = f + f^2 p(f) with the polynomial p that errs least.
+    """
+    bits = u.to(tl.int32, bitcast=True)
+    exponent = (bits - 0x3F2AAAAB) & -8388608  # e 2^23
+    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
+    p = f * 0.14025913178920746 - 0.15388622879981995
+    p = p * f + 0.13995899260044098
+    p = p * f - 0.16415943205356598
+    p = p * f + 0.20011162757873535
+    p = p * f - 0.2500782012939453
+    p = p * f + 0.33333197236061096
+    p = p * f - 0.49999937415122986
+    return exponent.to(tl.float32) * -8.262958294867817e-08 - (p * (f * f) + f)  # 2^-23 ln 2
+
+
+@triton.jit
 def draws_noise(kind):
     """Return whether a request draws noise that differs from slot to slot."""
     return (kind == _GUMBEL) | (kind == _GAUSSIAN)
@@ -80,32 +99,13 @@ def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
         u = mix_bits(keys[:, None] + GOLDEN_RATIO * pos[None, :].to(tl.uint32)) >> 9
         u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: strictly between 0 and 1
         if NOISE != ONLY_GAUSSIAN:
-            y = -tl.log(-tl.log(u))
+            y = negative_log(negative_log(u))
         if NOISE == ONLY_GAUSSIAN:
             y = 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0)
         if NOISE == MIXED:
             y = tl.where(kind == _GAUSSIAN, 1.2825498 * 1.4142135623730951 * erfinv(2.0 * u - 1.0), y)
         x += tl.where(draws_noise(kind), y * LOG2E, 0.0)
     return x
-
-
-@triton.jit
-def negative_log(u):
-    """Return -ln of numbers strictly between 0 and 1, as exact as tl.log, without its special cases.
-
-    u = 2^e (1 + f) with f in [-1/3, 1/3]; ln(1 + f) = f + f^2 p(f) with the polynomial p that errs least.
-    """
-    bits = u.to(tl.int32, bitcast=True)
-    exponent = (bits - 0x3F2AAAAB) & -8388608  # e 2^23
-    f = (bits - exponent).to(tl.float32, bitcast=True) - 1.0
-    p = f * 0.14025913178920746 - 0.15388622879981995
-    p = p * f + 0.13995899260044098
-    p = p * f - 0.16415943205356598
-    p = p * f + 0.20011162757873535
-    p = p * f - 0.2500782012939453
-    p = p * f + 0.33333197236061096
-    p = p * f - 0.49999937415122986
-    return exponent.to(tl.float32) * -8.262958294867817e-08 - (p * (f * f) + f)  # 2^-23 ln 2
 
 
 @triton.jit
