@@ -70,7 +70,7 @@ def load_slot_scales(scales, page, place, there, S: tl.constexpr, D: tl.constexp
 @triton.jit
 def attend_blocks(
     begin, end, row_max, row_sum, acc, z_max, z_sum,
-    q, p, slope, factor, softcap, window, is_dense, newest,
+    q, p, slope, factor, softcap, window, is_dense, oldest, newest,
     k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr,
@@ -79,8 +79,8 @@ def attend_blocks(
 ):  # fmt: skip
     """Go on with the softmax of a tile over blocks of slots: all rows see them, or MASKED says which do.
 
-    Products are scores but for `unit`, which costs nothing as part of the exponent. Biases are relative to one slot of
-    a block. Changed WEIGHTS have the sum z_sum relative to row_max, those of changed SCORES relative to z_max.
+    Products are scores but for `unit`, which costs nothing as part of the exponent. Biases are relative to a position
+    nearby. Changed WEIGHTS have the sum z_sum relative to row_max, those of changed SCORES relative to z_max.
     """
     CAPPED: tl.constexpr = SOFTCAP or (QUANTIZED and not K_GROUP)  # products that `unit` cannot make scores
     n, d, e = tl.arange(0, N), tl.arange(0, DP), tl.arange(0, VP)
@@ -96,7 +96,7 @@ def attend_blocks(
             slot_pos = tl.where(is_dense, slot_pos, loaded)
             there = exists & (slot_pos >= 0) & (slot_pos <= newest)
             slot_pos = tl.where(there, slot_pos, _BEHIND_ALL)
-            base = tl.min(slot_pos, 0)
+            base = oldest
         kt = load_vectors(
             k, k_scales, page[None, :], place[None, :], d[:, None], there[None, :], S, D, DP, K_PAGE, K_GROUP, False
         )
@@ -177,7 +177,9 @@ def attention_prefill(
         other=0.0,
     ).to(DOT)  # [M, DP]
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
-    newest, oldest = tl.max(p, 0), tl.min(tl.where(valid, p, 2**30), 0)
+    # Not the least and the largest of p: see decode_kernels.py. The positions of a request ascend.
+    oldest = tl.load(q_pos + first + m0 // R)
+    newest = tl.load(q_pos + first + tl.minimum((m0 + M - 1) // R, tokens - 1))
     window = tl.load(windows + row * window_row)
     slope = p
     if ALIBI:  # of one query head it is one number, because a number for each row and slot would stay in registers
@@ -220,14 +222,14 @@ def attention_prefill(
     if DENSE:
         row_max, row_sum, acc, z_max, z_sum = attend_blocks(
             0, full, row_max, row_sum, acc, z_max, z_sum,
-            q, p, slope, factor, softcap, window, is_dense, newest,
+            q, p, slope, factor, softcap, window, is_dense, oldest, newest,
             k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
             S, D, DP, V, VP, N, False, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
             K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
         )  # fmt: skip
     row_max, row_sum, acc, z_max, z_sum = attend_blocks(
         full, end, row_max, row_sum, acc, z_max, z_sum,
-        q, p, slope, factor, softcap, window, is_dense, newest,
+        q, p, slope, factor, softcap, window, is_dense, oldest, newest,
         k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
         S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
         K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,

@@ -113,7 +113,7 @@ def recompute_mass(
         is_dense = tl.load(dense + row) != 0
     loaded = tl.load(pos + page * S + place, mask=there & (is_dense == 0), other=-1)
     slot_pos = tl.where(is_dense, i * N + n, loaded)
-    base = tl.max(slot_pos, 0)
+    base = tl.max(slot_pos.to(tl.float32), 0).to(tl.int32)  # of integers it is wrong on Hopper: see decode_kernels.py
     keys = load_vectors(
         k, k_scales, page[:, None], place[:, None], d[None, :], there[:, None], S, D, DP, K_PAGE, K_GROUP, False
     ).to(DOT)
