@@ -57,7 +57,10 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     assert not any(line["fused"] for line in lines if line["kernel"] in not_fused), "rounded once, not twice"
     # REDUX under a condition gave wrong numbers on an H200; see docs/log/gpu.md.
     assert not any(line["conditional reductions"] for line in lines)
-    assert max(line["spills"] for line in lines) <= 64
+    # Prompts whose scores have temperatures spill: few policies need them, and smaller blocks change bits of outputs.
+    changes_scores = [line for line in lines if line["kernel"] == "attention_prefill" and line["CHANGE"] == 2]
+    assert max(line["spills"] for line in lines if line not in changes_scores) <= 64
+    assert max(line["spills"] for line in changes_scores) <= 512
 
 
 @pytest.mark.slow
