@@ -14,7 +14,6 @@ from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
 
-import torch
 from torch import Tensor
 
 from retain.engine.batch_builder import build_batch
@@ -198,9 +197,12 @@ class Engine:
         Returns the logits that requests need.
         """
         needed_logits: dict[Request, Tensor] = {}
-        for s, rows in zip(scheduled, torch.split(logits, [s.num_logits for s in scheduled]), strict=True):
+        end = 0
+        for s in scheduled:
+            end += s.num_logits
             if s.request.row is not None and not s.request.drafts:
-                needed_logits |= self._select_logits(s, rows)
+                for request in self._complete(s):
+                    needed_logits[request] = logits[end - s.num_logits : end]
                 self._commit_request(s.request, s.num_tokens)
         self.cache.evict()
         for request in (s.request for s in scheduled):
@@ -222,16 +224,16 @@ class Engine:
             self._commit_request(s.request, s.num_tokens - n)
         self.cache.evict()
 
-    def _select_logits(self, s: ScheduledRequest, logits: Tensor) -> dict[Request, Tensor]:
-        """Return logits [n, V] for the request and for followers whose prompt completes, where they need them."""
-        needed: dict[Request, Tensor] = {}
+    def _complete(self, s: ScheduledRequest) -> list[Request]:
+        """Count the prompts of followers that complete with their leader. Returns those of all that need its logits."""
+        needing: list[Request] = []
         for request in self.sharing.completing(s.request, s.num_tokens):
-            if (request.input.needs_logits or request.input.needs_prompt_logits) and len(logits):
-                needed[request] = logits
-                request.num_logits_read += len(logits)
+            if (request.input.needs_logits or request.input.needs_prompt_logits) and s.num_logits:
+                needing.append(request)
+                request.num_logits_read += s.num_logits
             if request is not s.request:
                 request.num_computed_tokens = len(request.prompt)
-        return needed
+        return needing
 
     def _commit_request(self, request: Request, num_tokens: int) -> None:
         """Count `num_tokens` of a running request as computed; evict, unless a scoring pass is due first."""

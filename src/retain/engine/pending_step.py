@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -38,19 +37,20 @@ def insert_pending_tokens(
     if not pending_steps:
         return batch
     starts = batch.query_start_loc.tolist()
-    fresh = {s.request: range(*bounds) for s, *bounds in zip(scheduled, starts, starts[1:], strict=False)}
-    next_index = {
-        s.request: start + len(s.request.tokens) - s.request.num_computed_tokens
-        for s, start in zip(scheduled, starts, strict=False)
-        if s.request.num_pending_tokens and not s.request.scoring
-    }
-    sources = np.full(len(batch.input_ids), -1, np.int32)
+    fresh: dict[Request, range] = {}  # the fresh tokens of requests with pending ones
+    next_index: dict[Request, int] = {}  # of the fresh token that the next pending one is
+    for s, start, end in zip(scheduled, starts, starts[1:], strict=False):
+        if s.request.num_pending_tokens and not s.request.scoring:
+            fresh[s.request] = range(start, end)
+            next_index[s.request] = start + len(s.request.tokens) - s.request.num_computed_tokens
+    sources = [-1] * len(batch.input_ids)
     sampled: list[Tensor] = []  # of the steps that have some of these tokens
     num_sampled = 0
     for step in pending_steps if next_index else ():
         is_used = False
         for request, row in zip(step.samples.requests, step.samples.starts, strict=False):
-            if (index := next_index.get(request)) is None:
+            index = next_index.get(request)
+            if index is None:
                 continue
             next_index[request] = index + 1
             if index in fresh[request]:  # an older pending token is computed already
@@ -62,4 +62,4 @@ def insert_pending_tokens(
     if not sampled:
         return batch
     tokens = sampled[0] if len(sampled) == 1 else torch.cat(sampled)
-    return replace(batch, pending_tokens=PendingTokens(tokens, torch.from_numpy(sources)))
+    return replace(batch, pending_tokens=PendingTokens(tokens, torch.tensor(sources, dtype=torch.int32)))

@@ -36,8 +36,10 @@ class PromptSharing:
 
     def completing(self, request: Request, num_tokens: int) -> list[Request]:
         """Return the request; and its followers, if `num_tokens` more complete its prompt for the first time."""
-        ends = request.num_computed_tokens + num_tokens == len(request.prompt) and not request.scoring
-        return [request, *(f for f in self.followers(request) if ends and not f.num_computed_tokens)]
+        followers = self.followers(request)
+        if not followers or request.num_computed_tokens + num_tokens != len(request.prompt) or request.scoring:
+            return [request]
+        return [request, *(f for f in followers if not f.num_computed_tokens)]
 
     def release(self, request: Request) -> list[Request]:
         """End the sharing of a leader. Returns its followers that have not ended."""

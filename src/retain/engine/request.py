@@ -195,8 +195,9 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         """Tokens to be computed before the next step towards the answer can be taken."""
-        num_left = len(self.tokens) + self.num_pending_tokens - self.num_computed_tokens
-        return s.num_left if (s := self.scoring) else num_left
+        if s := self.scoring:
+            return s.num_left
+        return len(self.tokens) + self.num_pending_tokens - self.num_computed_tokens
 
     @property
     def num_tokens(self) -> int:
@@ -206,8 +207,10 @@ class Request:
     @property
     def awaits_tokens(self) -> bool:
         """Whether nothing can be computed before pending tokens are known; the last one is never computed."""
+        if not self.num_pending_tokens:
+            return False
         num_tokens = self.num_output_tokens + self.num_pending_tokens
-        return self.num_pending_tokens > 0 and (self.needs_token_values or num_tokens >= self.input.max_tokens)
+        return self.needs_token_values or num_tokens >= self.input.max_tokens
 
     @property
     def next_position(self) -> int:

@@ -177,7 +177,8 @@ def mask_stop_tokens(
     rows = [
         i
         for i, (request, before) in enumerate(zip(requests, drafts, strict=True))
-        if request.input.stop_ids
+        if request.params.min_tokens
+        and request.input.stop_ids
         and request.num_output_tokens + request.num_pending_tokens + len(before) < request.params.min_tokens
     ]
     if not rows:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from retain.engine.cache_interface import RequestRow, SchedulerCache
 from retain.engine.prompt_sharing import PromptSharing
@@ -25,8 +25,7 @@ from retain.engine.request import Request
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ScheduledRequest:
+class ScheduledRequest(NamedTuple):
     """A request, and how many of its next tokens the step computes, drafts among them."""
 
     request: Request
@@ -67,8 +66,9 @@ class Scheduler:
         num_waiting = len(self.waiting)
         running = sorted((r for r in self.running if not r.awaits_tokens), key=lambda r: r.id)
         turns = [r for r in running if r.num_uncomputed_tokens > 1]
+        prompts = set(turns)
         for request in running:
-            if left and request not in turns and request.row is not None:  # an older request may have taken its row
+            if left and request not in prompts and request.row is not None:  # an older request may have taken its row
                 left -= self._schedule_request(request, left, scheduled)
         waiting = [r for r in self.waiting if not r.awaits_tokens] if len(self.waiting) <= num_waiting else []
         turns = [*(r for r in turns if r.row is not None), *waiting]
@@ -100,16 +100,17 @@ class Scheduler:
         """Schedule as many tokens of a running request as possible. Returns their number."""
         assert request.row is not None
         limit = self._token_limit(request)
-        n = min(request.num_uncomputed_tokens + len(request.drafts), token_budget, limit)
+        num_uncomputed = request.num_uncomputed_tokens
+        n = min(num_uncomputed + len(request.drafts), token_budget, limit)
         if n < limit and request.row.needs_single_step:
             return 0  # until a step has room for all of it
-        if request.drafts and not self._reserve(request, n):
-            n = 1  # no request is preempted for drafts
-        request.trim_drafts(n)
+        if request.drafts:
+            n = n if self._reserve(request, n) else 1  # no request is preempted for drafts
+            request.trim_drafts(n)
         if not self._reserve_or_preempt(request, n):
             return 0
         scheduled.append(ScheduledRequest(request, n, request.num_logits(n)))
-        if request.num_uncomputed_tokens > 1:
+        if num_uncomputed > 1:
             self._count_turn(request.input.owner)
         return n
 

@@ -74,6 +74,7 @@ class Row:
         self.parts = parts
         self.policy = policy
         self.groups = parts.slots.tables
+        self.has_states = any(tables.is_state for tables in self.groups)
         self.tables = self.groups[0]
         self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
@@ -201,14 +202,14 @@ class Row:
         """
         next_eviction = self.evictors[0].next_eviction if self.evictors else UNBOUNDED
         next_snapshot = UNBOUNDED
-        if any(t.is_state for t in self.groups):  # those of earlier positions are gone after a step
+        if self.has_states:  # those of earlier positions are gone after a step
             next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
         return min(next_eviction, next_snapshot, self.masses_due or UNBOUNDED) - num_computed_tokens
 
     @property
     def needs_single_step(self) -> bool:
         """Whether all tokens up to the next eviction must be computed in one step."""
-        return any(evictor.layerwise is not None for evictor in self.evictors)
+        return bool(self.evictors) and any(evictor.layerwise is not None for evictor in self.evictors)
 
     @property
     def max_step_tokens(self) -> int:
@@ -323,7 +324,7 @@ class Row:
 
     def evicts_at(self, num_computed_tokens: int) -> bool:
         """Return whether the row must evict when so many tokens are computed."""
-        return any(num_computed_tokens >= evictor.next_eviction for evictor in self.evictors)
+        return bool(self.evictors) and any(num_computed_tokens >= e.next_eviction for e in self.evictors)
 
     def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
         """Count a step: without uncomputed tokens rings shrink to their windows.
