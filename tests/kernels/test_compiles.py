@@ -20,6 +20,8 @@ answer = LLM("random:tiny").generate("hello", SamplingParams(max_tokens=3, tempe
 assert len(answer.token_ids) == 3 and "not installed" in kernels.import_backend("triton").unavailable_reason()
 """
 
+# Kernels that are compiled anew for addresses of counts and of windows in tables that 16 bytes do not divide.
+SPECIALIZED = ("attention_decode", "attention_prefill", "merge_splits", "accumulate_mass", "recompute_mass")
 GPU_TOOL = Path(__file__).parents[2] / "tools" / "gpu.py"
 
 
@@ -67,3 +69,17 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
 def test_runs_without_triton() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_TRITON_SCRIPT], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-2000:]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not triton.is_interpreted(), reason="the program that counts must not find a GPU")
+@pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4"])
+def test_sizes_of_steps_and_addresses_make_no_variants(policy: str) -> None:
+    """A server that has compiled a kernel for some constants never compiles it again, whatever its requests are."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.helpers.compiled_variants", policy]
+    run = subprocess.run(command, env=env, cwd=GPU_TOOL.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    counts = json.loads(run.stdout)
+    assert counts.keys() >= {"norm", "write", "activation"}
+    assert not {name: n for name, n in counts.items() if n[0] > n[1] and name not in SPECIALIZED}

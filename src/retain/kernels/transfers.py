@@ -12,6 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+ALIGNMENT = 16  # bytes: kernels are compiled anew for arguments that lie elsewhere
+
 
 def pin(x: Tensor, device: torch.device) -> Tensor:
     """Return a copy of x in pinned memory where `device` is a GPU; else x itself."""
@@ -32,7 +34,7 @@ def upload(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Return small tensors of the host on a device, by one copy: to begin one takes longer than to run it."""
     if device.type == "cpu":
         return list(tensors)
-    sizes = [-(-x.nbytes // 8) * 8 for x in tensors]  # so that each begins where any dtype may
+    sizes = [-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in tensors]
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=device.type == "cuda")
     for part, x in zip(torch.split(buffer, sizes), tensors, strict=True):
         part[: x.nbytes].view(x.dtype).copy_(x.flatten())

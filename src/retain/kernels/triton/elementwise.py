@@ -8,7 +8,7 @@ import triton.language as tl
 SILU, RELU, GELU, GELU_TANH, SIGMOID, SWIGLU_OAI = (tl.constexpr(i) for i in range(6))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def norm(
     x, x_row, out, out_row, weight, bias, tokens, n, eps,
     T: tl.constexpr, BLOCK: tl.constexpr, SUBTRACT_MEAN: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
@@ -30,7 +30,7 @@ def norm(
     tl.store(to, y.to(out.dtype.element_ty), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def activation(
     x, x_row, out, tokens, n, T: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
@@ -81,7 +81,7 @@ def apply_rope(x, out, d, mask, pos, freqs, n, attention_factor, INTERLEAVED: tl
     tl.store(out + d, tl.load(x + d, mask=mask).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def rope(
     x, x_token, x_head, out, pos, tokens, freqs, n, attention_factor,
     H: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, T: tl.constexpr, INTERLEAVED: tl.constexpr,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retain.kernels.api import Batch, GroupInputs
 from retain.kernels.scoring import AttentionScoring
-from retain.kernels.transfers import pin
+from retain.kernels.transfers import ALIGNMENT, pin
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
 from retain.kernels.triton.step_inputs import DeviceStep, FreshTokens, fresh_token_arrays, insert_pending_tokens
@@ -89,14 +89,16 @@ class GraphInputs:
     def __init__(self, shape: GraphShape, device: torch.device):
         inputs = inputs_of(shape)
         self.device = device
-        self.host_buffer = np.concatenate([x.view(np.int32) for x in inputs.values()])
+        starts = np.cumsum([0, *(-(-x.nbytes // ALIGNMENT) * (ALIGNMENT // 4) for x in inputs.values())]).tolist()
+        self.host_buffer = np.zeros(starts[-1], np.int32)
         self.device_buffer = torch.zeros(len(self.host_buffer), dtype=torch.int32, device=device)
         self.slot_mappings = [torch.zeros(g.L, g.G, shape.T, dtype=torch.int32, device=device) for g in shape.groups]
-        ends = np.cumsum([x.nbytes // 4 for x in inputs.values()]).tolist()
         self.host: dict[str, NDArray[Any]] = {}
         self.device_views: dict[str, Tensor] = {}
-        for (name, x), begin, end in zip(inputs.items(), [0, *ends], ends, strict=False):
+        for (name, x), begin in zip(inputs.items(), starts, strict=False):
+            end = begin + x.nbytes // 4
             self.host[name] = self.host_buffer[begin:end].view(x.dtype)
+            self.host[name][:] = x
             self.device_views[name] = self.device_buffer[begin:end].view(torch.from_numpy(x).dtype)
         self._upload()
 

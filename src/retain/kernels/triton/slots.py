@@ -28,7 +28,7 @@ def store_int8(x, to, scales, mask, valid):
     tl.store(scales, scale.to(tl.bfloat16), mask=valid)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots", "slot_head", "slot_token"])
 def write(
     slots, slot_head, slot_token, k, k_token, k_head, v, v_token, v_head, pos, tokens,
     to_k, to_v, k_scales, v_scales, to_pos, mass, freqs, n, attention_factor, q, q_token, q_head, rotated_q,

@@ -22,8 +22,8 @@ def insert_pending_tokens(input_ids, sources, sampled, tokens, T: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=[
-        "tokens", "page_row", "page_layer", "page_head", "window_row", "base_row", "capacity_row",
-        "hole_row", "hole_layer", "hole_head",
+        "slots", "hole_indices", "tokens", "page_row", "page_layer", "page_head", "window_row", "base_row",
+        "capacity_row", "hole_row", "hole_layer", "hole_head",
     ]
 )  # fmt: skip
 def map_slots(
