@@ -1,7 +1,8 @@
 """Programs of the triton backend: those of the reference, with kernels of this folder where torch would launch several.
 
-Rows and weights have the program's dtype. Quantized weights become dense, because no kernel here reads them. A step in
-which all requests have equally many fresh tokens runs as a CUDA graph (graphs.py), any other operation by operation.
+Rows and weights have the program's dtype. Quantized weights of linear layers and embeddings stay in their bits
+(packed_weight.py); those of experts become dense, because no kernel here reads them. A step in which all requests have
+equally many fresh tokens runs as a CUDA graph (graphs.py), any other operation by operation.
 """
 
 from __future__ import annotations
@@ -9,23 +10,26 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from retain.kernels.api import ACTIVATIONS, Batch
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.experts import Experts
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.program import TorchProgram
 from retain.kernels.reference.rows import split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
-from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention
+from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention, packed_weight
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
+from retain.kernels.triton.packed_weight import PackedWeight
 from retain.kernels.triton.plan import plan_attention, request_tiles
 from retain.kernels.triton.step_inputs import DeviceStep, upload_step
-from retain.kernels.weight import Weight
+from retain.kernels.weight import ConvertedWeights, Weight
 
 
 class TritonProgram(TorchProgram[DeviceStep]):
@@ -33,6 +37,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         super().__init__(dtype, device)
+        self._matrices = ConvertedWeights(self._pack_weight)  # of linear layers and embeddings
         self._num_heads = 0  # H, known once an attention is emitted
         self._attended: set[int] = set()  # the layers of attentions
         self._graphs = CUDAGraphRunner(self._run_ops, device)
@@ -71,15 +76,33 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
         self._emit(out, compute)
 
+    def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
+        """Emit a lookup by token id. Of a packed table only the rows of the given ids are made dense."""
+        self._shapes.check_embedding(out, table.shape[1])
+        w = self._matrices.get(table)
+        if factor == 1:
+            self._emit(out, lambda s: packed_weight.look_up(s.input_ids, w, self.dtype))
+        else:
+            self._emit(out, lambda s: packed_weight.look_up(s.input_ids, w, self.dtype) * factor)
+
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product, with the addition in the same kernel, in place, where there is no bias."""
-        if not add or bias is not None:
-            super().linear(x, out, weight, bias, add)
-            return
-        self._shapes.check_linear(x, out, weight.shape, None)
-        w = self._weights.get(weight)
-        assert isinstance(w, Tensor)  # see _convert_weight
-        self._emit(out, lambda s: s.buffers[out].addmm_(s.buffers[x], w.T))
+        self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
+        w = self._matrices.get(weight)
+        b = self._to_dtype(bias)
+        if isinstance(w, PackedWeight):
+            self._emit(out, lambda s: packed_weight.linear(s.buffers[x], w, b, s.buffers[out] if add else None))
+        elif add and b is None:
+            self._emit(out, lambda s: s.buffers[out].addmm_(s.buffers[x], w.T))
+        else:
+            self._emit(out, lambda s: F.linear(s.buffers[x], w, b), add)
+
+    def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
+        """Emit a mixture of experts, whose weights become dense."""
+        gate_up, down = (
+            w if isinstance(w, Tensor) else w.dequantize(self.dtype) for w in (experts.gate_up, experts.down)
+        )
+        super().experts(x, scores, out, replace(experts, gate_up=gate_up, down=down), add)
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, with the product of a gated one in the same kernel."""
@@ -200,13 +223,23 @@ class TritonProgram(TorchProgram[DeviceStep]):
     def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
         return experts.mix_experts(x, scores, w)
 
+    def finalize(self) -> None:
+        """Forget which weights were converted; the operations keep what they use."""
+        super().finalize()
+        self._matrices.clear()
+
     def _convert_weight(self, weight: Weight) -> Tensor:
-        """Return the dense weight on the device, a copy, so a mapped file can be closed."""
-        source = weight if isinstance(weight, Tensor) else weight.dequantize(self.dtype)
-        dense = source.to(self.device, self.dtype).contiguous()
-        dense = dense.clone() if dense.data_ptr() == source.data_ptr() else dense
-        self._weight_bytes += dense.nbytes
-        return dense
+        """Return a dense weight on the device."""
+        assert isinstance(weight, Tensor)  # of experts, or of positions
+        packed = self._pack_weight(weight)
+        assert isinstance(packed, Tensor)
+        return packed
+
+    def _pack_weight(self, weight: Weight) -> Tensor | PackedWeight:
+        """Return a copy of a weight on the device, so a mapped file can be closed."""
+        packed = packed_weight.pack_weight(weight, self.dtype, self.device)
+        self._weight_bytes += packed.nbytes
+        return packed
 
     def _to_float32(self, x: Tensor) -> Tensor:
         return x.to(self.device, torch.float32).clone().contiguous()

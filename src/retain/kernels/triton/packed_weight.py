@@ -1,0 +1,160 @@
+"""Quantized weights in their bits on the device, and products with them.
+
+Tiles of 128 outputs and 64 inputs (two groups) follow one another along a row of tiles. In a tile of Int4, byte i of an
+output has number i of the first group in its low nibble and that of the second in its high one. In a tile of 8 bits the
+bytes of the first group of all 128 outputs are before those of the second. Of each four bytes the inner two are
+swapped: then one mask takes two numbers out of a register. A word of 32 bits has a group's scale and shift, or, without
+shifts, the scales of both groups: loads of 2 bytes cannot be asynchronous.
+
+What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonProgram.experts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from retain.kernels.quantized import GROUP_SIZE, Codebook4, Int4, Int8
+from retain.kernels.triton import weight_kernels
+from retain.kernels.weight import Weight, unpack
+
+TILE_ROWS = 128
+STEP = 2 * GROUP_SIZE  # inputs of a tile
+FEW_ROWS = 128  # at most: more are multiplied by torch, with the matrix made dense for the moment
+LARGEST_BLOCK = 64  # rows that a program multiplies
+NUM_PROGRAMS = 512  # about as many fill a GPU
+LEAST_STEPS = 4  # of a program
+DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A matrix [out, in] on the device, in tiles."""
+
+    shape: torch.Size  # (out, in)
+    bits: int  # of a number
+    numbers: Tensor  # uint8 [rows of tiles, tiles of a row, bytes of a tile]
+    scales: Tensor  # int32 [rows of tiles, tiles of a row, 1 or 2, 128]
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that it takes on the device."""
+        return self.numbers.nbytes + self.scales.nbytes
+
+    @property
+    def num_steps(self) -> int:
+        """Return the tiles of a row of tiles."""
+        return self.numbers.shape[1]
+
+    @property
+    def split_steps(self) -> int:
+        """Return the steps that one program takes. They depend on no row, so neither does the order of a sum."""
+        splits = max(NUM_PROGRAMS // len(self.numbers), 1)
+        return max(triton.cdiv(self.num_steps, splits), LEAST_STEPS)
+
+
+def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedWeight:
+    """Copy a matrix to the device: quantized ones in their bits, but those of a codebook in 8 bits; others in `dtype`.
+
+    Raises ValueError for blocks of a file with scales that are not finite in float16.
+    """
+    match unpack(weight):
+        case Tensor() as source:
+            dense = source.to(device, dtype).contiguous()
+            return dense.clone() if dense.data_ptr() == source.data_ptr() else dense  # a mapped file can be closed
+        case Int4(q, scale, shift):
+            q, scale, shift = (_to_tiles(x.to(device)) for x in (q, scale, shift))
+            first, second = _interleave_bytes(q).unbind(2)
+            return PackedWeight(weight.shape, 4, _flatten(first | second << 4), _join(scale, shift).squeeze(-1))
+        case Int8(q, scale):
+            return _pack_int8(weight.shape, q.to(device), scale.to(device))
+        case Codebook4() as matrix:
+            codebook = torch.tensor(matrix.CODEBOOK, dtype=torch.int8, device=device)
+            return _pack_int8(weight.shape, codebook[matrix.q.to(device).long()], matrix.scale.to(device))
+
+
+def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedWeight:
+    numbers = _interleave_bytes(_to_tiles(q.view(torch.uint8)))
+    first, second = _to_tiles(scale).unbind(2)
+    return PackedWeight(shape, 8, _flatten(numbers), _join(first, second).movedim(-1, 2).contiguous())
+
+
+def _to_tiles(x: Tensor) -> Tensor:
+    """Fill a matrix of numbers or of values of groups up with zeros: [row of tiles, tile, 2, 128, in a group]."""
+    out, n = x.shape
+    per_group = GROUP_SIZE if x.dtype == torch.uint8 else 1
+    x = F.pad(x, (0, -n % (2 * per_group), 0, -out % TILE_ROWS))
+    return x.view(len(x) // TILE_ROWS, TILE_ROWS, -1, 2, per_group).permute(0, 2, 3, 1, 4)
+
+
+def _interleave_bytes(x: Tensor) -> Tensor:
+    """Swap the inner two of each four bytes."""
+    i = torch.arange(x.shape[-1], device=x.device)
+    return x[..., (i & -4) | (i & 1) << 1 | i >> 1 & 1]
+
+
+def _join(low: Tensor, high: Tensor) -> Tensor:
+    """Return two float16 as a word of 32 bits, [..., 1] of [..., 1]."""
+    return torch.cat((low, high), -1).contiguous().view(torch.int32)
+
+
+def _flatten(tiles: Tensor) -> Tensor:
+    """Return the bytes [row of tiles, tile, bytes] in the order of the last dimensions."""
+    return tiles.contiguous().flatten(2)
+
+
+def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
+    """Return x W^T + b for rows x [T, in], plus the rows `add_to`, in which they are written.
+
+    Up to FEW_ROWS rows read the packed matrix, and each row's sums have the same order for any T.
+    """
+    T = len(x)
+    n, width = weight.shape
+    if T > FEW_ROWS:
+        dense = unpack_rows(weight, None, x.dtype)
+        if add_to is None or bias is not None:
+            y = F.linear(x, dense, bias)
+            return y if add_to is None else add_to.add_(y)
+        return add_to.addmm_(x, dense.T)
+    out = x.new_empty(T, n) if add_to is None else add_to
+    if not T:
+        return out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    splits = triton.cdiv(weight.num_steps, weight.split_steps)
+    partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
+    is_exact = x.dtype == torch.float32 or triton.knobs.runtime.interpret
+    tokens = min(max(triton.next_power_of_2(T), 16), LARGEST_BLOCK)
+    weight_kernels.multiply_packed[(len(weight.numbers), splits, triton.cdiv(T, tokens))](
+        x, x.stride(0), weight.numbers, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
+        BITS=weight.bits, TOKENS=tokens, DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype],
+        PRECISION="ieee" if is_exact else "tf32", STAGES=4, num_warps=4 if tokens <= 32 else 8,
+    )  # fmt: skip
+    block = 256
+    weight_kernels.add_splits[(T, triton.cdiv(n, block))](
+        partial, partial if bias is None else bias, out, out.stride(0), out, out.stride(0), T, n, splits,
+        SPLITS=triton.next_power_of_2(splits), BLOCK=block, BIAS=bias is not None, ADD=add_to is not None,
+    )  # fmt: skip
+    return out
+
+
+def look_up(index: Tensor, weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the rows of index int64 [T] in `dtype`: [T, in]."""
+    return F.embedding(index, weight) if isinstance(weight, Tensor) else unpack_rows(weight, index, dtype)
+
+
+def unpack_rows(weight: PackedWeight, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the rows of index int64 [T], or all of them, as a dense matrix, with the bits of `dequantize`."""
+    rows = weight.shape[0] if index is None else len(index)
+    block = 64 if index is None else 8
+    out = torch.empty(rows, weight.shape[1], dtype=dtype, device=weight.numbers.device)
+    if rows:
+        weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_steps)](
+            weight.numbers if index is None else index, weight.numbers, weight.scales, out, rows, weight.shape[1],
+            weight.num_steps, BITS=weight.bits, INDEXED=index is not None, ROWS=block,
+        )  # fmt: skip
+    return out
