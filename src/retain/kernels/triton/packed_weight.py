@@ -2,9 +2,8 @@
 
 Tiles of 128 outputs and 64 inputs (two groups) follow one another along a row of tiles. In a tile of Int4, byte i of an
 output has number i of the first group in its low nibble and that of the second in its high one. In a tile of 8 bits the
-bytes of the first group of all 128 outputs are before those of the second. Of each four bytes the inner two are
-swapped: then one mask takes two numbers out of a register. A word of 32 bits has a group's scale and shift, or, without
-shifts, the scales of both groups: loads of 2 bytes cannot be asynchronous.
+bytes of the first group of all 128 outputs are before those of the second. A word of 32 bits has a group's scale and
+shift, or, without shifts, the scales of both groups: loads of 2 bytes cannot be asynchronous.
 
 What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonProgram.experts).
 """
@@ -69,7 +68,7 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             return dense.clone() if dense.data_ptr() == source.data_ptr() else dense  # a mapped file can be closed
         case Int4(q, scale, shift):
             q, scale, shift = (_to_tiles(x.to(device)) for x in (q, scale, shift))
-            first, second = _interleave_bytes(q).unbind(2)
+            first, second = q.unbind(2)
             return PackedWeight(weight.shape, 4, _flatten(first | second << 4), _join(scale, shift).squeeze(-1))
         case Int8(q, scale):
             return _pack_int8(weight.shape, q.to(device), scale.to(device))
@@ -79,7 +78,7 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedWeight:
-    numbers = _interleave_bytes(_to_tiles(q.view(torch.uint8)))
+    numbers = _to_tiles(q.view(torch.uint8))
     first, second = _to_tiles(scale).unbind(2)
     return PackedWeight(shape, 8, _flatten(numbers), _join(first, second).movedim(-1, 2).contiguous())
 
@@ -90,12 +89,6 @@ def _to_tiles(x: Tensor) -> Tensor:
     per_group = GROUP_SIZE if x.dtype == torch.uint8 else 1
     x = F.pad(x, (0, -n % (2 * per_group), 0, -out % TILE_ROWS))
     return x.view(len(x) // TILE_ROWS, TILE_ROWS, -1, 2, per_group).permute(0, 2, 3, 1, 4)
-
-
-def _interleave_bytes(x: Tensor) -> Tensor:
-    """Swap the inner two of each four bytes."""
-    i = torch.arange(x.shape[-1], device=x.device)
-    return x[..., (i & -4) | (i & 1) << 1 | i >> 1 & 1]
 
 
 def _join(low: Tensor, high: Tensor) -> Tensor:

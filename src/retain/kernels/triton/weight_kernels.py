@@ -9,61 +9,45 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from retain.kernels.triton.quantized_loads import from_int8
+
 GROUP = tl.constexpr(32)  # inputs that share a scale
 TILE_ROWS = tl.constexpr(128)  # outputs of a tile
 
 
-def _nibbles_asm(base: int, offset: int, dtype: str) -> str:
-    """Return code for the low and high nibbles of 4 bytes, less 8. `base` | n is `offset` - 8 + n, bits of two each."""
-    one = {"bf16x2": 0x3F803F80, "f16x2": 0x3C003C00}[dtype]
-    lines = [".reg .b32 x, one, offset;", f"mov.b32 one, {one:#x};", f"mov.b32 offset, {offset:#x};"]
-    for result, shift in enumerate((0, 8, 4, 12)):
+def _nibbles_asm(base: int, one: int, offset: int, dtype: str) -> str:
+    """Return code for four bytes in a register: their four low and four high nibbles, less 8."""
+    lines = [".reg .b32 y, a, one, offset;", f"mov.b32 one, {one:#x};", f"mov.b32 offset, {offset:#x};"]
+    lines.append("shr.u32 y, $4, 4;")
+    for result, (source, order) in enumerate((("$4", "0x4140"), ("$4", "0x4342"), ("y", "0x4140"), ("y", "0x4342"))):
         lines += [
-            f"shr.u32 x, $4, {shift};",
-            f"lop3.b32 x, x, 0x000f000f, {base:#x}, 0xea;",  # x & mask | base
-            f"fma.rn.{dtype} ${result}, x, one, offset;",
+            f"prmt.b32 a, {source}, {base * 0x01010101:#x}, {order};",
+            f"and.b32 a, a, {base << 24 | 0xF << 16 | base << 8 | 0xF:#x};",
+            f"fma.rn.{dtype} ${result}, a, one, offset;",
         ]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-def _int8_to_bfloat16_asm() -> str:
-    """Return code for 4 int8: 128 + the low seven bits, less 128 or, where the sign bit is set, 256."""
-    lines = [".reg .b32 x, y, one;", "mov.b32 one, 0xbf80bf80;"]  # -1
-    for result, shift in enumerate((0, 8)):
-        lines += [
-            f"shr.u32 x, $2, {shift};",
-            "lop3.b32 y, x, 0x00800080, 0x43004300, 0xea;",
-            "lop3.b32 x, x, 0x007f007f, 0x43004300, 0xea;",
-            f"fma.rn.bf16x2 ${result}, y, one, x;",
-        ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-def _int8_to_float16_asm() -> str:
-    """Return code for 4 int8: 1024 + 128 + n, with the sign bit flipped, less 1152."""
-    lines = [".reg .b32 x, y, one, offset;", "mov.b32 one, 0x3c003c00;", "mov.b32 offset, 0xe480e480;"]
-    lines.append("xor.b32 y, $2, 0x80808080;")
-    for result, shift in enumerate((0, 8)):
-        lines += [
-            f"shr.u32 x, y, {shift};",
-            "lop3.b32 x, x, 0x00ff00ff, 0x64006400, 0xea;",
-            f"fma.rn.f16x2 ${result}, x, one, offset;",
-        ]
-    return "{\n" + "\n".join(lines) + "\n}"
-
-
-_NIBBLES_TO_BFLOAT16 = tl.constexpr(_nibbles_asm(0x43004300, 0xC308C308, "bf16x2"))
-_NIBBLES_TO_FLOAT16 = tl.constexpr(_nibbles_asm(0x64006400, 0xE408E408, "f16x2"))
-_INT8_TO_BFLOAT16 = tl.constexpr(_int8_to_bfloat16_asm())
-_INT8_TO_FLOAT16 = tl.constexpr(_int8_to_float16_asm())
+_NIBBLES_TO_BFLOAT16 = tl.constexpr(_nibbles_asm(0x43, 0x3F803F80, 0xC308C308, "bf16x2"))  # 128 + n, less 136
+_NIBBLES_TO_FLOAT16 = tl.constexpr(_nibbles_asm(0x64, 0x3C003C00, 0xE408E408, "f16x2"))  # 1024 + n, less 1032
+# Four int8 in a register: 128 + the low seven bits, less 128, or less 256 where the sign bit is set.
+_INT8_TO_BFLOAT16 = tl.constexpr("""{
+.reg .b32 a, b, low, high, less;
+mov.b32 less, 0xbf80bf80;
+prmt.b32 a, $2, 0x43434343, 0x4140;
+prmt.b32 b, $2, 0x43434343, 0x4342;
+and.b32 low, a, 0x437f437f;
+and.b32 high, a, 0x43804380;
+fma.rn.bf16x2 $0, high, less, low;
+and.b32 low, b, 0x437f437f;
+and.b32 high, b, 0x43804380;
+fma.rn.bf16x2 $1, high, less, low;
+}""")
 
 
 @triton.jit
 def unpack_int4(packed, DOT: tl.constexpr):
-    """Return the numbers in the low and in the high nibbles of bytes uint8 [rows, 32], less 8.
-
-    By asm, four adjacent bytes give four adjacent numbers, whose order in memory is that of `interleave`.
-    """
+    """Return the numbers in the low and in the high nibbles of bytes uint8, less 8."""
     if DOT == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
             _NIBBLES_TO_BFLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
@@ -80,24 +64,12 @@ def unpack_int4(packed, DOT: tl.constexpr):
 
 @triton.jit
 def unpack_int8(packed, DOT: tl.constexpr):
-    """Return bytes uint8 [rows, 32] as signed numbers. See unpack_int4 for their order."""
+    """Return bytes uint8 as signed numbers."""
     if DOT == tl.bfloat16:
         x = tl.inline_asm_elementwise(_INT8_TO_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
-    elif DOT == tl.float16:
-        x = tl.inline_asm_elementwise(_INT8_TO_FLOAT16, "=r,=r,r", [packed], dtype=tl.float16, is_pure=True, pack=4)
     else:
-        x = packed.to(tl.int8, bitcast=True).to(DOT)
+        x = from_int8(packed.to(tl.int8, bitcast=True), DOT, True)
     return x
-
-
-@triton.jit
-def interleave(i, DOT: tl.constexpr):
-    """Return where number i is among the bytes of its group: the inner two of four are swapped (interleave_bytes).
-
-    What unpacks by asm takes the bytes as they lie, because it puts the numbers in order.
-    """
-    swapped = (i & -4) | (i & 1) << 1 | (i >> 1) & 1
-    return i if DOT == tl.bfloat16 or DOT == tl.float16 else swapped
 
 
 @triton.jit
@@ -120,7 +92,7 @@ def multiply_packed(
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     at_x = x + t.to(tl.int64)[None, :] * x_row + i[:, None]
     is_token = (t < tokens)[None, :]
-    at_numbers = numbers + tile * steps * BYTES + row[:, None] * GROUP + interleave(i, DOT)[None, :]
+    at_numbers = numbers + tile * steps * BYTES + row[:, None] * GROUP + i[None, :]
     at_scales = scales + tile * steps * (TILE_ROWS * 8 // BITS) + row
     total = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
     zeros = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
@@ -183,7 +155,7 @@ def unpack_rows(
     row = (tl.load(index + r, mask=r < rows, other=0) if INDEXED else r).to(tl.int64)
     BYTES: tl.constexpr = TILE_ROWS * GROUP * BITS // 4
     place = row // TILE_ROWS * steps + step
-    at = (place * BYTES + row % TILE_ROWS * GROUP)[:, None] + interleave(i, tl.float32)[None, :]
+    at = (place * BYTES + row % TILE_ROWS * GROUP)[:, None] + i[None, :]
     at_scale = place * (TILE_ROWS * 8 // BITS) + row % TILE_ROWS
     packed = tl.load(numbers + at, mask=exists, other=0)
     low_scale, low_shift = split_scales(tl.load(scales + at_scale, mask=r < rows, other=0))
