@@ -19,6 +19,10 @@ from tools.gpu_bench.timing import Line
 
 TESTS = (
     "tests/kernels/test_triton.py",
+    "tests/kernels/test_prefill.py",
+    "tests/kernels/test_packed_weights.py",
+    "tests/kernels/test_eviction.py",
+    "tests/kernels/test_recorded_steps.py",
     "tests/kernels/test_backends.py",
     "tests/kernels/test_attention_mass.py",
     "tests/kernels/test_demoted.py",
@@ -51,7 +55,18 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
     pool = ["--kv-memory", "1MiB"] if quick else []
     short = ["--speculate-input-len", "256"] if quick else []
     kernels = ("pools", "mass", "prompts", "evict", "experts", "states")
-    pytest = [sys.executable, "-m", "pytest", "-vv", "-n", "8", "-k", "triton or device", "--tb=no", "-rfE"]
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-vv",
+        "-n",
+        "8",
+        "-k",
+        "triton or device or prefill or packed",
+        "--tb=no",
+        "-rfE",
+    ]
     compiles = (
         [*bench, "--compile-only", *kernels],
         [*bench, "--compile-only", "--kv-memory", "20GiB", "step"],
