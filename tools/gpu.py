@@ -6,6 +6,7 @@
     python tools/gpu.py pools mass              decode attention: bandwidth of pools of each dtype; the cost of scoring
     python tools/gpu.py prompts evict           attention of a prompt with and without scores; the choice of victims
     python tools/gpu.py experts states          layers of experts; convolutions and linear attention
+    python tools/gpu.py weights                 linear layers with int4 and int8 weights
     python tools/gpu.py step                    a decode step at 1, 32 and 128 requests, with and without overlap
     python tools/gpu.py decode --model random:mpt-7b
     python tools/gpu.py speculate --model random:llama-3.1-8b
@@ -39,7 +40,7 @@ from tools.gpu_bench.all_parts import run_all
 from tools.gpu_bench.timing import KernelBench, Line
 
 ROOT = Path(__file__).parents[1]
-KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "experts", "states")
+KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
 MODEL_PARTS = ("step", "decode", "speculate", "peer")
 STEP_SIZES = ((1, 256), (32, 256), (128, 256), (32, 4096))  # requests, tokens of their prompts
 QUICK_STEP_SIZES = ((1, 64), (4, 64))
@@ -47,7 +48,7 @@ QUICK_STEP_SIZES = ((1, 64), (4, 64))
 
 def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
     """Time kernels."""
-    from tools.gpu_bench import attention, layers, states
+    from tools.gpu_bench import attention, layers, states, weights
 
     if args.device == "cpu":
         from tests.helpers.fast_interpreter import speed_up
@@ -58,6 +59,7 @@ def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
         "mass": attention.bench_mass,
         "prompts": attention.bench_prompts,
         "evict": layers.bench_evict,
+        "weights": weights.bench_weights,
         "experts": layers.bench_experts,
         "states": states.bench_states,
     }

@@ -108,6 +108,14 @@ def test_quantized_slots(kv_dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
+    ("family", "weights"),
+    [("llama", "int4"), pytest.param("llama", "int8", marks=slow), pytest.param("qwen3_moe", "int4", marks=slow)],
+)
+def test_quantized_weights(family: str, weights: str) -> None:
+    assert_matches_reference(family, ["full", "h2o:budget=12,interval=2", "ring:window=10"], weights=weights)
+
+
+@pytest.mark.parametrize(
     ("policies", "kv_dtype", "waits"),
     [
         (["h2o:budget=12,interval=2,demote=int4:4", "full", "knorm:budget=6,demote=int4:20"], torch.float32, False),

@@ -47,13 +47,16 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
         "activation",
         "rope",
         "grouped_linear",
+        "multiply_packed",
+        "add_splits",
+        "unpack_rows",
         "convolve",
         "attend_linearly",
         "write_keys",
     }
     assert {line["PART"] for line in lines if line["kernel"] == "attention_prefill"} == {0, 1, 2}
     assert any(line["DEMOTED_S"] for line in lines if line["kernel"] == "merge_splits")
-    with_products = ("attention_decode", "attention_prefill", "recompute_mass", "attend_linearly")
+    with_products = ("attention_decode", "attention_prefill", "recompute_mass", "attend_linearly", "multiply_packed")
     assert all(line["mma"] for line in lines if line["kernel"] in with_products), "products without tensor cores"
     not_fused = ("write", "convolve", "attend_linearly")
     assert not any(line["fused"] for line in lines if line["kernel"] in not_fused), "rounded once, not twice"

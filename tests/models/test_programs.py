@@ -44,9 +44,9 @@ def make_prompts(vocab_size: int, steps: Steps) -> list[Tensor]:
     return [torch.randint(0, vocab_size, (sum(counts),), generator=rng) for counts in zip(*steps, strict=True)]
 
 
-def reference_logits(checkpoint: TinyCheckpoint, steps: Steps) -> Tensor:
+def reference_logits(checkpoint: TinyCheckpoint, steps: Steps, weights: str = "auto") -> Tensor:
     """The logits [T, V] of one request after the other, computed by the program of the reference."""
-    model = build_model(Weights(checkpoint, torch.float32))
+    model = build_model(Weights(checkpoint, torch.float32, weights))
     prompts = make_prompts(model.spec.vocab_size, steps)
     return torch.cat(run_decoder(model, prompts, [[len(p) for p in prompts]]))
 
@@ -157,6 +157,16 @@ def test_triton_program_equals_the_reference(family: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
     checkpoint, steps = tiny_checkpoint(family, **with_two_layers(family)), [(5, 3), (1, 1)]
     assert_close(program_logits(checkpoint, steps, backend=triton), reference_logits(checkpoint, steps), 2e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("weights", ["int4", *slow("int8")])
+@pytest.mark.parametrize("family", ["gpt2", *slow("gemma3_text", "qwen3_moe")])
+def test_triton_program_with_quantized_weights_equals_the_reference(family: str, weights: str) -> None:
+    """Few rows and many, alone and as a graph."""
+    checkpoint, steps = tiny_checkpoint(family, **with_two_layers(family)), [(48, 5), *[(0, 1)] * 3]
+    found = program_logits(checkpoint, steps, weights=weights, backend=triton)
+    assert_close(found, reference_logits(checkpoint, steps, weights), 2e-5)
 
 
 @needs_triton

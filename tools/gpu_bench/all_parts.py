@@ -27,6 +27,7 @@ TESTS = (
     "tests/kernels/test_attention_mass.py",
     "tests/kernels/test_demoted.py",
     "tests/kernels/test_value_sizes.py",
+    "tests/kernels/test_triton_weights.py",
     "tests/kernels/test_experts.py",
     "tests/kernels/test_linear_attention.py",
     "tests/kernels/test_recorded_states.py",
@@ -54,19 +55,9 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
     small = ["--input-len", "128", "--output-len", "512"] if quick else []
     pool = ["--kv-memory", "1MiB"] if quick else []
     short = ["--speculate-input-len", "256"] if quick else []
-    kernels = ("pools", "mass", "prompts", "evict", "experts", "states")
-    pytest = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-vv",
-        "-n",
-        "8",
-        "-k",
-        "triton or device or prefill or packed",
-        "--tb=no",
-        "-rfE",
-    ]
+    kernels = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
+    which = "triton or device or prefill or packed"
+    pytest = [sys.executable, "-m", "pytest", "-vv", "-n", "8", "-k", which, "--tb=no", "-rfE"]
     compiles = (
         [*bench, "--compile-only", *kernels],
         [*bench, "--compile-only", "--kv-memory", "20GiB", "step"],
@@ -79,6 +70,7 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
         "prompts": Part([*bench, "prompts"], 45),
         "step": Part([*bench, "step"], 90),
         "evict": Part([*bench, "evict"], 20),
+        "weights": Part([*bench, "weights"], 40),
         "decode": Part([*budgets, *small, *pool, "decode"], 120),
         "speculate": Part([*bench, *short, "speculate"], 60),
         "experts": Part([*bench, "experts"], 25),

@@ -11,6 +11,7 @@ from typing import Any
 
 from tools.gpu_bench.launches import LAUNCH_CASES, STATE_CASES, launch_kernels, launch_state_kernels
 from tools.gpu_bench.timing import Line
+from tools.gpu_bench.weights import WEIGHT_CASES, launch_weight_kernels
 
 
 def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
@@ -50,6 +51,8 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
         launch_kernels(*case, quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)
+    for bits, dtype in WEIGHT_CASES[: 2 if quick else None]:
+        launch_weight_kernels(bits, dtype)
     yield from lines.values()
 
 
@@ -70,6 +73,8 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "CHANGE",
         "SOFTCAP",
         "SINKS",
+        "BITS",
+        "TOKENS",
         "num_warps",
     )
     return {k: v for k, v in options.items() if k in names}

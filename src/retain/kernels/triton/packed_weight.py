@@ -125,7 +125,7 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, add_to: Tensor 
     weight_kernels.multiply_packed[(len(weight.numbers), splits, triton.cdiv(T, tokens))](
         x, x.stride(0), weight.numbers, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
         BITS=weight.bits, TOKENS=tokens, DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype],
-        PRECISION="ieee" if is_exact else "tf32", STAGES=4, num_warps=4 if tokens <= 32 else 8,
+        PRECISION="tf32x3" if is_exact else "tf32", STAGES=4, num_warps=4 if tokens == 16 else 8,
     )  # fmt: skip
     block = 256
     weight_kernels.add_splits[(T, triton.cdiv(n, block))](
