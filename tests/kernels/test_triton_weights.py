@@ -14,7 +14,7 @@ from retain.kernels.quantized import IQ4, MXFP4, QuantizedWeight, quantize_int4,
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 if not triton.unavailable_reason():
     from retain.kernels.triton import packed_weight
-    from retain.kernels.triton.packed_weight import PackedWeight, linear, look_up, pack_weight
+    from retain.kernels.triton.packed_weight import PackedMatrix, linear, look_up, pack_weight
 
 DEVICE = torch.device("cpu" if triton.is_interpreted() else "cuda")
 SHAPES = [(1, 32), (77, 96), (129, 64), (256, 352), (300, 1056)]  # out, in
@@ -42,9 +42,9 @@ KINDS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 }
 
 
-def pack(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> PackedWeight:
+def pack(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> PackedMatrix:
     packed = pack_weight(weight, dtype, DEVICE)
-    assert isinstance(packed, PackedWeight)
+    assert isinstance(packed, PackedMatrix)
     return packed
 
 

@@ -16,7 +16,7 @@ from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
 if TYPE_CHECKING:
     from retain.kernels.quantized import Int4, Int8
-    from retain.kernels.triton.packed_weight import PackedWeight
+    from retain.kernels.triton.packed_weight import PackedMatrix
 
 SHAPES = ((28672, 4096), (14336, 4096), (4096, 14336), (6144, 4096), (128256, 4096))  # [out, in] of Llama-3.1-8B
 QUICK_SHAPES = ((80, 96),)
@@ -63,16 +63,16 @@ def random_weight(out: int, width: int, bits: int, device: torch.device) -> Int4
     return Int4(torch.randint(0, 16, (out, width), device=device, dtype=torch.uint8), scale, shift)
 
 
-def pack(weight: Int4 | Int8, dtype: torch.dtype) -> PackedWeight:
+def pack(weight: Int4 | Int8, dtype: torch.dtype) -> PackedMatrix:
     """Return a packed matrix, where the other one is."""
     from retain.kernels.triton import packed_weight
 
     packed = packed_weight.pack_weight(weight, dtype, weight.q.device)
-    assert isinstance(packed, packed_weight.PackedWeight)
+    assert isinstance(packed, packed_weight.PackedMatrix)
     return packed
 
 
-def copies_of(packed: PackedWeight) -> list[PackedWeight]:
+def copies_of(packed: PackedMatrix) -> list[PackedMatrix]:
     """Return copies of a packed matrix."""
     return [replace(packed, numbers=packed.numbers.clone(), scales=packed.scales.clone()) for _ in range(NUM_COPIES)]
 

@@ -26,7 +26,7 @@ from retain.kernels.shape_checks import check_batch, numel_or_none
 from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention, packed_weight
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
-from retain.kernels.triton.packed_weight import PackedWeight
+from retain.kernels.triton.packed_weight import PackedMatrix
 from retain.kernels.triton.plan import plan_attention, request_tiles
 from retain.kernels.triton.step_inputs import DeviceStep, upload_step
 from retain.kernels.weight import ConvertedWeights, Weight
@@ -90,7 +90,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
         w = self._matrices.get(weight)
         b = self._to_dtype(bias)
-        if isinstance(w, PackedWeight):
+        if isinstance(w, PackedMatrix):
             self._emit(out, lambda s: packed_weight.linear(s.buffers[x], w, b, s.buffers[out] if add else None))
         elif add and b is None:
             self._emit(out, lambda s: s.buffers[out].addmm_(s.buffers[x], w.T))
@@ -235,7 +235,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         assert isinstance(packed, Tensor)
         return packed
 
-    def _pack_weight(self, weight: Weight) -> Tensor | PackedWeight:
+    def _pack_weight(self, weight: Weight) -> Tensor | PackedMatrix:
         """Return a copy of a weight on the device, so a mapped file can be closed."""
         packed = packed_weight.pack_weight(weight, self.dtype, self.device)
         self._weight_bytes += packed.nbytes

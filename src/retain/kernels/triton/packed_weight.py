@@ -32,7 +32,7 @@ DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.floa
 
 
 @dataclass(frozen=True, eq=False)
-class PackedWeight:
+class PackedMatrix:
     """A matrix [out, in] on the device, in tiles."""
 
     shape: torch.Size  # (out, in)
@@ -57,7 +57,7 @@ class PackedWeight:
         return max(triton.cdiv(self.num_steps, splits), LEAST_STEPS)
 
 
-def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedWeight:
+def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedMatrix:
     """Copy a matrix to the device: quantized ones in their bits, but those of a codebook in 8 bits; others in `dtype`.
 
     Raises ValueError for blocks of a file with scales that are not finite in float16.
@@ -69,7 +69,7 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
         case Int4(q, scale, shift):
             q, scale, shift = (_to_tiles(x.to(device)) for x in (q, scale, shift))
             first, second = q.unbind(2)
-            return PackedWeight(weight.shape, 4, _flatten(first | second << 4), _join(scale, shift).squeeze(-1))
+            return PackedMatrix(weight.shape, 4, _flatten(first | second << 4), _join(scale, shift).squeeze(-1))
         case Int8(q, scale):
             return _pack_int8(weight.shape, q.to(device), scale.to(device))
         case Codebook4() as matrix:
@@ -77,10 +77,10 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             return _pack_int8(weight.shape, codebook[matrix.q.to(device).long()], matrix.scale.to(device))
 
 
-def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedWeight:
+def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedMatrix:
     numbers = _to_tiles(q.view(torch.uint8))
     first, second = _to_tiles(scale).unbind(2)
-    return PackedWeight(shape, 8, _flatten(numbers), _join(first, second).movedim(-1, 2).contiguous())
+    return PackedMatrix(shape, 8, _flatten(numbers), _join(first, second).movedim(-1, 2).contiguous())
 
 
 def _to_tiles(x: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ def _flatten(tiles: Tensor) -> Tensor:
     return tiles.contiguous().flatten(2)
 
 
-def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
     """Return x W^T + b for rows x [T, in], plus the rows `add_to`, in which they are written.
 
     Up to FEW_ROWS rows read the packed matrix, and each row's sums have the same order for any T.
@@ -135,12 +135,12 @@ def linear(x: Tensor, weight: PackedWeight, bias: Tensor | None, add_to: Tensor 
     return out
 
 
-def look_up(index: Tensor, weight: Tensor | PackedWeight, dtype: torch.dtype) -> Tensor:
+def look_up(index: Tensor, weight: Tensor | PackedMatrix, dtype: torch.dtype) -> Tensor:
     """Return the rows of index int64 [T] in `dtype`: [T, in]."""
     return F.embedding(index, weight) if isinstance(weight, Tensor) else unpack_rows(weight, index, dtype)
 
 
-def unpack_rows(weight: PackedWeight, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+def unpack_rows(weight: PackedMatrix, index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the rows of index int64 [T], or all of them, as a dense matrix, with the bits of `dequantize`."""
     rows = weight.shape[0] if index is None else len(index)
     block = 64 if index is None else 8
