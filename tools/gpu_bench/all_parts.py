@@ -20,7 +20,7 @@ from tools.gpu_bench.timing import Line
 TESTS = (
     "tests/kernels/test_triton.py",
     "tests/kernels/test_prefill.py",
-    "tests/kernels/test_packed_weights.py",
+    "tests/kernels/test_triton_weights.py",
     "tests/kernels/test_eviction.py",
     "tests/kernels/test_recorded_steps.py",
     "tests/kernels/test_backends.py",
@@ -56,7 +56,7 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
     pool = ["--kv-memory", "1MiB"] if quick else []
     short = ["--speculate-input-len", "256"] if quick else []
     kernels = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
-    which = "triton or device or prefill or packed"
+    which = "triton or device or prefill"
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", "8", "-k", which, "--tb=no", "-rfE"]
     compiles = (
         [*bench, "--compile-only", *kernels],
