@@ -13,7 +13,7 @@ from torch import Tensor
 from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import INT4, QUANTIZED_DTYPES
 from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, prefill_kernels, prefill_mass_kernels
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
@@ -142,8 +142,10 @@ def _decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int | Non
     options: dict[str, int | None] = {"num_warps": 8 if D > 128 else 4, "num_stages": 3 if D <= 256 else 1}
     if kv.k_dim != 128 or kv.v_dim != 128 or tiles.rows_per_tile > 16 or kv.dtype == torch.float32:
         return options
-    if kv.dtype in QUANTIZED_DTYPES:
+    if kv.dtype == INT4:
         return options | {"num_warps": 2, "maxnreg": 168}
+    if kv.dtype in QUANTIZED_DTYPES:
+        return options | {"num_stages": 4, "maxnreg": 96}
     return options | ({"maxnreg": 128} if call.plan.mass_buffers else {})
 
 

@@ -95,9 +95,8 @@ def attention_decode(
             score_factor *= largest
         rows = rows.to(K_DOT)
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
-    unit = score_factor if not SOFTCAP else tl.full((M,), 1.0, tl.float32)
     window = tl.load(windows + row * window_row)
-    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E / unit if ALIBI else p
+    slope = tl.load(slopes + h, mask=valid, other=0.0) * LOG2E if ALIBI else p
     is_dense = window < 0  # false, as a tensor
     if DENSE:
         is_dense = (window == NO_WINDOW) & (tl.load(dense + row) != 0)
@@ -155,15 +154,17 @@ def attention_decode(
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
             if QUANTIZED and K_GROUP == 0:
                 x *= key_scales[None, :]
+        # Rounded once, here: as part of the exponent it would make weights of 1 inexact.
+        x *= score_factor[:, None]
         if SOFTCAP:
-            x = cap_scores(x * score_factor[:, None], softcap)
+            x = cap_scores(x, softcap)
         if ALIBI:
             x += slope[:, None] * (slot_pos[None, :] - p[:, None]).to(tl.float32)
         seen = (slot_pos >= 0)[None, :] & (slot_pos[None, :] <= p[:, None]) & (p[:, None] - slot_pos[None, :] < window)
         x = tl.where(seen, x, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(x, 1) * unit)
+        new_max = tl.maximum(row_max, tl.max(x, 1))
         high = finite_or_zero(new_max)
-        w = tl.exp2(x * unit[:, None] - high[:, None])  # as part of the exponent, the unit costs nothing
+        w = tl.exp2(x - high[:, None])
         rescale = tl.exp2(row_max - high)
         sums = sums * rescale[:, None] + w
         if V_HALVES:
@@ -188,11 +189,10 @@ def attention_decode(
         if UPDATE_MASS:
             reference = new_max
             if NOISE != PLAIN:
-                changed = x * unit[:, None]
-                if ONE_TOKEN:
-                    changed += add_noise(tl.zeros((1, N), tl.float32), kind, keys, slot_pos, NOISE)
+                if ONE_TOKEN:  # its rows share the noise of a slot
+                    changed = x + add_noise(tl.zeros((1, N), tl.float32), kind, keys, slot_pos, NOISE)
                 else:
-                    changed = add_noise(changed, kind, keys, slot_pos, NOISE)
+                    changed = add_noise(x, kind, keys, slot_pos, NOISE)
                 reference = tl.where(is_changed, (new_max + NOISE_BOUND) * inverse_temperature, new_max)
                 changed = changed * inverse_temperature[:, None] - finite_or_zero(reference)[:, None]
                 w = tl.where(is_changed[:, None], tl.exp2(changed), w)
