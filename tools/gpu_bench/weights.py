@@ -74,7 +74,7 @@ def pack(weight: Int4 | Int8, dtype: torch.dtype) -> PackedMatrix:
 
 def copies_of(packed: PackedMatrix) -> list[PackedMatrix]:
     """Return copies of a packed matrix."""
-    return [replace(packed, numbers=packed.numbers.clone(), scales=packed.scales.clone()) for _ in range(NUM_COPIES)]
+    return [replace(packed, words=packed.words.clone(), scales=packed.scales.clone()) for _ in range(NUM_COPIES)]
 
 
 def compare_products(weight: Int4 | Int8, sizes: tuple[int, ...]) -> list[float]:

@@ -1,9 +1,10 @@
 """Quantized weights in their bits on the device, and products with them.
 
-Tiles of 128 outputs and 64 inputs (two groups) follow one another along a row of tiles. In a tile of Int4, byte i of an
-output has number i of the first group in its low nibble and that of the second in its high one. In a tile of 8 bits the
-bytes of the first group of all 128 outputs are before those of the second. A word of 32 bits has a group's scale and
-shift, or, without shifts, the scales of both groups: loads of 2 bytes cannot be asynchronous.
+Tiles of 128 outputs and 64 inputs (two groups, or four halves of 16) follow one another along a row of tiles. Word i of
+an output in a tile has number i of each half, from the lowest bits on: of the four halves as nibbles, or, of 8 bits, of
+the two halves of a group as bytes; then the words of the first group of all 128 outputs are before those of the second.
+So two words in a register have adjacent numbers at equal places, which one mask takes out. A word of 32 bits has a
+group's scale and shift, or, without shifts, the scales of both groups: loads of 2 bytes cannot be asynchronous.
 
 What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonProgram.experts).
 """
@@ -37,23 +38,23 @@ class PackedMatrix:
 
     shape: torch.Size  # (out, in)
     bits: int  # of a number
-    numbers: Tensor  # uint8 [rows of tiles, tiles of a row, bytes of a tile]
+    words: Tensor  # int16 [rows of tiles, tiles of a row, 128, 16], or of 8 bits [rows of tiles, tiles, 2, 128, 16]
     scales: Tensor  # int32 [rows of tiles, tiles of a row, 1 or 2, 128]
 
     @property
     def nbytes(self) -> int:
         """Return the bytes that it takes on the device."""
-        return self.numbers.nbytes + self.scales.nbytes
+        return self.words.nbytes + self.scales.nbytes
 
     @property
     def num_steps(self) -> int:
         """Return the tiles of a row of tiles."""
-        return self.numbers.shape[1]
+        return self.words.shape[1]
 
     @property
     def split_steps(self) -> int:
         """Return the steps that one program takes. They depend on no row, so neither does the order of a sum."""
-        splits = max(NUM_PROGRAMS // len(self.numbers), 1)
+        splits = max(NUM_PROGRAMS // len(self.words), 1)
         return max(triton.cdiv(self.num_steps, splits), LEAST_STEPS)
 
 
@@ -68,8 +69,10 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             return dense.clone() if dense.data_ptr() == source.data_ptr() else dense  # a mapped file can be closed
         case Int4(q, scale, shift):
             q, scale, shift = (_to_tiles(x.to(device)) for x in (q, scale, shift))
-            first, second = q.unbind(2)
-            return PackedMatrix(weight.shape, 4, _flatten(first | second << 4), _join(scale, shift).squeeze(-1))
+            halves = q.unflatten(-1, (2, -1)).int().movedim(-2, 3).flatten(2, 3)  # [.., 4, 128, 16]
+            shifts = torch.arange(0, 16, 4, device=device, dtype=torch.int32)
+            words = (halves << shifts[:, None, None]).sum(2, dtype=torch.int32).short()
+            return PackedMatrix(weight.shape, 4, words, _join(scale, shift).squeeze(-1))
         case Int8(q, scale):
             return _pack_int8(weight.shape, q.to(device), scale.to(device))
         case Codebook4() as matrix:
@@ -78,9 +81,10 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedMatrix:
-    numbers = _to_tiles(q.view(torch.uint8))
+    halves = _to_tiles(q.view(torch.uint8)).unflatten(-1, (2, -1))
+    words = halves.transpose(-2, -1).contiguous().view(torch.int16).squeeze(-1)
     first, second = _to_tiles(scale).unbind(2)
-    return PackedMatrix(shape, 8, _flatten(numbers), _join(first, second).movedim(-1, 2).contiguous())
+    return PackedMatrix(shape, 8, words, _join(first, second).movedim(-1, 2).contiguous())
 
 
 def _to_tiles(x: Tensor) -> Tensor:
@@ -94,11 +98,6 @@ def _to_tiles(x: Tensor) -> Tensor:
 def _join(low: Tensor, high: Tensor) -> Tensor:
     """Return two float16 as a word of 32 bits, [..., 1] of [..., 1]."""
     return torch.cat((low, high), -1).contiguous().view(torch.int32)
-
-
-def _flatten(tiles: Tensor) -> Tensor:
-    """Return the bytes [row of tiles, tile, bytes] in the order of the last dimensions."""
-    return tiles.contiguous().flatten(2)
 
 
 def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
@@ -122,8 +121,8 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
     is_exact = x.dtype == torch.float32 or triton.knobs.runtime.interpret
     tokens = min(max(triton.next_power_of_2(T), 16), LARGEST_BLOCK)
-    weight_kernels.multiply_packed[(len(weight.numbers), splits, triton.cdiv(T, tokens))](
-        x, x.stride(0), weight.numbers, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
+    weight_kernels.multiply_packed[(len(weight.words), splits, triton.cdiv(T, tokens))](
+        x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
         BITS=weight.bits, TOKENS=tokens, DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype],
         PRECISION="tf32x3" if is_exact else "tf32", STAGES=4, num_warps=4 if tokens == 16 else 8,
     )  # fmt: skip
@@ -144,10 +143,10 @@ def unpack_rows(weight: PackedMatrix, index: Tensor | None, dtype: torch.dtype) 
     """Return the rows of index int64 [T], or all of them, as a dense matrix, with the bits of `dequantize`."""
     rows = weight.shape[0] if index is None else len(index)
     block = 64 if index is None else 8
-    out = torch.empty(rows, weight.shape[1], dtype=dtype, device=weight.numbers.device)
+    out = torch.empty(rows, weight.shape[1], dtype=dtype, device=weight.words.device)
     if rows:
         weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_steps)](
-            weight.numbers if index is None else index, weight.numbers, weight.scales, out, rows, weight.shape[1],
+            weight.words if index is None else index, weight.words, weight.scales, out, rows, weight.shape[1],
             weight.num_steps, BITS=weight.bits, INDEXED=index is not None, ROWS=block,
         )  # fmt: skip
     return out

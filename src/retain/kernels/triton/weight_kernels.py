@@ -1,6 +1,6 @@
 """Kernels of packed weights (packed_weight.py draws them): products with few rows, and the numbers of chosen rows.
 
-A byte is loaded once. Its numbers become exact bfloat16 or float16 by bit patterns (see quantized_loads.py), tensor
+A word is loaded once. Its numbers become exact bfloat16 or float16 by bit patterns (see quantized_loads.py), tensor
 cores multiply them with the rows, and the scale of each group of 32 multiplies float32 sums.
 """
 
@@ -9,67 +9,94 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.quantized_loads import from_int8
-
-GROUP = tl.constexpr(32)  # inputs that share a scale
+HALF = tl.constexpr(16)  # of a group of inputs that share a scale: what tensor cores multiply at once
 TILE_ROWS = tl.constexpr(128)  # outputs of a tile
 
 
 def _nibbles_asm(base: int, one: int, offset: int, dtype: str) -> str:
-    """Return code for four bytes in a register: their four low and four high nibbles, less 8."""
-    lines = [".reg .b32 y, a, one, offset;", f"mov.b32 one, {one:#x};", f"mov.b32 offset, {offset:#x};"]
-    lines.append("shr.u32 y, $4, 4;")
-    for result, (source, order) in enumerate((("$4", "0x4140"), ("$4", "0x4342"), ("y", "0x4140"), ("y", "0x4342"))):
+    """Return code for two words of 16 bits in a register: the four nibbles of each, less 8."""
+    lines = [".reg .b32 x, one, offset;", f"mov.b32 one, {one:#x};", f"mov.b32 offset, {offset:#x};"]
+    for i in range(4):
         lines += [
-            f"prmt.b32 a, {source}, {base * 0x01010101:#x}, {order};",
-            f"and.b32 a, a, {base << 24 | 0xF << 16 | base << 8 | 0xF:#x};",
-            f"fma.rn.{dtype} ${result}, a, one, offset;",
+            f"shr.u32 x, $4, {4 * i};",
+            f"lop3.b32 x, x, 0x000f000f, {base:#x}, 0xea;",  # x & mask | base
+            f"fma.rn.{dtype} ${i}, x, one, offset;",
         ]
     return "{\n" + "\n".join(lines) + "\n}"
 
 
-_NIBBLES_TO_BFLOAT16 = tl.constexpr(_nibbles_asm(0x43, 0x3F803F80, 0xC308C308, "bf16x2"))  # 128 + n, less 136
-_NIBBLES_TO_FLOAT16 = tl.constexpr(_nibbles_asm(0x64, 0x3C003C00, 0xE408E408, "f16x2"))  # 1024 + n, less 1032
-# Four int8 in a register: 128 + the low seven bits, less 128, or less 256 where the sign bit is set.
+_NIBBLES_TO_BFLOAT16 = tl.constexpr(_nibbles_asm(0x43004300, 0x3F803F80, 0xC308C308, "bf16x2"))  # 128 + n, less 136
+_NIBBLES_TO_FLOAT16 = tl.constexpr(_nibbles_asm(0x64006400, 0x3C003C00, 0xE408E408, "f16x2"))  # 1024 + n, less 1032
+# Two words in a register to the low and the high bytes of both. The low seven bits of a byte are added to 128, of which
+# 128 is subtracted, or 256 where the sign bit is set.
 _INT8_TO_BFLOAT16 = tl.constexpr("""{
-.reg .b32 a, b, low, high, less;
-mov.b32 less, 0xbf80bf80;
-prmt.b32 a, $2, 0x43434343, 0x4140;
-prmt.b32 b, $2, 0x43434343, 0x4342;
-and.b32 low, a, 0x437f437f;
-and.b32 high, a, 0x43804380;
-fma.rn.bf16x2 $0, high, less, low;
-and.b32 low, b, 0x437f437f;
-and.b32 high, b, 0x43804380;
-fma.rn.bf16x2 $1, high, less, low;
+.reg .b32 x, low, high, minus;
+mov.b32 minus, 0xbf80bf80;
+lop3.b32 low, $2, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 high, $2, 0x00800080, 0x43004300, 0xea;
+fma.rn.bf16x2 $0, high, minus, low;
+shr.u32 x, $2, 8;
+lop3.b32 low, x, 0x007f007f, 0x43004300, 0xea;
+lop3.b32 high, x, 0x00800080, 0x43004300, 0xea;
+fma.rn.bf16x2 $1, high, minus, low;
+}""")
+# With the sign bit flipped, an integer is 128 too high: 1024 + 128 + n, less 1152.
+_INT8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 x, y, one, offset;
+mov.b32 one, 0x3c003c00;
+mov.b32 offset, 0xe480e480;
+xor.b32 x, $2, 0x80808080;
+lop3.b32 y, x, 0x00ff00ff, 0x64006400, 0xea;
+fma.rn.f16x2 $0, y, one, offset;
+shr.u32 x, x, 8;
+lop3.b32 y, x, 0x00ff00ff, 0x64006400, 0xea;
+fma.rn.f16x2 $1, y, one, offset;
 }""")
 
 
 @triton.jit
-def unpack_int4(packed, DOT: tl.constexpr):
-    """Return the numbers in the low and in the high nibbles of bytes uint8, less 8."""
+def unpack_int4(words, DOT: tl.constexpr):
+    """Return the four nibbles of words int16, less 8, from the lowest on."""
     if DOT == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_TO_BFLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+        a, b, c, d = tl.inline_asm_elementwise(
+            _NIBBLES_TO_BFLOAT16,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
         )
     elif DOT == tl.float16:
-        low, high = tl.inline_asm_elementwise(
-            _NIBBLES_TO_FLOAT16, "=r,=r,=r,=r,r", [packed], dtype=(tl.float16, tl.float16), is_pure=True, pack=4
+        a, b, c, d = tl.inline_asm_elementwise(
+            _NIBBLES_TO_FLOAT16,
+            "=r,=r,=r,=r,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
         )
     else:
-        x = packed.to(tl.int32)
-        low, high = ((x & 15) - 8).to(DOT), ((x >> 4) - 8).to(DOT)
-    return low, high
+        x = words.to(tl.int32)
+        a, b = ((x & 15) - 8).to(DOT), ((x >> 4 & 15) - 8).to(DOT)
+        c, d = ((x >> 8 & 15) - 8).to(DOT), ((x >> 12 & 15) - 8).to(DOT)
+    return a, b, c, d
 
 
 @triton.jit
-def unpack_int8(packed, DOT: tl.constexpr):
-    """Return bytes uint8 as signed numbers."""
+def unpack_int8(words, DOT: tl.constexpr):
+    """Return the low and the high bytes of words int16 as signed numbers."""
     if DOT == tl.bfloat16:
-        x = tl.inline_asm_elementwise(_INT8_TO_BFLOAT16, "=r,=r,r", [packed], dtype=tl.bfloat16, is_pure=True, pack=4)
+        low, high = tl.inline_asm_elementwise(
+            _INT8_TO_BFLOAT16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif DOT == tl.float16:
+        low, high = tl.inline_asm_elementwise(
+            _INT8_TO_FLOAT16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
     else:
-        x = from_int8(packed.to(tl.int8, bitcast=True), DOT, True)
-    return x
+        x = words.to(tl.int32)
+        low, high = (x << 24 >> 24).to(DOT), (x >> 8).to(DOT)
+    return low, high
 
 
 @triton.jit
@@ -81,44 +108,50 @@ def split_scales(words):
 
 
 @triton.jit
+def multiply_halves(a, b, x, y, PRECISION: tl.constexpr):
+    """Return the products [outputs, tokens] with the two halves of a group."""
+    total = tl.zeros((a.shape[0], x.shape[1]), tl.float32)
+    total = tl.dot(a, x, total, input_precision=PRECISION)
+    return tl.dot(b, y, total, input_precision=PRECISION)
+
+
+@triton.jit
 def multiply_packed(
-    x, x_row, numbers, scales, partial, tokens, n, width, steps, split_steps,
+    x, x_row, words, scales, partial, tokens, n, width, steps, split_steps,
     BITS: tl.constexpr, TOKENS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Set partial[split, t, :n] to the products of x[t] and the rows of a tile over one split of the inputs."""
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    BYTES: tl.constexpr = TILE_ROWS * GROUP * BITS // 4  # of a step of two groups
-    row, i = tl.arange(0, TILE_ROWS), tl.arange(0, GROUP)
+    WORDS: tl.constexpr = TILE_ROWS * HALF  # of a group of 8 bits, or of two of 4
+    row, i = tl.arange(0, TILE_ROWS), tl.arange(0, HALF)
     t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
     at_x = x + t.to(tl.int64)[None, :] * x_row + i[:, None]
     is_token = (t < tokens)[None, :]
-    at_numbers = numbers + tile * steps * BYTES + row[:, None] * GROUP + i[None, :]
+    at_words = words + tile * steps * (WORDS * BITS // 4) + row[:, None] * HALF + i[None, :]
     at_scales = scales + tile * steps * (TILE_ROWS * 8 // BITS) + row
     total = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
-    zeros = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
-    ones = tl.full((TILE_ROWS, GROUP), 1.0, DOT)
+    ones = tl.full((TILE_ROWS, HALF), 1.0, DOT)
     begin = split * split_steps
     for step in tl.range(begin, tl.minimum(begin + split_steps, steps), num_stages=STAGES):
-        x_low = tl.load(at_x + step * (2 * GROUP), mask=is_token, other=0.0)
-        is_input = is_token & (step * (2 * GROUP) + GROUP < width)
-        x_high = tl.load(at_x + step * (2 * GROUP) + GROUP, mask=is_input, other=0.0)
-        packed = tl.load(at_numbers + step * BYTES)
+        at_step = at_x + step * (4 * HALF)
+        x0 = tl.load(at_step, mask=is_token, other=0.0).to(DOT)
+        x1 = tl.load(at_step + HALF, mask=is_token, other=0.0).to(DOT)
+        is_input = is_token & (step * (4 * HALF) + 2 * HALF < width)
+        x2 = tl.load(at_step + 2 * HALF, mask=is_input, other=0.0).to(DOT)
+        x3 = tl.load(at_step + 3 * HALF, mask=is_input, other=0.0).to(DOT)
         if BITS == 4:
-            words = tl.load(at_scales + step * (2 * TILE_ROWS))
-            words_high = tl.load(at_scales + step * (2 * TILE_ROWS) + TILE_ROWS)
-            low, high = unpack_int4(packed, DOT)
-            scale, shift = split_scales(words)
-            scale_high, shift_high = split_scales(words_high)
+            w0, w1, w2, w3 = unpack_int4(tl.load(at_words + step * WORDS), DOT)
+            scale, shift = split_scales(tl.load(at_scales + step * (2 * TILE_ROWS)))
+            next_scale, next_shift = split_scales(tl.load(at_scales + step * (2 * TILE_ROWS) + TILE_ROWS))
         else:
-            packed_high = tl.load(at_numbers + step * BYTES + BYTES // 2)
-            low, high = unpack_int8(packed, DOT), unpack_int8(packed_high, DOT)
-            scale, scale_high = split_scales(tl.load(at_scales + step * TILE_ROWS))
-        x_low, x_high = x_low.to(DOT), x_high.to(DOT)
-        total += tl.dot(low, x_low, zeros, input_precision=PRECISION) * scale[:, None]
-        total += tl.dot(high, x_high, zeros, input_precision=PRECISION) * scale_high[:, None]
+            w0, w1 = unpack_int8(tl.load(at_words + step * (2 * WORDS)), DOT)
+            w2, w3 = unpack_int8(tl.load(at_words + step * (2 * WORDS) + WORDS), DOT)
+            scale, next_scale = split_scales(tl.load(at_scales + step * TILE_ROWS))
+        total += multiply_halves(w0, w1, x0, x1, PRECISION) * scale[:, None]
+        total += multiply_halves(w2, w3, x2, x3, PRECISION) * next_scale[:, None]
         if BITS == 4:  # all numbers are 8 too low; sums of the rows come from tensor cores, too, where they are needed
-            total += tl.dot(ones, x_low, zeros, input_precision=PRECISION) * (shift + 8 * scale)[:, None]
-            total += tl.dot(ones, x_high, zeros, input_precision=PRECISION) * (shift_high + 8 * scale_high)[:, None]
+            total += multiply_halves(ones, ones, x0, x1, PRECISION) * (shift + 8 * scale)[:, None]
+            total += multiply_halves(ones, ones, x2, x3, PRECISION) * (next_shift + 8 * next_scale)[:, None]
     out = tile * TILE_ROWS + row
     to = partial + (split * tokens + t)[None, :].to(tl.int64) * n + out[:, None]
     tl.store(to, total, mask=is_token & (out < n)[:, None])
@@ -144,31 +177,24 @@ def add_splits(
 
 @triton.jit
 def unpack_rows(
-    index, numbers, scales, out, rows, width, steps,
-    BITS: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    index, words, scales, out, rows, width, steps, BITS: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr
+):
     """Set out[r] to row index[r] of the dense matrix, or to row r of it; out [rows, width]."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    step = tl.program_id(1)
-    i = tl.arange(0, GROUP)
-    exists = (r < rows)[:, None]
-    row = (tl.load(index + r, mask=r < rows, other=0) if INDEXED else r).to(tl.int64)
-    BYTES: tl.constexpr = TILE_ROWS * GROUP * BITS // 4
+    step, i = tl.program_id(1), tl.arange(0, 4 * HALF)[None, :]
+    row = (tl.load(index + r, mask=r < rows, other=0) if INDEXED else r).to(tl.int64)[:, None]
+    mask = (r < rows)[:, None] & (step * (4 * HALF) + i < width)
     place = row // TILE_ROWS * steps + step
-    at = (place * BYTES + row % TILE_ROWS * GROUP)[:, None] + i[None, :]
-    at_scale = place * (TILE_ROWS * 8 // BITS) + row % TILE_ROWS
-    packed = tl.load(numbers + at, mask=exists, other=0)
-    low_scale, low_shift = split_scales(tl.load(scales + at_scale, mask=r < rows, other=0))
+    at = place * (TILE_ROWS * HALF * BITS // 4) + row % TILE_ROWS * HALF + i % HALF
+    at_scale = scales + place * (TILE_ROWS * 8 // BITS) + row % TILE_ROWS
     if BITS == 4:
-        high_scale, high_shift = split_scales(tl.load(scales + at_scale + TILE_ROWS, mask=r < rows, other=0))
-        x = packed.to(tl.int32)
-        low = (x & 15).to(tl.float32) * low_scale[:, None] + low_shift[:, None]
-        high = (x >> 4).to(tl.float32) * high_scale[:, None] + high_shift[:, None]
+        x = tl.load(words + at, mask=mask, other=0).to(tl.int32) >> i // HALF * 4 & 15
+        scale, shift = split_scales(tl.load(at_scale + i // (2 * HALF) * TILE_ROWS, mask=mask, other=0))
+        y = x.to(tl.float32) * scale + shift
     else:
-        packed_high = tl.load(numbers + at + BYTES // 2, mask=exists, other=0)
-        low = packed.to(tl.int8, bitcast=True).to(tl.float32) * low_scale[:, None]
-        high = packed_high.to(tl.int8, bitcast=True).to(tl.float32) * low_shift[:, None]  # the scale of the second
-    to = out + r.to(tl.int64)[:, None] * width + step * (2 * GROUP) + i[None, :]
-    tl.store(to, low.to(out.dtype.element_ty), mask=exists)
-    is_input = step * (2 * GROUP) + GROUP < width
-    tl.store(to + GROUP, high.to(out.dtype.element_ty), mask=exists & is_input)
+        x = tl.load(words + at + i // (2 * HALF) * (TILE_ROWS * HALF), mask=mask, other=0).to(tl.int32)
+        x = x << 24 - i // HALF % 2 * 8 >> 24
+        scale, next_scale = split_scales(tl.load(at_scale + i * 0, mask=mask, other=0))
+        y = x.to(tl.float32) * tl.where(i < 2 * HALF, scale, next_scale)
+    to = out + r.to(tl.int64)[:, None] * width + step * (4 * HALF) + i
+    tl.store(to, y.to(out.dtype.element_ty), mask=mask)
