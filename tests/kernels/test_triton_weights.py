@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -99,3 +100,52 @@ def test_packed_matrices_take_their_own_bytes() -> None:
     int4, int8 = (pack(quantize(weight), torch.bfloat16).nbytes for quantize in (quantize_int4, quantize_int8))
     assert int4 == dense * 5 // 16  # a scale and a shift of 2 bytes for 32 numbers
     assert int8 == dense * 17 // 32
+
+
+DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
+
+
+def run_asm(code: str, *inputs: int) -> list[int]:
+    """Run the PTX of an inline asm on registers, and return its results: a GPU runs it, the interpreter does not."""
+    num_results = len(set(re.findall(r"\$\d+", code))) - len(inputs)
+    registers = {f"${num_results + i}": x for i, x in enumerate(inputs)}
+    for line in re.findall(r"^(?!\.reg)(.+, .+);", code, re.M):
+        op, to, *names = line.replace(",", "").split()
+        a, b, c, table = (registers[x] if x in registers else int(x, 0) for x in (*names, "0", "0", "0")[:4])
+        if op.startswith("fma"):
+            dtype = DTYPES[op.removeprefix("fma.rn.")]
+            x, y, z = (torch.tensor(floats(n, dtype), dtype=torch.float64) for n in (a, b, c))
+            low, high = (x * y + z).to(dtype).view(torch.uint16).tolist()
+            registers[to] = high << 16 | low
+        elif op == "lop3.b32":
+            assert table == 0xEA
+            registers[to] = a & b | c
+        else:
+            registers[to] = {"mov.b32": a, "shr.u32": a >> b, "xor.b32": a ^ b}[op]
+    return [registers[f"${i}"] for i in range(num_results)]
+
+
+def floats(register: int, dtype: torch.dtype) -> list[float]:
+    return torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.uint16).view(dtype).tolist()
+
+
+@pytest.mark.parametrize("name", ["BFLOAT16", "FLOAT16"])
+def test_asm_unpacks_every_number(name: str) -> None:
+    """Of two words, the lower one has the nibbles n, n + 1, ... or the bytes n, n + 1."""
+    from retain.kernels.triton import weight_kernels
+
+    dtype = {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16}[name]
+    s, b, t, c = (int(torch.tensor(x, dtype=dtype).view(torch.uint16)) * 0x10001 for x in (0.5, 3.0, 2.0, -1.0))
+    asm = getattr(weight_kernels, f"_NIBBLES_TO_{name}").value
+    for n in range(16):
+        nibbles = [[(n + 5 * word + i) % 16 for i in range(4)] for word in range(2)]
+        words = [sum(x << 4 * i for i, x in enumerate(of_word)) for of_word in nibbles]
+        found = run_asm(asm, words[1] << 16 | words[0], s, b, t, c)
+        for i, (scale, shift) in enumerate(((0.5, 3.0), (0.5, 3.0), (2.0, -1.0), (2.0, -1.0))):
+            assert floats(found[i], dtype) == [(of_word[i] - 8) * scale + shift for of_word in nibbles]
+    asm = getattr(weight_kernels, f"_INT8_TO_{name}").value
+    for n in range(256):
+        numbers = [(n + 77 * i) % 256 for i in range(4)]
+        found = run_asm(asm, sum(x << 8 * i for i, x in enumerate(numbers)))
+        signed = [x - 256 * (x > 127) for x in numbers]
+        assert floats(found[0], dtype) == signed[::2] and floats(found[1], dtype) == signed[1::2]

@@ -1,7 +1,8 @@
 """Kernels of packed weights (packed_weight.py draws them): products with few rows, and the numbers of chosen rows.
 
-A word is loaded once. Its numbers become exact bfloat16 or float16 by bit patterns (see quantized_loads.py), tensor
-cores multiply them with the rows, and the scale of each group of 32 multiplies float32 sums.
+A word is loaded once. Its numbers become bfloat16 or float16 by bit patterns (see quantized_loads.py), and tensor cores
+multiply them with the rows. Of 8 bits they are exact, and the scale of each group of 32 multiplies float32 sums. Of 4
+bits they are rounded with their scales and shifts, as in a dense matrix.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ TILE_ROWS = tl.constexpr(128)  # outputs of a tile
 
 
 def _nibbles_asm(base: int, one: int, offset: int, dtype: str) -> str:
-    """Return code for two words of 16 bits in a register: the four nibbles of each, less 8."""
+    """Return code for two words of 16 bits in a register: the nibbles of both, less 8, times scales, plus shifts.
+
+    The scale and the shift of the two lower nibbles come before those of the two higher ones, each twice in a register.
+    """
     lines = [".reg .b32 x, one, offset;", f"mov.b32 one, {one:#x};", f"mov.b32 offset, {offset:#x};"]
     for i in range(4):
         lines += [
             f"shr.u32 x, $4, {4 * i};",
             f"lop3.b32 x, x, 0x000f000f, {base:#x}, 0xea;",  # x & mask | base
-            f"fma.rn.{dtype} ${i}, x, one, offset;",
+            f"fma.rn.{dtype} x, x, one, offset;",
+            f"fma.rn.{dtype} ${i}, x, ${5 + i // 2 * 2}, ${6 + i // 2 * 2};",
         ]
     return "{\n" + "\n".join(lines) + "\n}"
 
@@ -55,31 +60,28 @@ fma.rn.f16x2 $1, y, one, offset;
 
 
 @triton.jit
-def unpack_int4(words, DOT: tl.constexpr):
-    """Return the four nibbles of words int16, less 8, from the lowest on."""
+def unpack_int4(words, scale, shift, next_scale, next_shift, DOT: tl.constexpr):
+    """Return the four nibbles of words int16 [rows, 16], lowest first, less 8, times scales [rows], plus shifts.
+
+    Two nibbles are of a group, two of the next one. Scales and shifts are rounded to DOT, and so are the sums.
+    """
+    s, b = scale.to(DOT)[:, None], shift.to(DOT)[:, None]
+    t, c = next_scale.to(DOT)[:, None], next_shift.to(DOT)[:, None]
     if DOT == tl.bfloat16:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _NIBBLES_TO_BFLOAT16,
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            _NIBBLES_TO_BFLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [words, s, b, t, c],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
     elif DOT == tl.float16:
-        a, b, c, d = tl.inline_asm_elementwise(
-            _NIBBLES_TO_FLOAT16,
-            "=r,=r,=r,=r,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            _NIBBLES_TO_FLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [words, s, b, t, c],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )  # fmt: skip
     else:
         x = words.to(tl.int32)
-        a, b = ((x & 15) - 8).to(DOT), ((x >> 4 & 15) - 8).to(DOT)
-        c, d = ((x >> 8 & 15) - 8).to(DOT), ((x >> 12 & 15) - 8).to(DOT)
-    return a, b, c, d
+        w0, w1 = ((x & 15) - 8).to(DOT) * s + b, ((x >> 4 & 15) - 8).to(DOT) * s + b
+        w2, w3 = ((x >> 8 & 15) - 8).to(DOT) * t + c, ((x >> 12 & 15) - 8).to(DOT) * t + c
+    return w0, w1, w2, w3
 
 
 @triton.jit
@@ -108,14 +110,13 @@ def split_scales(words):
 
 
 @triton.jit
-def multiply_halves(a, b, x, y, PRECISION: tl.constexpr):
-    """Return the products [outputs, tokens] with the two halves of a group."""
-    total = tl.zeros((a.shape[0], x.shape[1]), tl.float32)
+def multiply_halves(a, b, x, y, total, PRECISION: tl.constexpr):
+    """Add the products with the two halves of a group to a total [outputs, tokens]."""
     total = tl.dot(a, x, total, input_precision=PRECISION)
     return tl.dot(b, y, total, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "steps", "split_steps"])
 def multiply_packed(
     x, x_row, words, scales, partial, tokens, n, width, steps, split_steps,
     BITS: tl.constexpr, TOKENS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -130,7 +131,7 @@ def multiply_packed(
     at_words = words + tile * steps * (WORDS * BITS // 4) + row[:, None] * HALF + i[None, :]
     at_scales = scales + tile * steps * (TILE_ROWS * 8 // BITS) + row
     total = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
-    ones = tl.full((TILE_ROWS, HALF), 1.0, DOT)
+    zeros = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
     begin = split * split_steps
     for step in tl.range(begin, tl.minimum(begin + split_steps, steps), num_stages=STAGES):
         at_step = at_x + step * (4 * HALF)
@@ -140,24 +141,25 @@ def multiply_packed(
         x2 = tl.load(at_step + 2 * HALF, mask=is_input, other=0.0).to(DOT)
         x3 = tl.load(at_step + 3 * HALF, mask=is_input, other=0.0).to(DOT)
         if BITS == 4:
-            w0, w1, w2, w3 = unpack_int4(tl.load(at_words + step * WORDS), DOT)
             scale, shift = split_scales(tl.load(at_scales + step * (2 * TILE_ROWS)))
             next_scale, next_shift = split_scales(tl.load(at_scales + step * (2 * TILE_ROWS) + TILE_ROWS))
+            w0, w1, w2, w3 = unpack_int4(
+                tl.load(at_words + step * WORDS), scale, shift + 8 * scale, next_scale, next_shift + 8 * next_scale, DOT
+            )
+            total = multiply_halves(w0, w1, x0, x1, total, PRECISION)
+            total = multiply_halves(w2, w3, x2, x3, total, PRECISION)
         else:
             w0, w1 = unpack_int8(tl.load(at_words + step * (2 * WORDS)), DOT)
             w2, w3 = unpack_int8(tl.load(at_words + step * (2 * WORDS) + WORDS), DOT)
             scale, next_scale = split_scales(tl.load(at_scales + step * TILE_ROWS))
-        total += multiply_halves(w0, w1, x0, x1, PRECISION) * scale[:, None]
-        total += multiply_halves(w2, w3, x2, x3, PRECISION) * next_scale[:, None]
-        if BITS == 4:  # all numbers are 8 too low; sums of the rows come from tensor cores, too, where they are needed
-            total += multiply_halves(ones, ones, x0, x1, PRECISION) * (shift + 8 * scale)[:, None]
-            total += multiply_halves(ones, ones, x2, x3, PRECISION) * (next_shift + 8 * next_scale)[:, None]
+            total += multiply_halves(w0, w1, x0, x1, zeros, PRECISION) * scale[:, None]
+            total += multiply_halves(w2, w3, x2, x3, zeros, PRECISION) * next_scale[:, None]
     out = tile * TILE_ROWS + row
     to = partial + (split * tokens + t)[None, :].to(tl.int64) * n + out[:, None]
     tl.store(to, total, mask=is_token & (out < n)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def add_splits(
     partial, bias, y, y_row, out, out_row, tokens, n, splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
@@ -175,7 +177,7 @@ def add_splits(
     tl.store(out + t * out_row + i, total.to(out.dtype.element_ty), mask=i < n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "steps"])
 def unpack_rows(
     index, words, scales, out, rows, width, steps, BITS: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr
 ):
