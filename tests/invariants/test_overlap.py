@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 import torch
@@ -77,3 +78,16 @@ def test_a_text_that_ends_drops_the_tokens_of_steps_behind_it(depth: int) -> Non
         process_to_completion(engine, dict(zip(requests, stops, strict=True)))
     assert [r.output_tokens for r in requests] == [a[: a.index(s) + 1] for a, s in zip(plain, stops, strict=True)]
     assert overlapped == set(requests)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_times_of_steps_do_not_overlap(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of computing that a load is compared with counts no moment twice."""
+    engine = make_engine("llama", backend="cpu")
+    engine.depth = depth
+    seconds: list[float] = []
+    monkeypatch.setattr(engine.cache, "record_compute", lambda num_tokens, step_s: seconds.append(step_s))
+    started = perf_counter()
+    run_to_completion(engine, [make_request(p, 30) for p in random_prompts(3, seed=2)])
+    assert len(seconds) >= 30
+    assert 0 < sum(seconds) < perf_counter() - started

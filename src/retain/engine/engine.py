@@ -47,6 +47,7 @@ class Engine:
         self.scheduler = Scheduler(cache, self.sharing)
         self.depth = 1  # steps that `step` has pending before it waits for the oldest
         self.pending_steps: deque[PendingStep] = deque()
+        self._collected_at = 0.0  # seconds, of perf_counter: when the last step was read
 
     def add(self, *requests: Request) -> None:
         """Enqueue requests; equal prompts among them are computed once, as far as policies allow.
@@ -185,7 +186,9 @@ class Engine:
 
     def _record_times(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
         """Tell the cost models of loading and of drafting how long the step took."""
-        step_s = perf_counter() - step.started - step.draft_s
+        now = perf_counter()
+        step_s = now - max(step.started + step.draft_s, self._collected_at)  # before, it waited for another step
+        self._collected_at = now
         waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
         if waited_for_device and not step.batch.before_attention:
             self.cache.record_compute(len(step.batch.input_ids), step_s)
