@@ -90,6 +90,8 @@ class LLM:
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
             self.cache.set_offloader(offloader)
         self.engine = Engine(loaded.runner, self.cache, drafter)
+        if self.device.type != "cpu":
+            self.engine.depth = 2  # so that the device never waits for the host
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         info = EngineInfo(
             vocab_size=self.spec.vocab_size,

@@ -306,6 +306,7 @@ def test_llm(monkeypatch: pytest.MonkeyPatch) -> None:
             LLM("random:tiny", **small),
             LLM("random:tiny", speculate="draft:model=random:tiny,k=2", **small),
         )
+        assert llm.engine.depth == 1 + (options["backend"] == "triton"), "pending steps, on a device"
         params = SamplingParams(max_tokens=3, temperature=0.7, seed=1, n=2, logprobs=2, ignore_eos=True)
         short = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
         outputs = [*llm.generate("hello there", params), *drafting.generate([[5, 6, 7, 8] * 5], short)]
