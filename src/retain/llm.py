@@ -7,6 +7,7 @@ for output in llm.generate(["Once upon a time"], SamplingParams(max_tokens=20)):
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -38,7 +39,9 @@ from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
+log = logging.getLogger(__name__)
 PrefillCallback = Callable[[int, int], None]
+WARM_UP_BATCHES = ((1, 5), (1, 300), (9, 40))  # requests, and tokens of their prompts
 
 
 class LLM:
@@ -168,6 +171,29 @@ class LLM:
             device=self.device,
         )
         return loaded.runner, cache
+
+    def warm_up(self) -> None:
+        """Compute a few requests of the default policy on a device, so that no other waits for its kernels.
+
+        Kernels are compiled, or read from Triton's cache on the disk, and small steps are recorded. The requests leave
+        nothing behind. On a CPU there is nothing to do.
+        """
+        if self.device.type == "cpu":
+            return
+        started = perf_counter()
+        engine = Engine(self.engine.runner, self.cache)
+        engine.depth = self.engine.depth
+        num_tokens = 6  # of an answer: a step that comes again is recorded
+        params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        with self.cache.without_prefixes():
+            for num_requests, length in WARM_UP_BATCHES:
+                length = max(min(length, self.max_model_len - num_tokens), 1)
+                prompts = [[i % self.spec.vocab_size] * length for i in range(num_requests)]
+                states = [s for p in prompts for s in self.input_processor.process(GenerateRequest(p, params))]
+                engine.add(*(state.request for state in states))
+                while engine.has_unfinished_requests:
+                    engine.step()
+                log.info("warming up: %d requests of %d tokens, %.1f s", num_requests, length, perf_counter() - started)
 
     def close(self) -> None:
         """Finish writing to tiers, and release them. The engine can go on without them."""

@@ -328,6 +328,31 @@ def test_llm(monkeypatch: pytest.MonkeyPatch) -> None:
         assert run(backend="triton", device="cuda") == expected
 
 
+@slow
+def test_warming_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But recorded steps: of one request, and of three, padded. On a CPU it computes nothing."""
+    if not triton.is_interpreted():
+        pytest.skip("the requests of a GPU have other sizes")
+    from retain import llm as module
+    from tests.helpers.fake_device import DEVICE, FakeDevice
+
+    monkeypatch.setattr(module, "WARM_UP_BATCHES", ((1, 5), (3, 40)))
+    small: dict[str, Any] = {"dtype": "float32", "kv_memory": "8MiB", "max_running_requests": 8}
+    on_cpu = LLM("random:tiny", **small)
+    monkeypatch.setattr(on_cpu.engine.runner, "forward", None)
+    on_cpu.warm_up()
+    monkeypatch.setattr(kernels, "resolve_device", lambda name: DEVICE)
+    with FakeDevice():
+        llm = LLM("random:tiny", backend="triton", **small)
+        prefix_cache = llm.cache.prefix_cache
+        llm.warm_up()
+        llm.cache.check()
+        assert llm.cache.free_pages == llm.cache.total_pages
+        assert llm.cache.prefix_cache is prefix_cache and not len(prefix_cache.pages)
+        batch_sizes = {key[0].B for key in llm.engine.runner.program._graphs.graphs}  # type: ignore[attr-defined]
+        assert batch_sizes == {1, 4}
+
+
 def test_fake_device_refuses_mixing_and_records_waits() -> None:
     if not triton.is_interpreted():
         pytest.skip("a GPU needs no fake device")

@@ -94,6 +94,16 @@ class KVCacheManager:
         """Let rows that are opened from now on use another prefix cache."""
         self._parts.prefix_cache = prefix_cache
 
+    @contextmanager
+    def without_prefixes(self) -> Iterator[None]:
+        """Let rows that are opened while the context lasts find and leave no prefixes."""
+        prefix_cache = self.prefix_cache
+        self.set_prefix_cache(NullPrefixCache(self.pool.num_pages))
+        try:
+            yield
+        finally:
+            self.set_prefix_cache(prefix_cache)
+
     @property
     def rows(self) -> Mapping[int, Row]:
         """The open rows, by index."""

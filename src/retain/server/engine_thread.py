@@ -121,6 +121,7 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self.llm = self._load_llm()
+            self.llm.warm_up()
         except BaseException as error:
             self._loaded.set_exception(error)
             return
