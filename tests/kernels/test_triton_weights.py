@@ -88,9 +88,9 @@ TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 @pytest.mark.parametrize("kind", ["int4", "int8"])
 def test_other_rows_change_no_bit(kind: str) -> None:
     packed = pack(KINDS[kind](random(200, 1056) / 32))
-    x = random(70, 1056, seed=1).to(DEVICE)
+    x = random(packed_weight.FEW_ROWS, 1056, seed=1).to(DEVICE)
     together = linear(x, packed, None)
-    for T in (1, 2, 17, 40, 65):
+    for T in (1, 2, 17, 40):
         assert torch.equal(linear(x[:T], packed, None), together[:T])
 
 

@@ -25,7 +25,7 @@ from retain.kernels.weight import Weight, unpack
 
 TILE_ROWS = 128
 STEP = 2 * GROUP_SIZE  # inputs of a tile
-FEW_ROWS = 128  # at most: more are multiplied by torch, with the matrix made dense for the moment
+FEW_ROWS = 64  # at most: more are multiplied by torch, with the matrix made dense for the moment (log/gpu.md)
 LARGEST_BLOCK = 64  # rows that a program multiplies
 NUM_PROGRAMS = 512  # about as many fill a GPU
 LEAST_STEPS = 4  # of a program
