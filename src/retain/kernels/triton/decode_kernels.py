@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key
+from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
     find_slots,
     from_int8,
@@ -49,7 +50,7 @@ def unit_rows(x):
     return x / largest[:, None], largest
 
 
-@triton.jit(do_not_specialize=["layer", "width", "num_splits", "max_slots", "num_blocks"])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "layer", "width", "num_splits", "max_slots", "num_blocks"])
 def attention_decode(
     q, q_token, q_head, split_max, split_sum, split_out, width, num_splits,  # splits [J, G, splits, width (, V)]
     k, v, k_scales, v_scales, k_words, v_words, pos,

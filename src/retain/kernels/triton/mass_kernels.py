@@ -9,11 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import find_slots
 from retain.kernels.triton.softmax import NO_WINDOW
 
 
-@triton.jit(do_not_specialize=["max_slots", "num_blocks"])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "max_slots", "num_blocks"])
 def accumulate_mass(
     mass, pages, page_row, page_head, counts, count_row, count_head, windows, window_row, tiles,
     weights, decay, lse, split_weights, block_max, max_slots, num_blocks,

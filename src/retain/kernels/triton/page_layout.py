@@ -16,6 +16,10 @@ from retain.kernels.api import KV
 from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.quantized_slots import SCALE_BYTES, dequantize, dequantize_4bit, group_size, rotate, unpack_nibbles
 
+# Arguments of kernels that read single numbers there: whether 16 bytes divide the address depends on the layer, and
+# must not make a variant of a kernel.
+TABLE_ADDRESSES = ("pages", "counts", "windows")
+
 
 @dataclass(frozen=True)
 class PageArgs:

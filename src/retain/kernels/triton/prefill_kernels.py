@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key
+from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
 
 ONLY, FIRST, SECOND = (tl.constexpr(i) for i in range(3))  # PART: the tables of a launch
@@ -140,7 +141,7 @@ def attend_blocks(
     return row_max, row_sum, acc, z_max, z_sum
 
 
-@triton.jit(do_not_specialize=["layer", "T"])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "layer", "T"])
 def attention_prefill(
     q, q_token, q_head, o, log_sums,  # o [T, H, V]; log_sums [T, H], from the FIRST launch to the SECOND
     k, v, k_scales, v_scales, pos,

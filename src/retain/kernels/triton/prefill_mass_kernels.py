@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, noise_key
+from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.prefill_kernels import (
     SCORES,
     UNCHANGED,
@@ -82,7 +83,7 @@ def sum_weights(
     return total
 
 
-@triton.jit(do_not_specialize=["layer", "T"])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "layer", "T"])
 def recompute_mass(
     q, q_token, q_head, k, k_scales, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
     windows, window_row, dense, tiles, q_pos, slopes, factor, softcap,
