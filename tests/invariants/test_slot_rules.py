@@ -73,7 +73,7 @@ def run(seed: int, path: Path, families: Sequence[str]) -> None:
 @pytest.mark.parametrize("seed", [2, 12, 14, *slow(*range(15, 30))])
 def test_random_schedules(seed: int, num_compared: dict[str, int], tmp_path: Path) -> None:
     run(seed, tmp_path, (*FAMILIES, *UNLIKE_FAMILIES))
-    assert num_compared["all"] and (num_compared["holes"] or seed == 2)
+    assert num_compared["all"] and (num_compared["holes"] or seed not in (12, 14))
 
 
 @pytest.mark.parametrize("seed", [4, *slow(*range(10, 20))])
