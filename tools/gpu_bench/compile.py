@@ -9,7 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tools.gpu_bench.launches import LAUNCH_CASES, STATE_CASES, launch_kernels, launch_state_kernels
+from tools.gpu_bench.launches import (
+    LAUNCH_CASES,
+    STATE_CASES,
+    launch_kernels,
+    launch_state_kernels,
+    launch_step_kernels,
+)
 from tools.gpu_bench.timing import Line
 from tools.gpu_bench.weights import WEIGHT_CASES, launch_weight_kernels
 
@@ -53,6 +59,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
         launch_state_kernels(*sizes)
     for bits, dtype in WEIGHT_CASES[: 2 if quick else None]:
         launch_weight_kernels(bits, dtype)
+    launch_step_kernels()
     yield from lines.values()
 
 

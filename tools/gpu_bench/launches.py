@@ -183,3 +183,21 @@ def as_single_layer(tables: Any) -> Any:
     d = tables.demoted and replace(tables.demoted, pages=tables.demoted.pages[None], counts=tables.demoted.counts[None])
     pages, counts, windows = tables.pages[None], tables.counts[None], tables.windows[None]
     return replace(tables, pages=pages, counts=counts, windows=windows, demoted=d)
+
+
+def launch_step_kernels() -> None:
+    """Launch the kernels that prepare a step: pending tokens, and slots of rings, of states and in holes."""
+    from retain.kernels.slot_rule import SlotRule
+    from retain.kernels.triton.step_inputs import FreshTokens, insert_pending_tokens
+
+    def ones(*shape: int) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.int32)
+
+    N, L, G, T = 4, 3, 2, 7
+    insert_pending_tokens(ones(T).long(), ones(T), ones(N).long())
+    fresh = FreshTokens(ones(T), ones(T), ones(T))
+    for keeps_last in (False, True):
+        for num_holes in (0, 5):
+            holes = ones(N, L, G, num_holes)
+            rule = SlotRule(ones(N, L, G, 9), ones(N, L), ones(N, L), ones(N, L), holes, ones(T), keeps_last)
+            fresh.map_slots(rule, ones(T), 64, ones(L, G, T))
