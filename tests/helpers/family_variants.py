@@ -54,6 +54,21 @@ VARIANTS: dict[str, list[Changes]] = {
     "ministral3": [{"sliding_window": 8, "tie_word_embeddings": True}],
     "cohere2": [{"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2}],
     "granite": [{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
+    "olmo2": [
+        {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        {"rope_scaling": {"rope_type": "yarn", **YARN}, "head_dim": 8, "num_key_value_heads": 1},
+    ],
+    "olmo3": [
+        {"layer_types": None, "rope_scaling": None, "rope_theta": None, "attention_bias": True},
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+                "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **YARN, "attention_factor": 1.2},
+            },
+            "rope_scaling": None,
+            "tie_word_embeddings": True,
+        },
+    ],
     "gemma3_text": [
         {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window": 8},
         {"layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]},

@@ -141,6 +141,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "logits_scaling": 0.5,
     },
+    "olmo2": LLAMA,
+    "olmo3": {
+        **LLAMA,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 8,
+        "rope_theta": 500000.0,
+        "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "pad_token_id": 0,
+    },
     "gemma3_text": GEMMA,
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
     "gemma4_text": GEMMA4,
@@ -238,6 +248,15 @@ class TinyCheckpoint:
         return None
 
 
+NORMS = {
+    "cohere2": ("input",),
+    "glm4": ("input", "post_attention", "post_self_attn", "post_mlp"),
+    "gemma3_text": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "olmo2": ("post_attention", "post_feedforward"),
+    "olmo3": ("post_attention", "post_feedforward"),
+}
+
+
 def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     E, F, V = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     D = c.get("head_dim") or E // c["num_attention_heads"]
@@ -257,6 +276,9 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
         if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
+        if model_type in ("olmo2", "olmo3"):
+            yield p + "self_attn.q_norm.weight", (H,)
+            yield p + "self_attn.k_norm.weight", (G,)
         if model_type == "gpt_oss":
             yield p + "self_attn.sinks", (c["num_attention_heads"],)
             yield from stacked_expert_shapes(p + "mlp.", c["num_local_experts"], E, F)
@@ -267,15 +289,8 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
             yield p + "mlp.down_proj.weight", (E, F)
         else:
             yield from mlp_shapes(p + "mlp.", E, F, c.get("mlp_bias", c.get("use_bias", False)))
-        yield p + "input_layernorm.weight", (E,)
-        if model_type != "cohere2":
-            yield p + "post_attention_layernorm.weight", (E,)
-        if model_type == "glm4":
-            yield p + "post_self_attn_layernorm.weight", (E,)
-            yield p + "post_mlp_layernorm.weight", (E,)
-        if model_type == "gemma3_text":
-            yield p + "pre_feedforward_layernorm.weight", (E,)
-            yield p + "post_feedforward_layernorm.weight", (E,)
+        for name in NORMS.get(model_type, ("input", "post_attention")):
+            yield f"{p}{name}_layernorm.weight", (E,)
     yield prefix + "norm.weight", (E,)
     if not c.get("tie_word_embeddings"):
         yield "lm_head.weight", (V, E)
@@ -550,6 +565,8 @@ TENSOR_SHAPES = {
     "ministral3": llama_shapes,
     "cohere2": llama_shapes,
     "granite": llama_shapes,
+    "olmo2": llama_shapes,
+    "olmo3": llama_shapes,
     "gemma3_text": llama_shapes,
     "gemma3": gemma3_shapes,
     "gemma4_text": gemma4_shapes,

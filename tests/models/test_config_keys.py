@@ -82,6 +82,9 @@ CASES: list[tuple[str, Changes]] = [
     ("qwen3", {**GPT, "mlp_bias": False}),
     ("gemma3_text", {"use_sliding_window": False, "max_window_layers": 9, "hidden_act": "relu"}),
     ("gemma3_text", {**GPT, "partial_rotary_factor": 0.5}),
+    ("olmo3", {**GPT, "max_window_layers": 0, "rope_theta": 50.0, "rope_local_base_freq": 3.0}),
+    ("olmo3", {"rope_theta": 3.0, "rope_parameters": {"full_attention": {"rope_theta": 50.0}}}),
+    ("olmo2", {**WINDOW, "layer_types": SLIDING, "mlp_bias": False, "partial_rotary_factor": 0.5}),
     ("gpt2", {**QWEN, **BIASES, "hidden_act": "relu", "layer_norm_eps": 1.0}),
     ("gpt2", {**ROPE, "rotary_dim": 4, "use_parallel_residual": True, "attn_config": GPT["attn_config"]}),
     ("gptj", {**ROPE, **QWEN, **BIASES, "hidden_act": "relu", "rotary_pct": 0.5}),
@@ -148,7 +151,9 @@ OLDER_KEYS = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), I
     "gemma3_text": {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"},
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
-OPTIONAL_FIELDS = dict.fromkeys(("qwen2", "qwen3_moe", "smollm3", "phi3", "granite", "lfm2", "lfm2_moe"), HEAD_DIM)
+OPTIONAL_FIELDS = dict.fromkeys(
+    ("qwen2", "qwen3_moe", "smollm3", "phi3", "granite", "olmo2", "olmo3", "lfm2", "lfm2_moe"), HEAD_DIM
+)
 OPTIONAL_FIELDS["gemma4_text"] = {"global_head_dim", "num_global_key_value_heads"}  # become a per_layer_config
 SHARED_KEYS = {"rope_scaling", "original_max_position_embeddings", "model_type"}
 ROPE_KEYS = {"rope_theta", "partial_rotary_factor"}
@@ -171,7 +176,7 @@ def test_defaults_are_those_of_transformers(family: str) -> None:
     older = OLDER_KEYS.get(family, set()) | OPTIONAL_FIELDS.get(family, set())
     assert {k: v for k, v in defaults.items() if k not in older} == {k: theirs[k] for k in defaults if k not in older}
     rope = getattr(CONFIG_MAPPING[family](), "rope_parameters", None)
-    if family == "gemma4_text":
+    if family in ("gemma4_text", "olmo3"):
         assert models.load_family(family).ROPE_DEFAULTS == rope
     elif family == "gemma3_text":
         thetas = defaults["rope_theta"], defaults["rope_local_base_freq"]

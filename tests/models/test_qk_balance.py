@@ -33,13 +33,17 @@ def without_factors(weights: Weights) -> ReferenceModel:
 
 
 class LopsidedCheckpoint(TinyCheckpoint):
-    """A llama whose keys are large in one rotary pair of eight, where queries are small, and the other way round."""
+    """A model whose keys are large in one rotary pair of eight, where queries are small, and the other way round.
+
+    Its projections make them so, or the weights of their norms where it has any.
+    """
 
     def read(self, name: str) -> Tensor:
         x, row = super().read(name), torch.arange(self.shapes[name][0])
-        if name.endswith("q_proj.weight"):
+        layer = "norm" if any("q_norm" in other for other in self.shapes) else "proj"
+        if name.endswith(f"q_{layer}.weight"):
             x[row % 8 == 3] /= 30
-        if name.endswith("k_proj.weight"):
+        if name.endswith(f"k_{layer}.weight"):
             x[row % 8 == 3] *= 30
         return x
 
@@ -57,8 +61,9 @@ def test_exact_slots_give_the_same_bits_with_and_without_factors(family: str, dt
     )
 
 
-def test_keys_that_are_large_where_queries_are_small_lose_less_in_four_bits() -> None:
-    tiny = tiny_checkpoint("llama")
+@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo2"])
+def test_keys_that_are_large_where_queries_are_small_lose_less_in_four_bits(family: str) -> None:
+    tiny = tiny_checkpoint(family)
     weights = Weights(LopsidedCheckpoint(tiny.config, tiny.shapes, tiny.seed), torch.float32)
     exact, balanced = (log_probs(build_model(weights), slots) for slots in (torch.float32, INT4))
     plain = log_probs(without_factors(weights), INT4)

@@ -31,8 +31,8 @@ class DecoderLayer(Protocol):
     """A layer between the embedding and the head: a dataclass."""
 
     @property
-    def norm1(self) -> Layer:
-        """Return the norm that is nearest to attention's input."""
+    def norm1(self) -> Layer | None:
+        """Return the norm that is nearest to attention's input, if there is one."""
 
     @property
     def attention(self) -> Attention | None:

@@ -123,6 +123,18 @@ class RMSNorm:
         program.norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add, first=self.first)
 
 
+@dataclass(frozen=True, eq=False)
+class PartNorms:
+    """Apply RMS norms to parts of a row, which may differ in width. Each weight is [heads, D], as in RMSNorm."""
+
+    norms: tuple[RMSNorm, ...]
+
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+        """See Layer."""
+        for norm in self.norms:
+            norm.emit(program, x, out, add)
+
+
 class LayerNorm:
     """Compute (x - mean) / deviation * weight + bias (arXiv 1607.06450)."""
 

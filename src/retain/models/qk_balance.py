@@ -16,14 +16,14 @@ from torch import Tensor
 
 from retain.kernels.rope import Rope
 from retain.kernels.weight import unpack
-from retain.models.layers import ClippedLinear, Layer, LayerNorm, Linear, RMSNorm
+from retain.models.layers import ClippedLinear, Layer, LayerNorm, Linear, PartNorms, RMSNorm
 
 LARGEST_EXPONENT = 8
 SMALLEST_ENERGY = 1e-12
 
 
 def find_qk_factors(
-    input_norm: Layer,
+    input_norm: Layer | None,
     projection: Layer,
     qk_norm: Layer | None,
     rope: Rope | None,
@@ -32,19 +32,19 @@ def find_qk_factors(
 ) -> Tensor | None:
     """Return factors of the heads of q and of k, float32 [H + G, D]; `heads` is (H, G, D).
 
-    Keys are cached less `key_offset` [G, D], so that part of their bias does not count. None where all factors are 1,
-    or where the layers are of other kinds than those of layers.py.
+    Keys are cached less `key_offset` [G, D], so that part of their bias does not count. Without an input norm all
+    inputs are taken to be equally large. Returns None where all factors are 1, or for layers of unknown kinds.
     """
     H, G, D = heads
     linear = projection.linear if isinstance(projection, ClippedLinear) else projection
-    if not isinstance(linear, Linear) or not isinstance(input_norm, RMSNorm | LayerNorm):
+    if not isinstance(linear, Linear) or not isinstance(input_norm, RMSNorm | LayerNorm | None):
         return None
     variance, constant = (x[: (H + G) * D].view(H + G, D) for x in _output_moments(linear, input_norm))
     if key_offset is not None and rope is None:
         constant[H:] -= key_offset
     energy = variance + constant.square()
-    if isinstance(qk_norm, RMSNorm):
-        energy = energy / energy.mean(-1, keepdim=True).clamp(min=SMALLEST_ENERGY) * qk_norm.weight.double().square()
+    if isinstance(qk_norm, RMSNorm | PartNorms):
+        energy = _normalize(energy, qk_norm)
     if key_offset is not None and rope is not None:  # the mean of a rotated constant
         energy[H:] -= key_offset.double().square()
     energy = _mean_of_pairs(energy, rope).clamp(min=SMALLEST_ENERGY)
@@ -56,17 +56,29 @@ def find_qk_factors(
     return torch.cat((-exponents.repeat_interleave(H // G, 0), exponents)).exp2().float()
 
 
-def _output_moments(linear: Linear, norm: RMSNorm | LayerNorm) -> tuple[Tensor, Tensor]:
-    """Return variances and means of a linear layer's outputs behind a norm, float64 [out].
+def _normalize(energy: Tensor, norm: RMSNorm | PartNorms) -> Tensor:
+    """Return the energy [heads, D] behind a norm of each head, or of parts that span heads."""
+    row = energy.flatten()
+    for part in norm.norms if isinstance(norm, PartNorms) else (norm,):
+        end = part.first + part.weight.numel()
+        before = row[part.first : end].view(part.weight.shape)
+        after = before / before.mean(-1, keepdim=True).clamp(min=SMALLEST_ENERGY) * part.weight.double().square()
+        row = torch.cat((row[: part.first], after.flatten(), row[end:]))
+    return row.view(energy.shape)
 
-    Normalized inputs are taken to be independent, with mean 0 and variance 1.
+
+def _output_moments(linear: Linear, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor]:
+    """Return variances and means of a linear layer's outputs behind a norm, if any, float64 [out].
+
+    Inputs, normalized ones before their weights, are taken to be independent, with mean 0 and variance 1.
     """
     weight = unpack(linear.weight)
     dense = (weight if isinstance(weight, Tensor) else weight.dequantize()).float()
     mean = torch.zeros(len(dense)) if linear.bias is None else linear.bias.float()
     if isinstance(norm, LayerNorm) and norm.bias is not None:
         mean = mean + dense @ norm.bias.float()
-    return (dense.square() @ norm.weight.float().square()).double(), mean.double()
+    scale = torch.ones(dense.shape[1]) if norm is None else norm.weight.float()
+    return (dense.square() @ scale.square()).double(), mean.double()
 
 
 def _mean_of_pairs(energy: Tensor, rope: Rope | None) -> Tensor:
