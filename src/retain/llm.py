@@ -94,7 +94,7 @@ class LLM:
             self.cache.set_offloader(offloader)
         self.engine = Engine(loaded.runner, self.cache, drafter)
         if self.device.type != "cpu":
-            self.engine.depth = 2  # so that the device never waits for the host
+            self.engine.depth = 2  # so that the device waits for the host as little as it can
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
         info = EngineInfo(
             vocab_size=self.spec.vocab_size,
@@ -176,7 +176,7 @@ class LLM:
         """Compute a few requests of the default policy on a device, so that no other waits for its kernels.
 
         Kernels are compiled, or read from Triton's cache on the disk, and small steps are recorded. The requests leave
-        nothing behind. On a CPU there is nothing to do.
+        no pages and no prefixes; what does not fit is left out. On a CPU there is nothing to do.
         """
         if self.device.type == "cpu":
             return
@@ -189,8 +189,12 @@ class LLM:
             for num_requests, length in WARM_UP_BATCHES:
                 length = max(min(length, self.max_model_len - num_tokens), 1)
                 prompts = [[i % self.spec.vocab_size] * length for i in range(num_requests)]
-                states = [s for p in prompts for s in self.input_processor.process(GenerateRequest(p, params))]
-                engine.add(*(state.request for state in states))
+                try:
+                    states = [s for p in prompts for s in self.input_processor.process(GenerateRequest(p, params))]
+                    engine.add(*(state.request for state in states))
+                except ValueError as error:
+                    log.info("not warming up %d requests of %d tokens: %s", num_requests, length, error)
+                    continue
                 while engine.has_unfinished_requests:
                     engine.step()
                 log.info("warming up: %d requests of %d tokens, %.1f s", num_requests, length, perf_counter() - started)
@@ -315,6 +319,7 @@ class LLM:
         (state,) = self.input_processor.process(g)
         request = state.request
         self.output_processor.add([state])
+        request.needs_token_values = True  # else the next step has been launched when the first token is known
         try:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.step()

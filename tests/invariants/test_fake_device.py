@@ -353,6 +353,22 @@ def test_warming_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
         assert batch_sizes == {1, 4}
 
 
+def test_warming_up_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM("random:tiny", dtype="float32", kv_memory="8MiB", max_model_len=5)
+    monkeypatch.setattr(llm, "device", torch.device("meta"))
+    llm.warm_up()
+    assert llm.generate([[5, 6]], SamplingParams(max_tokens=2, temperature=0, ignore_eos=True))
+
+
+@pytest.mark.parametrize("policy", ["full", "sinks:budget=10,interval=1", "window:budget=10,interval=4"])
+def test_kept_positions_are_those_behind_the_prompt(policy: str) -> None:
+    """With two pending steps the next token has been computed when the first is known."""
+    llm = LLM("random:tiny", dtype="float32", kv_memory="8MiB")
+    expected = llm.kept_positions([5, 6, 7, 8] * 5, policy)
+    llm.engine.depth = 2
+    assert llm.kept_positions([5, 6, 7, 8] * 5, policy) == expected
+
+
 def test_fake_device_refuses_mixing_and_records_waits() -> None:
     if not triton.is_interpreted():
         pytest.skip("a GPU needs no fake device")

@@ -8,6 +8,7 @@ from time import perf_counter
 import pytest
 import torch
 
+from retain.engine import drafters
 from retain.engine.request import FinishReason, Request
 from tests.helpers.engines import (
     GREEDY,
@@ -78,6 +79,21 @@ def test_a_text_that_ends_drops_the_tokens_of_steps_behind_it(depth: int) -> Non
         process_to_completion(engine, dict(zip(requests, stops, strict=True)))
     assert [r.output_tokens for r in requests] == [a[: a.index(s) + 1] for a, s in zip(plain, stops, strict=True)]
     assert overlapped == set(requests)
+
+
+def test_a_budget_is_not_halved_while_drafts_of_its_row_are_pending() -> None:
+    """Nobody knows yet how many of the row's slots stay: rejected drafts would stay among them."""
+    engine = make_engine("llama", num_pages=56, max_batched_tokens=64, page_size=16)
+    engine.depth = 2
+    engine.speculator.named["ngram"] = drafters.parse("ngram:k=4,min=1,max=2")
+    policy = "h2o:budget=64,interval=16,shrink=8"
+    drafting = make_request([5, 6, 7, 8, 5, 6, 9] * 12, 60, policy, GREEDY, drafter_name="ngram")
+    engine.add(drafting, make_request(list(range(11, 31)), 120, "full"))
+    while engine.has_unfinished_requests:
+        engine.step()
+        if drafting.row is not None and not any(drafting in s.samples.requests for s in engine.pending_steps):
+            kept = [positions for heads in drafting.row.positions() for positions in heads if positions]
+            assert max(map(max, kept)) < drafting.num_computed_tokens
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])

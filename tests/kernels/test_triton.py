@@ -110,6 +110,20 @@ def test_dense_tiles_of_any_size_equal_those_that_read_positions(tokens: int) ->
     assert_close(expected, case.attend(reference), tolerance(case))
 
 
+@pytest.mark.parametrize("tokens", [1, 9])
+@pytest.mark.parametrize("dtype", [F32, INT8])
+def test_the_longest_table_of_a_step_changes_no_bit_of_others(tokens: int, dtype: torch.dtype) -> None:
+    """It says how many splits are planned, and so which are empty."""
+    case = AttentionCase(fresh=(tokens,), pages=((140, 90),), D=32, R=2, dtype=dtype)
+    q, q_pos = case.build_queries()
+    kv, t = case.build_cache(triton), case.build_tables()
+    wide = replace(t, pages=torch.nn.functional.pad(t.pages, (0, 2000)))
+    outputs = [
+        triton.attend(q, kv, replace(wide, max_pages=n), q_pos, AttentionParams(0.25)) for n in (140, 300, 1100, 2100)
+    ]
+    assert all(torch.equal(o, outputs[0]) for o in outputs)
+
+
 MASS_CASES = {
     "splits": (AttentionCase((1, 3, 0), ((9, 10), (5, 0), (2, 2)), D=16, shared_pages=False), "decaying", "sum"),
     "splits, noise": (AttentionCase((1, 2), ((9, 10), (5, 1)), D=16, shared_pages=False), "keyformer", "each"),

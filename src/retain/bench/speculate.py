@@ -162,10 +162,11 @@ def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Re
     requests = []
     for prompt in prompts:  # one by one, so that none decodes while another is computed
         request = greedy_request(llm.cache, prompt, policies.parse("full"), output_len + 1)
-        llm.engine.add(request)
+        engine = _make_engine(llm, PLAIN)  # with one pending step: nothing is computed behind the first token
+        engine.add(request)
         while not request.stats.first_token_time:
-            llm.engine.step()
-        llm.engine.scheduler.running.remove(request)
+            engine.step()
+        engine.scheduler.running.remove(request)
         requests.append(request)
     return requests
 

@@ -189,6 +189,8 @@ class Engine:
         now = perf_counter()
         step_s = now - max(step.started + step.draft_s, self._collected_at)  # before, it waited for another step
         self._collected_at = now
+        if all(s.request.finish_reason is not None for s in step.scheduled):
+            return  # launched beside the end of its requests: nobody may have asked for it for a while
         waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
         if waited_for_device and not step.batch.before_attention:
             self.cache.record_compute(len(step.batch.input_ids), step_s)

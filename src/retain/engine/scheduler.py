@@ -235,9 +235,14 @@ class Scheduler:
         return True
 
     def _shrink_one_budget(self) -> bool:
-        """Halve the budget of the youngest request that allows it. Returns whether pages were freed."""
+        """Halve the budget of the youngest request that allows it. Returns whether pages were freed.
+
+        Where drafts are pending, nobody knows yet how many of the row's slots stay.
+        """
         for request in sorted(self.running, key=lambda r: -r.id):
-            if request.row is not None and request.row.shrink_budget(request.num_computed_tokens):
+            if request.row is None or (request.drafts and request.num_pending_tokens):
+                continue
+            if request.row.shrink_budget(request.num_computed_tokens):
                 log.info("KV memory is full: the budget of request %d was halved", request.id)
                 return True
         return False

@@ -96,13 +96,15 @@ class KVCacheManager:
 
     @contextmanager
     def without_prefixes(self) -> Iterator[None]:
-        """Let rows that are opened while the context lasts find and leave no prefixes."""
+        """Let rows that are opened while the context lasts find and leave no prefixes, and count no evictions."""
         prefix_cache = self.prefix_cache
+        num_evicted_slots = self._parts.num_evicted_slots.copy()
         self.set_prefix_cache(NullPrefixCache(self.pool.num_pages))
         try:
             yield
         finally:
             self.set_prefix_cache(prefix_cache)
+            self._parts.num_evicted_slots = num_evicted_slots
 
     @property
     def rows(self) -> Mapping[int, Row]:

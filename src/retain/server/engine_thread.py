@@ -121,7 +121,11 @@ class EngineThread:
     def _run(self) -> None:
         try:
             self.llm = self._load_llm()
-            self.llm.warm_up()
+            try:
+                self.llm.warm_up()
+            except BaseException:
+                self.llm.close()  # else its store stays in use
+                raise
         except BaseException as error:
             self._loaded.set_exception(error)
             return

@@ -187,13 +187,8 @@ def _launch_merge(
         NOISE=buffers.noise_mode if buffers else 0, SPLITS=int(triton.next_power_of_2(num_splits)),
         DEMOTED_S=demoted.kv.page_size if has_demoted else 0, DEMOTED_N=demoted.plan.blocks.n,
         DEMOTED_MIN_BLOCKS=demoted.plan.blocks.min_blocks, **_shape_args(call), **call.plan.blocks.constants,
-        **_value_args(call), num_warps=_merge_warps(num_splits * call.kv.v_dim),
+        **_value_args(call), num_warps=max(int(triton.next_power_of_2(call.kv.v_dim)) // 128, 1),
     )  # fmt: skip
-
-
-def _merge_warps(size: int) -> int:
-    """Return the warps that merge splits of so many numbers in all."""
-    return 1 if size <= 2**10 else 4 if size <= 2**14 else 16
 
 
 def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:

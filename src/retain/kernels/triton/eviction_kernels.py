@@ -69,7 +69,7 @@ def load_slots(pos, mass, table, i, count, is_by_mass, S: tl.constexpr, C: tl.co
     slot = page * S + i % S
     p = tl.load(pos + slot, mask=i < count, other=0)
     first = mass + page * (C * S) + i % S
-    is_needed = (i < count) & is_by_mass  # by position, the oldest of equal priorities goes first
+    is_needed = i < tl.where(is_by_mass, count, 0)  # by position, the oldest of equal priorities goes first
     value = tl.load(first, mask=is_needed, other=0.0)
     for c in tl.static_range(1, C):
         value += tl.load(first + c * S, mask=is_needed, other=0.0)

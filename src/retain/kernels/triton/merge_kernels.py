@@ -9,22 +9,56 @@ from retain.kernels.triton.decode_kernels import split_blocks
 from retain.kernels.triton.noise import LOG2E, PLAIN, mean_noise
 from retain.kernels.triton.softmax import finite_or_zero, safe_log2
 
+CHUNK = tl.constexpr(8)  # splits that are added at once: as many for any request, so that a sum has one order
+
 
 @triton.jit
-def find_splits(counts, s, S: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Return which of the splits s a table has."""
+def count_splits(counts, S: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
+    """Return the splits of a table."""
     blocks, split = split_blocks(tl.load(counts) * S, N, MIN_BLOCKS)
-    return (s >= 0) & (s * split < blocks)
+    return (blocks + split - 1) // split
 
 
 @triton.jit
-def load_sums(split_max, split_sum, at, exists):
-    """Return the maxima [ROWS] of rows, the sums of their splits together, and the splits' factors [ROWS, SPLITS]."""
-    maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))
-    sums = tl.load(split_sum + at, mask=exists, other=0.0)
-    high = tl.max(maxima, 1)
-    factor = tl.exp2(maxima - finite_or_zero(high)[:, None])
-    return high, tl.sum(sums * factor, 1), factor
+def find_maximum(high, split_max, first, splits, width, m, valid, SPLITS: tl.constexpr):
+    """Return the larger of `high` and the maxima of splits, for rows m [ROWS]."""
+    s = tl.arange(0, SPLITS)[None, :]
+    at = (first + s) * width + m[:, None]
+    maxima = tl.load(split_max + at, mask=valid[:, None] & (s < splits), other=float("-inf"))
+    return tl.maximum(high, tl.max(maxima, 1))
+
+
+@triton.jit
+def add_sums(total, high, split_max, split_sum, first, splits, width, m, valid):
+    """Add the sums of splits to totals [ROWS] that are relative to the maxima `high`."""
+    s = tl.arange(0, CHUNK)[None, :]
+    for c in range(0, splits, CHUNK):
+        exists = valid[:, None] & (c + s < splits)
+        at = (first + c + s) * width + m[:, None]
+        maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))
+        sums = tl.load(split_sum + at, mask=exists, other=0.0)
+        total += tl.sum(sums * tl.exp2(maxima - finite_or_zero(high)[:, None]), 1)
+    return total
+
+
+@triton.jit
+def add_outputs(
+    out, high, split_max, split_out, first, splits, width, m, valid, V: tl.constexpr, VP: tl.constexpr
+):  # fmt: skip
+    """Add the outputs of splits to outputs [ROWS, VP] that are relative to the maxima `high`."""
+    s, e = tl.arange(0, CHUNK)[None, :], tl.arange(0, VP)
+    for c in range(0, splits, CHUNK):
+        exists = valid[:, None] & (c + s < splits)
+        at = (first + c + s) * width + m[:, None]
+        maxima = tl.load(split_max + at, mask=exists, other=float("-inf"))
+        factor = tl.exp2(maxima - finite_or_zero(high)[:, None])
+        parts = tl.load(
+            split_out + at.to(tl.int64)[:, :, None] * V + e[None, None, :],
+            mask=exists[:, :, None] & (e < V)[None, None, :],
+            other=0.0,
+        )
+        out += tl.sum(parts * factor[:, :, None], 1)
+    return out
 
 
 @triton.jit
@@ -55,31 +89,40 @@ def merge_splits(
         return
     valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
-    s = tl.arange(0, SPLITS)[None, :]
-    exists = find_splits(counts + row * count_row + g * count_head, s, S, N, MIN_BLOCKS)
+    at = (j * G + g) * num_splits
+    demoted_at = at + first_demoted
+    splits = count_splits(counts + row * count_row + g * count_head, S, N, MIN_BLOCKS)
+    demoted_splits = 0
     if DEMOTED_S:
         at_count = demoted_counts + row * demoted_row + g * demoted_head
-        demoted = find_splits(at_count, s - first_demoted, DEMOTED_S, DEMOTED_N, DEMOTED_MIN_BLOCKS)
-        exists = (exists & (s < first_demoted)) | demoted
-    exists &= valid[:, None]
-    at = ((j * G + g) * num_splits + s) * width + m[:, None]
-    high, total, factor = load_sums(split_max, split_sum, at, exists)
+        demoted_splits = count_splits(at_count, DEMOTED_S, DEMOTED_N, DEMOTED_MIN_BLOCKS)
     e = tl.arange(0, VP)
-    parts = tl.load(
-        split_out + at.to(tl.int64)[:, :, None] * V + e[None, None, :],
-        mask=exists[:, :, None] & (e < V)[None, None, :],
-        other=0.0,
-    )
+    high = tl.full((ROWS,), float("-inf"), tl.float32)
+    high = find_maximum(high, split_max, at, splits, width, m, valid, SPLITS)
+    if DEMOTED_S:
+        high = find_maximum(high, split_max, demoted_at, demoted_splits, width, m, valid, SPLITS)
+    total, out = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VP), tl.float32)
+    total = add_sums(total, high, split_max, split_sum, at, splits, width, m, valid)
+    out = add_outputs(out, high, split_max, split_out, at, splits, width, m, valid, V, VP)
+    if DEMOTED_S:
+        total = add_sums(total, high, split_max, split_sum, demoted_at, demoted_splits, width, m, valid)
+        out = add_outputs(out, high, split_max, split_out, demoted_at, demoted_splits, width, m, valid, V, VP)
     if SINKS:
         sink = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E
         total = add_sink(high, total, sink)
-    out = tl.sum(parts * factor[:, :, None], 1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = out / tl.where(total == 0.0, 1.0, total)[:, None]
     at_row = (t * G * R + h).to(tl.int64)
     tl.store(o + at_row[:, None] * V + e[None, :], out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])
     if UPDATE_MASS:
         if NOISE != PLAIN:
-            z_at = tl.num_programs(0) * G * num_splits * width + at
-            high, total, factor = load_sums(split_max, split_sum, z_at, exists)
+            z_at = tl.num_programs(0) * G * num_splits * width
+            z_max, z_sum = split_max + z_at, split_sum + z_at
+            high = find_maximum(tl.full((ROWS,), float("-inf"), tl.float32), z_max, at, splits, width, m, valid, SPLITS)
+            if DEMOTED_S:
+                high = find_maximum(high, z_max, demoted_at, demoted_splits, width, m, valid, SPLITS)
+            total = add_sums(tl.zeros((ROWS,), tl.float32), high, z_max, z_sum, at, splits, width, m, valid)
+            if DEMOTED_S:
+                total = add_sums(total, high, z_max, z_sum, demoted_at, demoted_splits, width, m, valid)
             if SINKS:
                 sink += mean_noise(tl.load(noise + tl.load(tiles + 6 * j)), NOISE)
                 total = add_sink(high, total, sink / tl.load(temperature + t, mask=valid, other=1.0))

@@ -68,7 +68,7 @@ def from_nibbles(packed, scale, DOT: tl.constexpr):
         # Impure: else the compiler exchanges bytes between threads before they are unpacked, one at a time.
         lo, hi = tl.inline_asm_elementwise(
             _NIBBLES_TO_BFLOAT16,
-            "=r,=r,=r,=r,r,r,r",
+            "=&r,=&r,=&r,=&r,r,r,r",
             [packed, scale],
             dtype=(tl.bfloat16, tl.bfloat16),
             is_pure=False,

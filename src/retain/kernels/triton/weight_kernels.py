@@ -69,12 +69,12 @@ def unpack_int4(words, scale, shift, next_scale, next_shift, DOT: tl.constexpr):
     t, c = next_scale.to(DOT)[:, None], next_shift.to(DOT)[:, None]
     if DOT == tl.bfloat16:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _NIBBLES_TO_BFLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [words, s, b, t, c],
+            _NIBBLES_TO_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, s, b, t, c],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
         )  # fmt: skip
     elif DOT == tl.float16:
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _NIBBLES_TO_FLOAT16, "=r,=r,=r,=r,r,r,r,r,r", [words, s, b, t, c],
+            _NIBBLES_TO_FLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, s, b, t, c],
             dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
         )  # fmt: skip
     else:
@@ -89,7 +89,7 @@ def unpack_int8(words, DOT: tl.constexpr):
     """Return the low and the high bytes of words int16 as signed numbers."""
     if DOT == tl.bfloat16:
         low, high = tl.inline_asm_elementwise(
-            _INT8_TO_BFLOAT16, "=r,=r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+            _INT8_TO_BFLOAT16, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
     elif DOT == tl.float16:
         low, high = tl.inline_asm_elementwise(

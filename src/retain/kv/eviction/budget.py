@@ -326,7 +326,9 @@ class AttentionScoredPolicy(BudgetPolicy):
     def ranked_by(self) -> str | None:
         """See BudgetPolicy.ranked_by."""
         is_sum = (self.heads, self.scope, self.value) == ("kv-sum", "layer", "none") and not self.scores_slots
-        return "mass" if is_sum and type(self).priority is AttentionScoredPolicy.priority else None
+        own = (type(self).priority, type(self).reduce_heads)
+        is_plain = own == (AttentionScoredPolicy.priority, AttentionScoredPolicy.reduce_heads)
+        return "mass" if is_sum and is_plain else None
 
     def priority(self, view: CacheView) -> Tensor:
         """Return the mass, or what `scored_priority` makes of it."""

@@ -184,7 +184,7 @@ class BudgetEvictor:
             return [Punch(policy.interval, self.head_budgets + np.int32(policy.interval))]
         if num_computed_tokens <= policy.budget_tokens:
             return []
-        # Fresh tokens go into holes from now on: `map_holes` replaces the slots that the ring's formula gives.
+        # Fresh tokens go into holes from now on: holes replace the slots that the ring's formula gives.
         self.tables.capacity[self.row, self.layers] = 1
         if self.demoter and self.resumed_tokens is not None:
             return self._plan_resumed_demotion(num_computed_tokens)

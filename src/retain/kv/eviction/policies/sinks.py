@@ -21,9 +21,9 @@ class Policy(BudgetPolicy):
     sinks: NonNegativeInt = 4
 
     @property
-    def ranked_by(self) -> str:
+    def ranked_by(self) -> str | None:
         """See BudgetPolicy.ranked_by."""
-        return "position"
+        return "position" if type(self).priority is Policy.priority else None
 
     def priority(self, view: CacheView) -> Tensor:
         """Rank by position; sinks are protected."""
