@@ -44,6 +44,11 @@ def check_supported(config: Mapping[str, Any], **supported: Any) -> None:
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
+def alternate_layer_types(num_layers: int, pattern: int) -> list[str]:
+    """Return the types of layers of which each `pattern`-th has full attention, and the others slide."""
+    return ["sliding_attention" if i % pattern else "full_attention" for i in range(1, num_layers + 1)]
+
+
 def get_layer_types(
     config: Mapping[str, Any], default: Sequence[str], known: Sequence[str] = ATTENTION_TYPES
 ) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, ModelSpec, ParallelLayer, scope_base_model
 from retain.models.families import llama
-from retain.models.family_config import add_defaults, get_layer_types, get_windows
+from retain.models.family_config import add_defaults, alternate_layer_types, get_layer_types, get_windows
 from retain.models.layers import Embedding, LayerNorm, load_layer_norm, load_lm_head
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
@@ -32,8 +32,7 @@ PATTERN = 4  # a full layer in so many
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer."""
-    layers = range(1, c["num_hidden_layers"] + 1)
-    return get_layer_types(c, ["sliding_attention" if i % PATTERN else "full_attention" for i in layers])
+    return get_layer_types(c, alternate_layer_types(c["num_hidden_layers"], PATTERN))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

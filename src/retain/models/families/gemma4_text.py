@@ -21,7 +21,7 @@ from retain.kernels.rope import Rope
 from retain.kernels.weight import Weight
 from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
 from retain.models.experts import load_experts
-from retain.models.family_config import add_defaults, get_layer_types
+from retain.models.family_config import add_defaults, alternate_layer_types, get_layer_types
 from retain.models.layers import (
     Embedding,
     GatedMLP,
@@ -75,8 +75,7 @@ IGNORED_TENSORS = (r"layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",)  # of l
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer. The last one is full."""
-    layers = range(1, c["num_hidden_layers"] + 1)
-    types = get_layer_types(c, ["sliding_attention" if i % PATTERN else "full_attention" for i in layers])
+    types = get_layer_types(c, alternate_layer_types(c["num_hidden_layers"], PATTERN))
     return [*types[:-1], "full_attention"]
 
 

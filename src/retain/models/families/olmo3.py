@@ -9,7 +9,13 @@ from typing import Any
 from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.families import llama, olmo2
-from retain.models.family_config import ATTENTION_TYPES, add_defaults, get_layer_types, get_windows
+from retain.models.family_config import (
+    ATTENTION_TYPES,
+    add_defaults,
+    alternate_layer_types,
+    get_layer_types,
+    get_windows,
+)
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
@@ -22,8 +28,7 @@ PATTERN = 4  # a full layer in so many
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer."""
-    layers = range(1, c["num_hidden_layers"] + 1)
-    return get_layer_types(c, ["sliding_attention" if i % PATTERN else "full_attention" for i in layers])
+    return get_layer_types(c, alternate_layer_types(c["num_hidden_layers"], PATTERN))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
