@@ -22,9 +22,9 @@ from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
     find_slots,
     from_int8,
-    load_4bit,
     load_nibbles,
     load_slot_scales,
+    load_vectors,
     low_columns,
 )
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero
@@ -145,7 +145,20 @@ def attention_decode(
             x = tl.dot(q_high, tl.trans(keys_high), x, input_precision=PRECISION)
         else:
             if K_GROUP:
-                keys_t = load_4bit(k, k_scales, page[None, :], place[None, :], d[:, None], S, D, K_PAGE, K_GROUP)
+                keys_t = load_vectors(
+                    k,
+                    k_scales,
+                    page[None, :],
+                    place[None, :],
+                    d[:, None],
+                    exists[None, :],
+                    S,
+                    D,
+                    DP,
+                    K_PAGE,
+                    K_GROUP,
+                    False,
+                )
             else:
                 at_k = k + (page * K_PAGE + place * D)[None, :] + d[:, None]
                 keys_t = tl.load(at_k, mask=(d < D)[:, None] & exists[None, :], other=0)  # [DP, N]
@@ -177,7 +190,20 @@ def attention_decode(
         else:
             value_weights = w
             if V_GROUP:
-                values = load_4bit(v, v_scales, page[:, None], place[:, None], e[None, :], S, V, V_PAGE, V_GROUP)
+                values = load_vectors(
+                    v,
+                    v_scales,
+                    page[:, None],
+                    place[:, None],
+                    e[None, :],
+                    exists[:, None],
+                    S,
+                    V,
+                    VP,
+                    V_PAGE,
+                    V_GROUP,
+                    False,
+                )
             else:
                 at_v = v + (page * V_PAGE + place * V)[:, None] + e[None, :]
                 values = tl.load(at_v, mask=(e < V)[None, :] & exists[:, None], other=0)  # [N, VP]

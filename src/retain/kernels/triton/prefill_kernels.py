@@ -14,6 +14,7 @@ import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
+from retain.kernels.triton.quantized_loads import load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
 
 ONLY, FIRST, SECOND = (tl.constexpr(i) for i in range(3))  # PART: the tables of a launch
@@ -36,29 +37,6 @@ def find_slots(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
         page = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
         place = (i * N + n) % S
     return page, place
-
-
-@triton.jit
-def load_vectors(
-    x, scales, page, place, d, there,
-    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """Return numbers d of slots: [N, DP] of pages, places and `there` [N, 1] and d [1, DP], or transposed.
-
-    Numbers of 8 bits stay integers. MASKED: slots that are not `there` are 0, whatever the memory holds.
-    """
-    exists = (d < D) & there if MASKED else d < D
-    if GROUP:  # the second half of each group of numbers is in high nibbles
-        byte = d // GROUP * (GROUP // 2) + d % (GROUP // 2)
-        packed = tl.load(x + page * PAGE + place * (D // 2) + byte, mask=exists, other=0)
-        at_scale = page * (PAGE // 2) + S * D // 4 + d // GROUP * S + place
-        scale = tl.load(scales + at_scale, mask=exists, other=0.0).to(tl.float32)
-        numbers = ((packed.to(tl.int32) >> (d // (GROUP // 2) % 2 * 4) & 15) - 8).to(tl.float32) * scale
-    elif MASKED or D != DP:
-        numbers = tl.load(x + page * PAGE + place * D + d, mask=exists, other=0)
-    else:
-        numbers = tl.load(x + page * PAGE + place * D + d)
-    return numbers
 
 
 @triton.jit

@@ -18,8 +18,8 @@ from retain.kernels.triton.prefill_kernels import (
     WEIGHTS,
     find_slots,
     load_slot_scales,
-    load_vectors,
 )
+from retain.kernels.triton.quantized_loads import load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
 
 

@@ -125,14 +125,23 @@ def low_columns(D: tl.constexpr, GROUP: tl.constexpr):
 
 
 @triton.jit
-def load_4bit(x, scales, page, n, d, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr):
-    """Return numbers d of slots n of a page, float32: [N, D] of n [N, 1] and d [1, D], or [D, N] of both transposed.
+def load_vectors(
+    x, scales, page, place, d, there,
+    S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Return numbers d of slots: [N, DP] of pages, places and `there` [N, 1] and d [1, DP], or transposed.
 
-    The second half of each group of numbers is in high nibbles.
+    Numbers of 8 bits stay integers. MASKED: slots that are not `there` are 0, whatever the memory holds.
     """
-    byte = d // GROUP * (GROUP // 2) + d % (GROUP // 2)
-    shift = d // (GROUP // 2) % 2 * 4
-    packed = tl.load(x + page * PAGE + n * (D // 2) + byte, mask=d < D, other=0)
-    at_scale = page * (PAGE // 2) + S * D // 4 + d // GROUP * S + n
-    scale = tl.load(scales + at_scale, mask=d < D, other=0.0).to(tl.float32)
-    return ((packed.to(tl.int32) >> shift & 15) - 8).to(tl.float32) * scale
+    exists = (d < D) & there if MASKED else d < D
+    if GROUP:  # the second half of each group of numbers is in high nibbles
+        byte = d // GROUP * (GROUP // 2) + d % (GROUP // 2)
+        packed = tl.load(x + page * PAGE + place * (D // 2) + byte, mask=exists, other=0)
+        at_scale = page * (PAGE // 2) + S * D // 4 + d // GROUP * S + place
+        scale = tl.load(scales + at_scale, mask=exists, other=0.0).to(tl.float32)
+        numbers = ((packed.to(tl.int32) >> (d // (GROUP // 2) % 2 * 4) & 15) - 8).to(tl.float32) * scale
+    elif MASKED or D != DP:
+        numbers = tl.load(x + page * PAGE + place * D + d, mask=exists, other=0)
+    else:
+        numbers = tl.load(x + page * PAGE + place * D + d)
+    return numbers
