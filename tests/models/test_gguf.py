@@ -15,7 +15,7 @@ from gguf import GGMLQuantizationType
 from retain import models
 from retain.formats.checkpoint import open_checkpoint
 from retain.formats.gguf import GGUFCheckpoint
-from retain.formats.gguf.config import recover_llama3_scaling
+from retain.formats.gguf.metadata import recover_llama3_scaling
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
 from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
 from retain.models.resolve import resolve_model
@@ -258,7 +258,7 @@ def test_values_listed_by_layer_must_be_equal(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported: only llama, "),
+        ({"general.architecture": "mamba"}, "architecture 'mamba' is not supported: only gemma3, "),
         ({"llama.block_count": 2**31}, "2147483648"),
         ({"llama.block_count": None}, "llama.block_count is missing or 0"),
         ({"llama.block_count": "three"}, "'three'"),

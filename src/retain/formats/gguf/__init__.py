@@ -1,6 +1,6 @@
 """GGUF, llama.cpp's file format: one file with config, tokenizer and (usually quantized) weights.
 
-reader.py indexes the file, config.py and tensor_names.py translate metadata and names to Hugging Face's. Blocks are
+reader.py indexes the file. A file of architectures/ translates metadata and names to Hugging Face's. Blocks are
 converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
 """
 
@@ -15,9 +15,9 @@ from torch import Tensor
 from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
-from retain.formats.gguf.config import GGUFMetadata, recover_llama3_scaling
+from retain.formats.gguf.architecture import load_architecture
+from retain.formats.gguf.metadata import GGUFMetadata, recover_llama3_scaling
 from retain.formats.gguf.reader import GGUFReader
-from retain.formats.gguf.tensor_names import ARCHITECTURES
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
 from retain.kernels.block_weight import BlockWeight
 from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
@@ -36,11 +36,9 @@ class GGUFCheckpoint:
             if (parts := self.metadata.get("split.count", 0)) > 1:
                 raise UnsupportedError(f"one of {parts} parts: join them with `llama-gguf-split --merge`")
             name = self.metadata.get("general.architecture", "")
-            if name not in ARCHITECTURES:
-                raise UnsupportedError(
-                    f"architecture {quote(name)} is not supported: only {', '.join(ARCHITECTURES)} are"
-                )
-            self._arch = ARCHITECTURES[name]
+            self._arch = load_architecture(name)
+            if self.metadata.get(f"{name}.expert_count") and not self._arch.expert_tensors:
+                raise UnsupportedError(f"mixtures of experts are not supported in the architecture {name}")
             shapes = {tensor: info.shape for tensor, info in self._reader.tensors.items()}
             self.config = self._arch.make_config(GGUFMetadata(name, self.metadata, shapes))
             check_config(self.config)

@@ -1,0 +1,1 @@
+"""One file for each architecture of llama.cpp, named like it: its metadata, tensor names and layouts."""

@@ -1,0 +1,77 @@
+"""Llama, and the names and the config that architectures like it share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retain.formats.errors import UnsupportedError
+from retain.formats.gguf.architecture import Architecture
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, read_rope_scaling
+
+GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+LAYER_PREFIX = "model.layers.{}"
+LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+EXPERT_TENSORS = {
+    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
+    "ffn_up_exps": "mlp.experts.{}.up_proj",
+    "ffn_down_exps": "mlp.experts.{}.down_proj",
+}
+QKV_BIASES = frozenset(("attn_q", "attn_k", "attn_v"))
+ATTENTION_BIASES = QKV_BIASES | {"attn_output"}
+QK_NORM_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+
+
+def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
+    """Return the config of Llama and the families like it. The file has no flags: tensors say whether there are biases.
+
+    `attention.sliding_window` is left to the families that have one: llama.cpp and transformers read it in no other.
+    """
+    c = common_config(meta)
+    heads = c["num_attention_heads"]
+    hidden = c["hidden_size"]
+    dim = meta.get_positive("attention.key_length", max(1, hidden // heads))
+    if meta.get_positive("attention.value_length", dim) != dim or meta.get_positive("rope.dimension_count", dim) != dim:
+        raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
+    return c | {
+        "model_type": model_type,
+        "num_key_value_heads": meta.get_positive("attention.head_count_kv", heads),
+        "head_dim": dim,
+        "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rope_theta": meta.get("rope.freq_base", 10000.0),
+        "rope_scaling": read_rope_scaling(meta),
+        "hidden_act": "silu",
+        "attention_bias": "blk.0.attn_q.bias" in meta.tensor_shapes,
+        "mlp_bias": "blk.0.ffn_gate.bias" in meta.tensor_shapes,
+    }
+
+
+def pair_halves(stem: str, num_rows: int, c: HFConfig) -> Tensor | None:
+    """Return the place in the file of each row in Hugging Face's layout, int64 [rows]; None where they are equal.
+
+    llama.cpp applies rope to neighbouring pairs, so its converter interleaves the halves of each head of q and k.
+    """
+    if stem not in ("attn_q", "attn_k"):
+        return None
+    heads = c["num_attention_heads" if stem == "attn_q" else "num_key_value_heads"]
+    return torch.arange(num_rows).reshape(heads, -1, 2).transpose(1, 2).flatten()
+
+
+ARCHITECTURE = Architecture(
+    lambda meta: make_config(meta, "llama"),
+    GLOBAL_TENSORS,
+    LAYER_PREFIX,
+    LAYER_TENSORS,
+    biases=ATTENTION_BIASES | {"ffn_gate", "ffn_up", "ffn_down"},
+    row_order=pair_halves,
+)

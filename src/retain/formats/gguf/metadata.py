@@ -1,0 +1,115 @@
+"""A GGUF file's metadata, and the parts of a Hugging Face config that architectures share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from retain.files import quote
+from retain.formats.config_limits import MAX_EXPERTS
+from retain.formats.errors import UnsupportedError
+
+HFConfig = dict[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class GGUFMetadata:
+    """A file's metadata, by keys without the architecture's prefix (`block_count`), and its tensor shapes."""
+
+    arch: str
+    entries: Mapping[str, Any]
+    tensor_shapes: Mapping[str, tuple[int, ...]]
+
+    def get(self, key: str, default: T) -> T:
+        """Return a value of the type of `default`. A list with a value for each layer must hold equal values.
+
+        Raises ValueError for another type, or for layers that differ.
+        """
+        value: Any = self.entries.get(f"{self.arch}.{key}")
+        if value is None:
+            return default
+        if hasattr(value, "tolist"):
+            distinct = set(value.tolist())
+            if len(distinct) != 1:
+                raise UnsupportedError(f"{self.arch}.{key} differs between layers, which is not supported")
+            value = distinct.pop()
+        if type(default) is float and type(value) is int:
+            value = float(value)
+        if type(value) is not type(default):
+            raise ValueError(f"{self.arch}.{key} is {quote(value)}, not a value of type {type(default).__name__}")
+        result: T = value
+        return result
+
+    def get_positive(self, key: str, default: int = 0) -> int:
+        """Return a number of at least 1; it is required unless there is a default. Raises ValueError."""
+        value = self.get(key, default)
+        if value < 1:
+            raise ValueError(f"{self.arch}.{key} is {value or 'missing or 0'}")
+        return value
+
+
+def common_config(meta: GGUFMetadata) -> HFConfig:
+    """Return the keys that all configs share. Raises ValueError for more layers than tensors, which bounds loops."""
+    layers = meta.get_positive("block_count")
+    if layers > len(meta.tensor_shapes):
+        raise ValueError(f"{meta.arch}.block_count is {layers}, but there are only {len(meta.tensor_shapes)} tensors")
+    if "token_embd.weight" not in meta.tensor_shapes:
+        raise ValueError("there is no tensor 'token_embd.weight'")
+    return {
+        "vocab_size": meta.tensor_shapes["token_embd.weight"][0],
+        "tie_word_embeddings": "output.weight" not in meta.tensor_shapes,
+        "bos_token_id": meta.entries.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": meta.entries.get("tokenizer.ggml.eos_token_id"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": meta.get_positive("attention.head_count"),
+        "hidden_size": meta.get_positive("embedding_length"),
+        "intermediate_size": meta.get_positive("feed_forward_length"),
+        "max_position_embeddings": meta.get_positive("context_length"),
+    }
+
+
+def expert_config(meta: GGUFMetadata) -> HFConfig:
+    """Return how many experts a layer has, and a token. Raises ValueError for too many, which bounds loops."""
+    num_experts = meta.get_positive("expert_count")
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"{meta.arch}.expert_count is {num_experts}")
+    return {"num_experts": num_experts, "num_experts_per_tok": meta.get_positive("expert_used_count")}
+
+
+def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
+    """Return `rope_scaling` of config.json."""
+    kind = meta.get("rope.scaling.type", "none")
+    factor = meta.get("rope.scaling.factor", 1.0)
+    if kind == "none":
+        linear = meta.get("rope.scale_linear", 1.0)  # the key of old files
+        return {"rope_type": "linear", "factor": linear} if linear != 1 else None
+    scaling: HFConfig = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        if meta.get("rope.scaling.attn_factor", 1.0) != 1:
+            raise UnsupportedError("yarn with an attn_factor of its own is not supported")
+        scaling["original_max_position_embeddings"] = meta.get_positive("rope.scaling.original_context_length")
+        for key in ("beta_fast", "beta_slow"):
+            if beta := meta.get(f"rope.scaling.yarn_{key}", 0.0):
+                scaling[key] = beta
+    return scaling
+
+
+def recover_llama3_scaling(factors: Tensor, theta: float) -> HFConfig | None:
+    """Recover Llama 3.1's `rope_scaling` from `factors`, the divisors of the frequencies, float32 [D / 2].
+
+    The file lacks the parameters. All models that Meta released share three of them; the fourth is the largest divisor.
+    Returns None where all divisors are 1. Raises ValueError for divisors that do not follow from such parameters.
+    """
+    if torch.all(factors == 1):
+        return None
+    c = {"factor": float(factors.max()), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    turns = 8192 / (2 * torch.pi) * theta ** -(torch.arange(len(factors), dtype=torch.float64) / len(factors))
+    keep = ((turns - 1.0) / (4.0 - 1.0)).clamp(0, 1)  # the unscaled share of each frequency
+    if not torch.allclose(1 / (keep + (1 - keep) / c["factor"]), factors.double(), rtol=1e-3):
+        raise UnsupportedError("the tensor 'rope_freqs.weight' is not a Llama 3 scaling; no other is supported")
+    return {"rope_type": "llama3", **c, "original_max_position_embeddings": 8192}
