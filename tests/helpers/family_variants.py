@@ -94,6 +94,19 @@ VARIANTS: dict[str, list[Changes]] = {
         {"use_expert_bias": False, "norm_topk_prob": False, "num_experts_per_tok": 3},
         {"routed_scaling_factor": 1.5, "conv_bias": True, "num_dense_layers": 0},
     ],
+    "granitemoehybrid": [
+        {"position_embedding_type": "rope", "attention_bias": True, "num_local_experts": 0, "mamba_d_head": 16},
+        {
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 3,
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "time_step_limit": None,
+            "tie_word_embeddings": True,
+            "num_experts_per_tok": 3,
+        },
+        {"layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_groups": 8, "mamba_n_heads": 16},
+    ],
     "qwen3_next": [
         {"attention_bias": True, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "tie_word_embeddings": True},
         {

@@ -89,6 +89,23 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 24,
 }
+GRANITE_HYBRID: dict[str, Any] = {
+    **{k: v for k, v in LLAMA.items() if k not in ("rope_theta", "head_dim")},
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.7,
+    "logits_scaling": 0.5,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "intermediate_size": 32,
+    "shared_intermediate_size": 48,
+    "mamba_n_heads": 8,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "time_step_limit": [0.3, 1.0],
+}
 GPT: dict[str, Any] = {
     "vocab_size": 128,
     "n_embd": 64,
@@ -163,6 +180,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "granitemoehybrid": GRANITE_HYBRID,
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_text": QWEN_LINEAR,
     "qwen3_5": {"text_config": QWEN_LINEAR},
@@ -406,6 +424,46 @@ def lfm2_shapes(c: dict[str, Any]) -> Shapes:
         yield "lm_head.weight", (V, E)
 
 
+def mamba2_shapes(prefix: str, E: int, heads: int, head_dim: int, keys: int, window: int, **has_bias: bool) -> Shapes:
+    n = heads * head_dim
+    yield from linear_shapes(prefix + "in_proj", 2 * n + 2 * keys + heads, E, has_bias["proj"])
+    yield prefix + "conv1d.weight", (n + 2 * keys, 1, window)
+    if has_bias["conv"]:
+        yield prefix + "conv1d.bias", (n + 2 * keys,)
+    for name in ("A_log", "D", "dt_bias"):
+        yield prefix + name, (heads,)
+    yield prefix + "norm.weight", (n,)
+    yield from linear_shapes(prefix + "out_proj", E, n, has_bias["proj"])
+
+
+def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
+    E, V, F, n = c["hidden_size"], c["vocab_size"], c["intermediate_size"], c["num_local_experts"]
+    D = E // c["num_attention_heads"]
+    G = c["num_key_value_heads"] * D
+    yield "model.embed_tokens.weight", (V, E)
+    for i, layer_type in enumerate(c["layer_types"]):
+        p = f"model.layers.{i}."
+        if layer_type in ("full_attention", "attention"):
+            for name, shape in (("q", (E, E)), ("k", (G, E)), ("v", (G, E)), ("o", (E, E))):
+                yield from linear_shapes(f"{p}self_attn.{name}_proj", *shape, c.get("attention_bias", False))
+        else:
+            heads, keys = c["mamba_n_heads"], c["mamba_n_groups"] * c["mamba_d_state"]
+            width, window = c.get("mamba_expand", 2) * E, c.get("mamba_d_conv", 4)
+            has_bias = {"proj": c.get("mamba_proj_bias", False), "conv": c.get("mamba_conv_bias", True)}
+            yield from mamba2_shapes(p + "mamba.", E, heads, width // heads, keys, window, **has_bias)
+        if n:
+            yield p + "block_sparse_moe.router.weight", (n, E)
+            yield p + "block_sparse_moe.experts.gate_up_proj", (n, 2 * F, E)
+            yield p + "block_sparse_moe.experts.down_proj", (n, E, F)
+        yield p + "shared_mlp.input_linear.weight", (2 * c["shared_intermediate_size"], E)
+        yield p + "shared_mlp.output_linear.weight", (E, c["shared_intermediate_size"])
+        yield p + "input_layernorm.weight", (E,)
+        yield p + "post_attention_layernorm.weight", (E,)
+    yield "model.norm.weight", (E,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
 def qwen_linear_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     E, V, D = c["hidden_size"], c["vocab_size"], c["head_dim"]
     H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
@@ -573,6 +631,7 @@ TENSOR_SHAPES = {
     "gemma4": gemma4_vision_shapes,
     "lfm2": lfm2_shapes,
     "lfm2_moe": lfm2_shapes,
+    "granitemoehybrid": granite_hybrid_shapes,
     "qwen3_next": qwen_linear_shapes,
     "qwen3_5_text": qwen_linear_shapes,
     "qwen3_5": qwen_vision_shapes,

@@ -15,6 +15,7 @@ MAX_HEADS = 2**16
 MAX_EXPERTS = 4096
 MAX_CONVOLUTION = 64
 MAX_LINEAR_HEAD = 1024  # a state has its square in numbers
+MAX_EXPANSION = 64
 MAX_CONTEXT = 2**24  # the largest position that float32 angles hold exactly
 # Whole numbers from 1 on, with the largest that is accepted. Families name the same size differently.
 SIZES = {
@@ -59,7 +60,18 @@ OPTIONAL_SIZES = {
     "linear_value_head_dim": MAX_LINEAR_HEAD,
     "full_attention_interval": MAX_LAYERS,
     "shared_expert_intermediate_size": 2**24,
+    "shared_intermediate_size": 2**24,
+    "mamba_n_heads": MAX_HEADS,
+    "mamba_n_groups": MAX_HEADS,
+    "mamba_d_state": MAX_LINEAR_HEAD,
+    "mamba_d_head": MAX_LINEAR_HEAD,
+    "mamba_d_conv": MAX_CONVOLUTION,
+    "mamba_expand": MAX_EXPANSION,
 }
+OTHER_VALUES = (
+    ("sliding_window", 0),  # some files write no window so
+    ("mamba_d_head", "auto"),
+)
 # The same, and 0, which means that a model has none.
 SIZES_OR_NONE = {
     "num_experts": MAX_EXPERTS,
@@ -105,7 +117,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         value = config.get(key, 1)
         if (value is None and key in OPTIONAL_SIZES) or (type(value) is int and 1 <= value <= largest):
             continue
-        if key == "sliding_window" and value == 0:  # some files write no window as 0
+        if (key, value) in OTHER_VALUES:
             continue
         raise ValueError(f"{key} is {quote(value)}, not a whole number from 1 to {largest}")
     for key, largest in SIZES_OR_NONE.items():

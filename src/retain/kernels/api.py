@@ -308,7 +308,7 @@ class Program(Protocol):
     def linear_attention(
         self, qkv: int, gates: int, out: int, layers: tuple[int, int], params: LinearAttention
     ) -> None:
-        """Set out = the linear attention of rows [q | k | v] with their gates; see kernels/linear_attention.py.
+        """Set out = the linear attention of rows [q | k | v] with rows of gates; see kernels/linear_attention.py.
 
         `layers` are those with the slots of tokens, and with states (`LinearTokensSpec`, `LinearStateSpec`).
         """

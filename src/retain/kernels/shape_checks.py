@@ -7,7 +7,7 @@ from torch import Tensor
 from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import TILE_ROWS, Experts
-from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.rope import Rope
 
 LOGITS_BUFFER = -1  # the buffer that a program returns
@@ -133,9 +133,11 @@ class BufferShapes:
         if H % params.num_key_heads:
             raise WidthError(f"{H} value heads cannot share {params.num_key_heads} key heads")
         check_equal("q, k and v of linear attention", params.qkv_width, self.widths[qkv])
-        check_equal("the gates of linear attention", 2 * H, self.widths[gates])
+        check_equal("the gates of linear attention", params.gates_width, self.widths[gates])
         check_equal("the output of linear attention", H * params.v_dim, self.widths[out])
         check_equal("the decay of linear attention", H, len(params.decay), len(params.time_bias))
+        if isinstance(params.rule, Mamba2Rule):
+            check_equal("the skip of linear attention", H, len(params.rule.skip))
 
     def check_gather_rows(self, x: int, out: int) -> None:
         """Check that the gathered rows keep their width."""

@@ -9,7 +9,7 @@ import torch
 from retain.kernels.api import Program
 from retain.kernels.experts import Experts, Router
 from retain.kernels.weight import concat_rows
-from retain.models.layers import Linear, load_linear, resolve_activation
+from retain.models.layers import Layer, Linear, load_linear, resolve_activation
 from retain.models.weights import Weights
 
 
@@ -30,10 +30,10 @@ class MixtureOfExperts:
 
 @dataclass(frozen=True, eq=False)
 class SharedExpertMixture:
-    """Compute a mixture of experts, and one expert of all tokens, whose weight is the sigmoid of a score of its own."""
+    """Compute the sum of a mixture of experts and of what all tokens pass: an expert with a gate, or an MLP."""
 
     mixture: MixtureOfExperts
-    shared: MixtureOfExperts  # of one expert
+    shared: Layer
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""

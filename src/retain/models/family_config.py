@@ -41,6 +41,7 @@ def check_supported(config: Mapping[str, Any], **supported: Any) -> None:
             raise ValueError(f"a model with {key}={quote(config[key])} is not supported (only {value!r})")
 
 
+OLDER_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # names of transformers before 5
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -58,6 +59,8 @@ def get_layer_types(
     """
     layer_types = config.get("layer_types")
     layer_types = list(default) if layer_types is None else layer_types
+    if isinstance(layer_types, list):
+        layer_types = [OLDER_LAYER_TYPES.get(t, t) if isinstance(t, str) else t for t in layer_types]
     is_list = isinstance(layer_types, list) and len(layer_types) == config["num_hidden_layers"]
     if not is_list or not all(layer_type in known for layer_type in layer_types):
         raise ValueError(

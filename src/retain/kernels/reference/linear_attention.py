@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels.api import KV, GroupInputs
-from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
 
 
 def convolve(x: Tensor, inputs: GroupInputs, positions: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -49,15 +49,19 @@ def convolve(x: Tensor, inputs: GroupInputs, positions: Tensor, weight: Tensor, 
 def attend_linearly(
     qkv: Tensor, gates: Tensor, tokens: GroupInputs, states: GroupInputs, positions: Tensor, p: LinearAttention
 ) -> Tensor:
-    """Return outputs [T, value heads * v_dim] for rows [q | k | v] and gates [a | b]; write slots and states."""
+    """Return outputs [T, value heads * v_dim] for rows [q | k | v] and rows of gates; write slots and states."""
     H = p.num_value_heads
     D = p.k_dim
     V = p.v_dim
     R = H // p.num_key_heads
     q, k, v = torch.split(qkv.float(), [p.num_key_heads * D, p.num_key_heads * D, H * V], dim=1)
-    a, beta = torch.split(gates.float(), [H, H], dim=1)
-    g = p.decay * F.softplus(a + p.time_bias)  # [T, H]
-    beta = beta.sigmoid()
+    steps = F.softplus(gates[:, :H].float() + p.time_bias)  # [T, H]
+    if isinstance(p.rule, Mamba2Rule):
+        steps = steps.clamp(*p.rule.time_step_limits)
+        factors = steps
+    else:
+        factors = gates[:, H:].float().sigmoid()
+    g = p.decay * steps
     out = torch.zeros(len(qkv), H, V)
     starts = tokens.tables.query_start_loc.tolist()
     for b, row in enumerate(tokens.tables.rows.tolist()):
@@ -66,7 +70,9 @@ def attend_linearly(
             for t in range(starts[b], starts[b + 1]):
                 key = slice(h // R * D, (h // R + 1) * D)
                 value = v[t, h * V : (h + 1) * V]
-                out[t, h] = head.step(t, int(positions[t]), q[t, key], k[t, key], value, g[t, h], beta[t, h])
+                out[t, h] = head.step(t, int(positions[t]), q[t, key], k[t, key], value, g[t, h], factors[t, h])
+    if isinstance(p.rule, Mamba2Rule):
+        out = out + p.rule.skip[:, None] * v.view_as(out)
     return out.flatten(1).to(qkv.dtype)
 
 
@@ -78,6 +84,7 @@ class _Head:
         self.states = states
         self.h = h
         self.k_dim = p.k_dim
+        self.corrects = isinstance(p.rule, GatedDeltaRule)
         self.fold = states.kv.page_size
         base = position // self.fold * self.fold
         self.state = _read_state(states, row, h, base, p)  # [D, V]
@@ -91,17 +98,11 @@ class _Head:
         self.decays = list(k[:, p.k_dim])
         self.u = list(kv.v[pages].flatten(0, 1)[order])
 
-    def step(self, t: int, position: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        """Return the output of one token, and write what it leaves."""
+    def step(self, t: int, position: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, factor: Tensor) -> Tensor:
+        """Return the output of one token, and write what it leaves. What it adds to the state is times `factor`."""
         decay = self.decays[-1] + g if self.decays else g
-        u = v - torch.exp(decay) * (k @ self.state)
-        o = torch.exp(decay) * (q @ self.state)
-        for k_j, decay_j, u_j in zip(self.k, self.decays, self.u, strict=True):
-            weight = torch.exp(decay - decay_j)
-            u = u - weight * (k_j @ k) * u_j
-            o = o + weight * (k_j @ q) * u_j
-        u = beta * u
-        o = o + (k @ q) * u
+        u = factor * (v - self._read(k, decay)) if self.corrects else factor * v
+        o = self._read(q, decay) + (k @ q) * u
         self.k.append(k)
         self.decays.append(decay)
         self.u.append(u)
@@ -109,6 +110,13 @@ class _Head:
         if position % self.fold == self.fold - 1:
             self._fold(t, decay)
         return o
+
+    def _read(self, x: Tensor, decay: Tensor) -> Tensor:
+        """Return the product of x with the state before a token, whose sum of log decays is given."""
+        found = torch.exp(decay) * (x @ self.state)
+        for k_j, decay_j, u_j in zip(self.k, self.decays, self.u, strict=True):
+            found = found + torch.exp(decay - decay_j) * (k_j @ x) * u_j
+        return found
 
     def _write(self, t: int, position: int) -> None:
         extended = torch.cat([self.k[-1], self.decays[-1][None], torch.zeros(7)])

@@ -291,7 +291,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
     ) -> None:
         """Emit linear attention."""
         self._shapes.check_linear_attention(qkv, gates, out, params)
-        params = replace(params, decay=params.decay.float(), time_bias=params.time_bias.float())
+        params = params.map_tensors(Tensor.float)
 
         def compute(s: ReferenceStep) -> Tensor:
             with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:
