@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from retain.kernels import cpu, reference, triton
 from retain.kernels.api import CPU, Backend, Program
 from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
-from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
 from tests.helpers.attention_case import torch_threads
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow
@@ -82,17 +82,30 @@ class Linear:
     v_dim: int = 40
     page_size: int = 16
     decay: float = -0.3
+    rule: Literal["gated_delta", "mamba2"] = "gated_delta"
+
+    @property
+    def params(self) -> LinearAttention:
+        H = self.value_heads
+        decay = self.decay * torch.linspace(0.2, 1.0, H)
+        rule = Mamba2Rule(random(H, seed=5), (0.3, 1.5)) if self.rule == "mamba2" else GatedDeltaRule()
+        return LinearAttention(self.key_heads, H, self.k_dim, self.v_dim, decay, random(H, seed=3), rule)
+
+    @property
+    def tables(self) -> tuple[Tensor, Tensor]:
+        """Rows [q | k | v] of three texts, and rows of gates. Keys have length 1, about, as the delta rule needs."""
+        table = random(3, LENGTH, self.params.qkv_width)
+        table[..., : 2 * self.key_heads * self.k_dim] *= self.k_dim**-0.5
+        return table, random(2 * len(table) * LENGTH, self.params.gates_width, seed=4)
 
     def build(self, backend: Backend, device: torch.device = CPU) -> StateCaches:
         H = self.value_heads
-        decay = self.decay * torch.linspace(0.2, 1.0, H)
-        params = LinearAttention(self.key_heads, H, self.k_dim, self.v_dim, decay, random(H, seed=3))
-        table = random(3, LENGTH, params.qkv_width)
-        table[..., : 2 * self.key_heads * self.k_dim] *= self.k_dim**-0.5
+        params = self.params
+        table, gate_table = self.tables
 
         def emit(program: Program, x: int, out: int) -> None:
-            gates = program.buffer("gates", 2 * H)
-            program.embedding(gates, random(2 * table.shape[0] * LENGTH, 2 * H, seed=4))
+            gates = program.buffer("gates", params.gates_width)
+            program.embedding(gates, gate_table)
             program.linear_attention(x, gates, out, (0, 1), params)
 
         specs = [
@@ -114,12 +127,16 @@ CASES: list[Case] = [
     Linear(key_heads=1, value_heads=1, k_dim=40, v_dim=16),
     Linear(key_heads=2, value_heads=2, k_dim=80, v_dim=64),  # a state of three pages
     Linear(key_heads=1, value_heads=3, k_dim=72, v_dim=24, page_size=32, decay=-4.0),
+    Linear(rule="mamba2"),
+    Linear(key_heads=1, value_heads=3, k_dim=72, v_dim=24, page_size=32, decay=-4.0, rule="mamba2"),
 ]
 MORE_CASES: list[Case] = [
     Convolution(heads=3, k_dim=128, v_dim=128, window=2),
     Convolution(heads=2, k_dim=8, v_dim=8, window=17, has_bias=True),
     Linear(key_heads=1, value_heads=2, k_dim=128, v_dim=128),
     Linear(key_heads=1, value_heads=1, k_dim=256, v_dim=8),
+    Linear(key_heads=2, value_heads=4, k_dim=128, v_dim=64, rule="mamba2"),
+    Linear(key_heads=1, value_heads=1, k_dim=256, v_dim=8, rule="mamba2"),
 ]
 each_case = pytest.mark.parametrize("case", [*CASES, *slow(*MORE_CASES)], ids=str)
 
@@ -128,7 +145,7 @@ def pairs() -> list[Any]:
     """The backends with their cases: of a slow one all but two are slow."""
     found = []
     for variant in BACKENDS:
-        quick = CASES if variant in FAST_VARIANTS else [CASES[1], CASES[3]]
+        quick = CASES if variant in FAST_VARIANTS else [CASES[1], CASES[3], CASES[-1]]
         for case in [*CASES, *MORE_CASES]:
             marks = () if case in quick else (pytest.mark.slow,)
             found.append(pytest.param(variant, case, marks=marks, id=f"{variant}-{case}"))
@@ -194,7 +211,8 @@ def test_bits_depend_neither_on_cuts_nor_on_company(variant: str, case: Case) ->
 
 @each_backend
 @given(
-    st.sampled_from([Convolution(), Linear(value_heads=2)]), st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5)))
+    st.sampled_from([Convolution(), Linear(value_heads=2), Linear(value_heads=2, rule="mamba2")]),
+    st.lists(st.tuples(st.integers(0, 40), st.integers(0, 5))),
 )
 def test_any_cuts_give_the_same_bits(variant: str, case: Case, chunks: list[tuple[int, int]]) -> None:
     """A text in chunks of any lengths, with rejected drafts, has the bits of one chunk."""
@@ -280,32 +298,35 @@ def test_steps_that_do_not_fit_change_nothing(case: Case) -> None:
     assert all(torch.equal(x, y) for x, y in zip(caches.positions(), before, strict=True))
 
 
-def delta_rule(table: Tensor, gates: Tensor, case: Linear, h: int, params: LinearAttention) -> Tensor:
-    """The outputs of one head by the recurrence of arXiv 2412.06464, in float64: a state for each token."""
+def recurrence(table: Tensor, gates: Tensor, case: Linear, h: int) -> Tensor:
+    """The outputs of one head in float64, with a state for each token: arXiv 2412.06464 and 2405.21060."""
+    p = case.params
     key = h // (case.value_heads // case.key_heads)
     q, k, v = table.double().split([case.key_heads * case.k_dim] * 2 + [case.value_heads * case.v_dim], dim=1)
     q, k = (x[:, key * case.k_dim : (key + 1) * case.k_dim] for x in (q, k))
     v = v[:, h * case.v_dim : (h + 1) * case.v_dim]
+    steps = torch.nn.functional.softplus(gates[:, h].double() + p.time_bias[h])
+    if isinstance(p.rule, Mamba2Rule):
+        steps = steps.clamp(*p.rule.time_step_limits)
     state = torch.zeros(case.k_dim, case.v_dim, dtype=torch.float64)
     out = []
-    for t in range(len(table)):
-        a, b = gates[t, h].double(), gates[t, case.value_heads + h].double()
-        state = state * torch.exp(params.decay[h] * torch.nn.functional.softplus(a + params.time_bias[h]))
-        state = state + torch.outer(k[t], b.sigmoid() * (v[t] - k[t] @ state))
-        out.append(q[t] @ state)
+    for t, step in enumerate(steps):
+        state = state * torch.exp(p.decay[h] * step)
+        if isinstance(p.rule, Mamba2Rule):
+            state = state + step * torch.outer(k[t], v[t])
+            out.append(q[t] @ state + p.rule.skip[h] * v[t])
+        else:
+            beta = gates[t, case.value_heads + h].double().sigmoid()
+            state = state + torch.outer(k[t], beta * (v[t] - k[t] @ state))
+            out.append(q[t] @ state)
     return torch.stack(out)
 
 
-def test_the_reference_is_the_gated_delta_rule() -> None:
+@pytest.mark.parametrize("case", [Linear(), Linear(rule="mamba2")], ids=str)
+def test_the_reference_is_a_recurrence(case: Linear) -> None:
     """Folding at page ends changes nothing but rounding."""
-    case = Linear()
-    H = case.value_heads
-    decay = case.decay * torch.linspace(0.2, 1.0, H)
-    params = LinearAttention(case.key_heads, H, case.k_dim, case.v_dim, decay, random(H, seed=3))
-    table = random(3, LENGTH, params.qkv_width)
-    table[..., : 2 * case.key_heads * case.k_dim] *= case.k_dim**-0.5
-    gates = random(2 * len(table) * LENGTH, 2 * H, seed=4)
+    table, gates = case.tables
     (found,) = case.build(reference).run(Chunk(0, LENGTH))
-    for h in range(H):
-        expected = delta_rule(table[0], gates, case, h, params).float()
+    for h in range(case.value_heads):
+        expected = recurrence(table[0], gates[:LENGTH], case, h).float()
         torch.testing.assert_close(found[:, h * case.v_dim : (h + 1) * case.v_dim], expected, atol=1e-4, rtol=1e-4)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, EvictionLists, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
+from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
@@ -74,6 +76,16 @@ def to_c_router(experts: Experts, address: Callable[[Tensor], int]) -> _C.Router
         experts.num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups,
         expert_scale,
     )  # fmt: skip
+
+
+def linear_attention_args(params: LinearAttention, address: Callable[[Tensor], int]) -> tuple[Any, ...]:
+    """Return the sizes, the gates and the rule of linear attention."""
+    sizes = params.num_key_heads, params.num_value_heads, params.k_dim, params.v_dim
+    gates = address(params.decay), address(params.time_bias)
+    rule = params.rule
+    if isinstance(rule, Mamba2Rule):
+        return *sizes, *gates, _C.UpdateRule.mamba2, address(rule.skip), *rule.time_step_limits
+    return *sizes, *gates, _C.UpdateRule.gated_delta, 0, 0.0, 0.0
 
 
 def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.AttentionScoring:

@@ -168,9 +168,7 @@ class CpuProgram:
         """Emit linear attention."""
         self._shapes.check_linear_attention(qkv, gates, out, params)
         self._cache_ops.append(CacheOp(layers, self._program.num_ops(), qkv))
-        sizes = params.num_key_heads, params.num_value_heads, params.k_dim, params.v_dim
-        tensors = self._keep_alive(params.decay), self._keep_alive(params.time_bias)
-        self._program.linear_attention(qkv, gates, out, layers, *sizes, *tensors)
+        self._program.linear_attention(qkv, gates, out, layers, *ffi.linear_attention_args(params, self._keep_alive))
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""

@@ -192,8 +192,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
     ) -> None:
         """Emit linear attention. One kernel computes, one writes what its programs must not overwrite."""
         self._shapes.check_linear_attention(qkv, gates, out, params)
-        decay = self._to_float32(params.decay)
-        params = replace(params, decay=decay, time_bias=self._to_float32(params.time_bias))
+        params = params.map_tensors(self._to_float32)
 
         def compute(s: DeviceStep) -> Tensor:
             with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import GroupInputs
-from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.shape_checks import shape_error
 from retain.kernels.triton import fresh_tokens, linear_attention_kernels
 from retain.kernels.triton.fresh_tokens import tokens_per_program
@@ -60,7 +60,7 @@ def attend_linearly(
     positions: Tensor,
     p: LinearAttention,
 ) -> Tensor:
-    """Return outputs [T, value heads * v_dim] for rows [q | k | v] and gates [a | b]; write slots and states."""
+    """Return outputs [T, value heads * v_dim] for rows [q | k | v] and rows of gates; write slots and states."""
     T = len(qkv)
     H = p.num_value_heads
     D = p.k_dim
@@ -84,12 +84,13 @@ def attend_linearly(
     block_v = min(_pad(V), BLOCK_V if D <= 128 else BLOCK_V // 2)
     # Whether a multiply-add is fused would be the compiler's choice.
     linear_attention_kernels.attend_linearly[(len(requests), H, triton.cdiv(V, block_v))](
-        qkv, qkv.stride(0), gates, gates.stride(0), p.decay, p.time_bias, out, decays,
+        qkv, qkv.stride(0), gates, gates.stride(0), p.decay, p.time_bias, *_rule_args(p), out, decays,
         own.k, own.v, tokens.kv.pos, *_table_args(tokens), own_slots, *own_slots.stride(),
         at_ends.k, at_ends.v, states.kv.pos, *_table_args(states), end_slots, *end_slots.stride(),
         requests, positions,
         **sizes, C=num_chunks, N=chunk, V=V, VB=block_v, SP=triton.next_power_of_2(S), V_PAGE=own.constants["V_PAGE"],
         STATE_K_PAGE=at_ends.constants["K_PAGE"], STATE_V_PAGE=at_ends.constants["V_PAGE"],
+        RULE="mamba2" if isinstance(p.rule, Mamba2Rule) else "delta",
         num_warps=max(4, min(2 * num_chunks, 8)), enable_fp_fusion=False,
     )  # fmt: skip
     block_t = tokens_per_program(T, 8)
@@ -100,6 +101,12 @@ def attend_linearly(
         **sizes, C=C, CP=triton.next_power_of_2(C), T=block_t, N=triton.next_power_of_2(D + 8),
     )  # fmt: skip
     return out
+
+
+def _rule_args(p: LinearAttention) -> tuple[Tensor | float, ...]:
+    """Return the arguments of a kernel for Mamba-2; the delta rule reads none of them."""
+    rule = p.rule
+    return (rule.skip, *rule.time_step_limits) if isinstance(rule, Mamba2Rule) else (p.decay, 0.0, 0.0)
 
 
 def _table_args(inputs: GroupInputs) -> tuple[Tensor | int, ...]:

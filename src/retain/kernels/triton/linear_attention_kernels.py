@@ -116,7 +116,8 @@ def softplus(x):
 
 @triton.jit(do_not_specialize=["slot_head", "state_slot_head"])
 def attend_linearly(
-    qkv, qkv_row, gates, gates_row, decay, time_bias, out, decays,  # out [T, H, V], decays float32 [T, H]
+    qkv, qkv_row, gates, gates_row, decay, time_bias, skip, min_step, max_step,
+    out, decays,  # out [T, H, V], decays float32 [T, H]
     k, u, pos, pages, page_row, page_head, counts, count_row, count_head, slots, slot_head, slot_token,
     state_k, state_v, state_pos, state_pages, state_page_row, state_page_head,
     state_counts, state_count_row, state_count_head, state_slots, state_slot_head, state_slot_token,
@@ -124,8 +125,9 @@ def attend_linearly(
     H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, C: tl.constexpr, N: tl.constexpr, V: tl.constexpr,
     VB: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, K_PAGE: tl.constexpr, V_PAGE: tl.constexpr,
     F: tl.constexpr, PARTS: tl.constexpr, STATE_K_PAGE: tl.constexpr, STATE_V_PAGE: tl.constexpr,
+    RULE: tl.constexpr,
 ):  # fmt: skip
-    """Compute the fresh tokens of one request and one value head: VB of its V columns.
+    """Compute the fresh tokens of one request and one value head: VB of its V columns. RULE is "delta" or "mamba2".
 
     Rows are the tokens at ROWS positions, fresh or from slots. The last one folds them into the state, which is written
     at page ends alone: so what is in registers does not grow with pages. A sum is always over all rows of such a block,
@@ -178,28 +180,36 @@ def attend_linearly(
         from_v = qkv + t[:, None] * qkv_row + 2 * (H // R) * D + h * V + e[None, :]
         values = tl.load(from_v, mask=is_fresh[:, None] & has_column, other=0.0).to(tl.float32)
         a = tl.load(gates + t * gates_row + h, mask=is_fresh, other=0.0).to(tl.float32)
-        beta = tl.load(gates + t * gates_row + H + h, mask=is_fresh, other=0.0).to(tl.float32)
-        beta = (1.0 / (1.0 + tl.exp(-beta)))[:, None]
-        steps = log_decay * softplus(a + bias)
+        lengths = softplus(a + bias)
+        if RULE == "mamba2":
+            lengths = tl.minimum(tl.maximum(lengths, min_step), max_step)
+        steps = log_decay * lengths
         last = tl.where(first == 0, start, tl.sum(tl.where(j == first - 1, sums, 0.0), 0))
         for n in range(first, end):
             last += tl.sum(tl.where(j == n, steps, 0.0), 0)
             sums = tl.where(j == n, last, sums)
         sums = tl.where(j < end, sums, last)
         weight = tl.exp(sums - start)[:, None]
-        is_before = j[:, None] < j[None, :]
-        fade = tl.exp(tl.where(is_before, sums[None, :] - sums[:, None], 0.0))  # [earlier, later]
         transposed = tl.permute(keys, (0, 2, 1))
-        products = tl.where(is_before, fade * sum_products(keys, transposed), 0.0)
-        rest = values - weight * sum_products(keys, state)
-        for n in range(first, end):
-            column = tl.sum(tl.where((j == n)[None, :], products, 0.0), 1)
-            found = beta * (rest - tl.sum(column[:, None] * us, 0)[None, :])
-            us = tl.where((j == n)[:, None], found, us)
+        if RULE == "mamba2":
+            us += lengths[:, None] * values  # of rows that are fresh
+        else:
+            beta = tl.load(gates + t * gates_row + H + h, mask=is_fresh, other=0.0).to(tl.float32)
+            beta = (1.0 / (1.0 + tl.exp(-beta)))[:, None]
+            is_before = j[:, None] < j[None, :]
+            fade = tl.exp(tl.where(is_before, sums[None, :] - sums[:, None], 0.0))  # [earlier, later]
+            products = tl.where(is_before, fade * sum_products(keys, transposed), 0.0)
+            rest = values - weight * sum_products(keys, state)
+            for n in range(first, end):
+                column = tl.sum(tl.where((j == n)[None, :], products, 0.0), 1)
+                found = beta * (rest - tl.sum(column[:, None] * us, 0)[None, :])
+                us = tl.where((j == n)[:, None], found, us)
         is_seen = j[None, :] <= j[:, None]
         fade = tl.exp(tl.where(is_seen, sums[:, None] - sums[None, :], 0.0))  # [later, earlier]
         products = tl.where(is_seen, fade * sum_products(queries, transposed), 0.0)
         o = weight * sum_products(queries, state) + tl.dot(products, us, input_precision="tf32x3")
+        if RULE == "mamba2":
+            o += tl.load(skip + h) * values
         to = out + (t * H + h)[:, None] * V + e[None, :]
         tl.store(to, o.to(out.dtype.element_ty), mask=is_fresh[:, None] & has_column)
         if tl.program_id(2) == 0:

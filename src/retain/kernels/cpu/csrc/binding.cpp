@@ -89,6 +89,9 @@ static void bind_program(nb::module_& m) {
         new (g) GroupArgs{kv, tables, demoted_kv, demoted_tables, ptr<int32_t>(slots), layer_stride, head_stride,
                           token_stride, num_layers};
       });
+  nb::enum_<UpdateRule>(m, "UpdateRule")
+      .value("gated_delta", UpdateRule::gated_delta)
+      .value("mamba2", UpdateRule::mamba2);
   nb::class_<Program>(m, "Program")
       .def(nb::init<>())
       .def_prop_ro_static("LOGITS", [](nb::handle) { return int(Program::LOGITS); })
@@ -130,10 +133,11 @@ static void bind_program(nb::module_& m) {
            })
       .def("linear_attention",
            [](Program& p, int qkv, int gates, int out, std::pair<int, int> layers, int num_key_heads,
-              int num_value_heads, int k_dim, int v_dim, Address decay, Address time_bias) {
+              int num_value_heads, int k_dim, int v_dim, Address decay, Address time_bias, UpdateRule rule,
+              Address skip, float min_step, float max_step) {
              p.linear_attention(qkv, gates, out, layers.first, layers.second,
                                 {num_key_heads, num_value_heads, k_dim, v_dim, ptr<float>(decay),
-                                 ptr<float>(time_bias)});
+                                 ptr<float>(time_bias), rule, ptr<float>(skip), min_step, max_step});
            })
       .def("gather_rows", &Program::gather_rows)
       .def("buffer_address",

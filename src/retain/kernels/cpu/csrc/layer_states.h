@@ -54,18 +54,25 @@ struct ConvolutionArgs {
   INLINE int blocks_of_value() const { return (cache.kv.v_dim + CHANNEL_BLOCK - 1) / CHANNEL_BLOCK; }
 };
 
-// The sizes and gates of a layer of linear attention. The log decay of a token is decay * softplus(a + time_bias).
+// How a token changes a state. A gate row is [a | b] with the gated delta rule, and [a] in Mamba-2.
+enum class UpdateRule { gated_delta, mamba2 };
+
+// The sizes and the rule of a layer of linear attention. The log decay of a token is decay * softplus(a + time_bias).
 struct LinearAttention {
   int num_key_heads, num_value_heads, k_dim, v_dim;
   const float *decay, *time_bias;  // [num_value_heads]
+  UpdateRule rule;
+  const float* skip;         // [num_value_heads], of Mamba-2 as what follows
+  float min_step, max_step;  // bounds of softplus(a + time_bias)
 
+  INLINE int gates_width() const { return rule == UpdateRule::mamba2 ? num_value_heads : 2 * num_value_heads; }
   INLINE int qkv_width() const { return 2 * num_key_heads * k_dim + num_value_heads * v_dim; }
 };
 
 struct LinearAttentionArgs {
   SlotCache tokens, states;
   LinearAttention params;
-  const float *qkv, *gates;  // [T, qkv_width], [T, 2 num_value_heads]
+  const float *qkv, *gates;  // [T, qkv_width], [T, gates_width]
   float* out;                // [T, num_value_heads * v_dim]
   const int32_t* pos;        // [T]
 

@@ -126,7 +126,8 @@ static void multiply_state(const float* const* rows, int n, int width, const flo
   constexpr int MANY = FEW_REGISTERS ? 4 : 6, FEW_COLUMNS = FEW_REGISTERS ? 2 : 4;
   for (; M >= MANY; M -= MANY, x += MANY, y += MANY * width)
     multiply_state<MANY, FEW_COLUMNS>(rows, n, width, x, y);
-  for (; M > 0; M -= 2, x += 2, y += 2 * width) multiply_state<2, COLUMNS>(rows, n, width, x, y);
+  for (; M >= 2; M -= 2, x += 2, y += 2 * width) multiply_state<2, COLUMNS>(rows, n, width, x, y);
+  if (M > 0) multiply_state<1, COLUMNS>(rows, n, width, x, y);
 }
 
 // ---- a value head ---------------------------------------------------------------------------------------------------
@@ -227,17 +228,32 @@ INLINE void decay_weights(const PageTokens& page, float decay, float* weight) {
   for (int j = 0; j < page.size; j += WIDTH) store<WIDTH>(weight + j, exp<float>(decay - load<WIDTH>(page.decay + j)));
 }
 
+// Sets the length of a token's step, and the factor of what it adds to the state.
+template <UpdateRule RULE>
+INLINE void read_gates(const LinearAttention& p, const float* gates, int h, float& step, float& factor) {
+  const float a = gates[h] + p.time_bias[h];
+  step = a > 20 ? a : __builtin_log1pf(__builtin_expf(a));
+  if constexpr (RULE == UpdateRule::mamba2) {
+    step = step < p.min_step ? p.min_step : step > p.max_step ? p.max_step : step;
+    factor = step;
+  } else {
+    factor = 1 / (1 + __builtin_expf(-gates[p.num_value_heads + h]));
+  }
+}
+
 // Computes the output of token t, and what it adds to the state, from its products with the state. Adds it to the page.
+// Mamba-2 has no product with k.
+template <UpdateRule RULE>
 static void attend_token(ValueHead& head, int t, const float* product_k, const float* product_q) {
+  constexpr bool CORRECTS = RULE == UpdateRule::gated_delta;
   const LinearAttention& p = head.args.params;
   PageTokens& page = head.page;
-  const float* const gates = head.args.gates + int64_t(t) * 2 * p.num_value_heads;
-  const float a = gates[head.h] + p.time_bias[head.h];
-  const float softplus = a > 20 ? a : __builtin_log1pf(__builtin_expf(a));
-  const float beta = 1 / (1 + __builtin_expf(-gates[p.num_value_heads + head.h]));
+  float step, factor;
+  read_gates<RULE>(p, head.args.gates + int64_t(t) * p.gates_width(), head.h, step, factor);
+  const float skip = CORRECTS ? 0 : p.skip[head.h];
   const int j_end = page.size;
   const float before = j_end ? page.decay[j_end - 1] : 0;
-  const float decay = before + p.decay[head.h] * softplus, e = __builtin_expf(decay);
+  const float decay = before + p.decay[head.h] * step, e = __builtin_expf(decay);
 
   alignas(64) float to_u[MAX_PAGE_SIZE + WIDTH], to_o[MAX_PAGE_SIZE + WIDTH];
   const float *const k = head.key(t), *const q = head.query(t), *const v = head.value(t);
@@ -246,7 +262,7 @@ static void attend_token(ValueHead& head, int t, const float* product_k, const f
     float kk, kq;
     dot(page.k[j], k, q, p.k_dim, kk, kq);
     to_o[j] = to_u[j] * kq;
-    to_u[j] *= kk;
+    if constexpr (CORRECTS) to_u[j] *= kk;
   }
   float own, unused;
   dot(k, q, q, p.k_dim, own, unused);
@@ -257,17 +273,19 @@ static void attend_token(ValueHead& head, int t, const float* product_k, const f
     constexpr int L = decltype(vectors)::W, N = decltype(vectors)::N;
     typename Lanes<L>::f x[N], o[N];
     for (int i = 0; i < N; ++i) {
-      x[i] = load<L>(v + column + i * L) - broadcast<L>(e) * load<L>(product_k + column + i * L);
+      x[i] = load<L>(v + column + i * L);
+      if constexpr (CORRECTS) x[i] -= broadcast<L>(e) * load<L>(product_k + column + i * L);
       o[i] = broadcast<L>(e) * load<L>(product_q + column + i * L);
     }
     for (int j = 0; j < j_end; ++j)
       for (int i = 0; i < N; ++i) {
         const auto y = load<L>(page.u[j] + column + i * L);
-        x[i] -= broadcast<L>(to_u[j]) * y;
+        if constexpr (CORRECTS) x[i] -= broadcast<L>(to_u[j]) * y;
         o[i] += broadcast<L>(to_o[j]) * y;
       }
     for (int i = 0; i < N; ++i) {
-      x[i] *= beta;
+      if constexpr (!CORRECTS) o[i] += broadcast<L>(skip) * x[i];
+      x[i] *= factor;
       store<L>(u + column + i * L, x[i]);
       store<L>(out + column + i * L, o[i] + broadcast<L>(own) * x[i]);
     }
@@ -344,18 +362,23 @@ static void write_slots(const ValueHead& head, int begin, int end) {
 }
 
 // Attends with tokens begin .. end - 1, all of one page.
+template <UpdateRule RULE>
 static void attend_page(ValueHead& head, int begin, int end) {
   const LinearAttention& p = head.args.params;
+  constexpr int N = RULE == UpdateRule::gated_delta ? 2 : 1;  // products of a token with the state
   const float* x[2 * PRODUCT_TOKENS];
   for (int first = begin, last; first < end; first = last) {
     last = first + PRODUCT_TOKENS < end ? first + PRODUCT_TOKENS : end;
-    for (int t = first; t < last; ++t) x[2 * (t - first)] = head.key(t), x[2 * (t - first) + 1] = head.query(t);
-    const int M = 2 * (last - first);
+    for (int t = first; t < last; ++t) {
+      if constexpr (N == 2) x[N * (t - first)] = head.key(t);
+      x[N * (t - first) + N - 1] = head.query(t);
+    }
+    const int M = N * (last - first);
     if (head.is_zero) memset(head.products, 0, int64_t(M) * p.v_dim * sizeof(float));
     else multiply_state(head.rows, p.k_dim, p.v_dim, x, M, head.products);
     for (int t = first; t < last; ++t) {
-      const float* const product = head.products + int64_t(2 * (t - first)) * p.v_dim;
-      attend_token(head, t, product, product + p.v_dim);
+      const float* const product = head.products + int64_t(N * (t - first)) * p.v_dim;
+      attend_token<RULE>(head, t, product, product + (N - 1) * p.v_dim);
     }
   }
 }
@@ -373,7 +396,8 @@ void attend_linearly(const LinearAttentionArgs& args, int b, int h, float* scrat
   for (int t = begin, next; t < end; t = next) {
     const int left = S - args.pos[t] % S;  // tokens of the page
     next = t + left < end ? t + left : end;
-    attend_page(head, t, next);
+    if (args.params.rule == UpdateRule::mamba2) attend_page<UpdateRule::mamba2>(head, t, next);
+    else attend_page<UpdateRule::gated_delta>(head, t, next);
     if (next - t == left) fold(head, next - 1);
     write_slots(head, t, next);  // after the last read of what they overwrite
     if (next - t == left) head.page.size = 0;
