@@ -25,7 +25,7 @@ from retain.kernels.kv_cache_spec import (
     LinearStateSpec,
     LinearTokensSpec,
 )
-from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
 from retain.models.decoder import Attention, Decoder, ModelSpec
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
@@ -38,10 +38,11 @@ STATE = "state"
 EPS = 1e-5
 WINDOW = 4
 HEADS = (2, 4)  # of keys and of values
+STEP_LIMITS = (0.2, 1.0)  # of Mamba-2
 CONFIG = {
     **{k: tiny_models.LLAMA[k] for k in ("vocab_size", "hidden_size", "num_attention_heads")},
     "max_position_embeddings": 512,
-    "kinds": "clacl",  # convolution, linear attention, attention
+    "kinds": "clacl",  # convolution, linear attention, attention; m is Mamba-2
     "key_dim": 16,
     "value_dim": 8,
     "head_dim": 16,
@@ -49,6 +50,7 @@ CONFIG = {
 VARIANTS = {
     STATE: CONFIG,
     "state_parts": {**CONFIG, "kinds": "la", "key_dim": 72, "head_dim": 32},  # a state takes three pages
+    "state_mamba2": {**CONFIG, "kinds": "mcam", "key_dim": 40},  # a state takes two pages
     "state_pages": {**CONFIG, "head_dim": 128},  # pages of states have more slots than those of attention
 }
 
@@ -65,7 +67,7 @@ def layers_of(c: Mapping[str, Any]) -> tuple[tuple[LayerCacheSpec, ...], list[in
         first.append(len(caches))
         if kind == "c":
             caches.append(ConvolutionSpec(2, E // 4, E // 4, WINDOW))
-        elif kind == "l":
+        elif kind in "lm":
             caches += [LinearTokensSpec(HEADS[1], D, V), LinearStateSpec(HEADS[1], D, V)]
         else:
             caches.append(FullAttentionSpec(H, c["head_dim"], c["head_dim"]))
@@ -87,7 +89,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 @dataclass(frozen=True)
 class StateLayer:
-    """Compute x += f(norm(x)) where f is one of the three."""
+    """Compute x += f(norm(x)) where f is one of the four."""
 
     spec: ModelSpec
     kind: str
@@ -110,10 +112,11 @@ class StateLayer:
             y = program.buffer("convolved", E)
             program.convolve(h, y, self.first, self.w["conv.weight"].float(), self.w["conv.bias"].float())
         else:
-            p = LinearAttention(
-                *HEADS, self.key_dim, self.value_dim, -self.w["decay"].float().abs(), self.w["time_bias"].float()
-            )
-            qkv, gates = program.buffer("linear qkv", p.qkv_width), program.buffer("gates", 2 * HEADS[1])
+            rule = Mamba2Rule(self.w["skip"].float(), STEP_LIMITS) if self.kind == "m" else GatedDeltaRule()
+            decay, time_bias = -self.w["decay"].float().abs(), self.w["time_bias"].float()
+            p = LinearAttention(*HEADS, self.key_dim, self.value_dim, decay, time_bias, rule)
+            qkv = program.buffer("linear qkv", p.qkv_width)
+            gates = program.buffer(f"gates {p.gates_width}", p.gates_width)
             y = program.buffer("attended", HEADS[1] * self.value_dim)
             load_linear(self.w, "qkv", bias=False).emit(program, h, qkv)
             load_linear(self.w, "gates", bias=False).emit(program, h, gates)
@@ -155,7 +158,9 @@ def shapes(c: dict[str, Any]) -> tiny_models.Shapes:
             yield p + "out.weight", (E, E)
         else:
             yield p + "qkv.weight", (2 * HEADS[0] * D + HEADS[1] * V, E)
-            yield p + "gates.weight", (2 * HEADS[1], E)
+            yield p + "gates.weight", (HEADS[1] if kind == "m" else 2 * HEADS[1], E)
+            if kind == "m":
+                yield p + "skip", (HEADS[1],)
             yield p + "decay", (HEADS[1],)
             yield p + "time_bias", (HEADS[1],)
             yield p + "out.weight", (E, HEADS[1] * V)
@@ -171,7 +176,7 @@ def plain_logits(tokens: Sequence[int], model_type: str = STATE, seed: int = 0) 
     for i, kind in enumerate(c["kinds"]):
         w = {n.removeprefix(f"layers.{i}."): file.read(n) for n in file.shapes if n.startswith(f"layers.{i}.")}
         h = rms_norm(x, w["norm.weight"])
-        y = {"c": plain_convolution, "l": plain_recurrence, "a": plain_attention}[kind](h, w, c)
+        y = {"c": plain_convolution, "l": plain_recurrence, "m": plain_recurrence, "a": plain_attention}[kind](h, w, c)
         x = x + y @ w["out.weight"].T
     return rms_norm(x, file.read("norm.weight")) @ file.read("lm_head.weight").T
 
@@ -186,21 +191,29 @@ def plain_attention(h: Tensor, w: dict[str, Tensor], c: Mapping[str, Any]) -> Te
 
 
 def plain_recurrence(h: Tensor, w: dict[str, Tensor], c: Mapping[str, Any]) -> Tensor:
-    """Return the gated delta rule as a recurrence: the state changes with each token."""
+    """Return the gated delta rule, or Mamba-2, as a recurrence: the state changes with each token."""
     K, H = HEADS
     D = c["key_dim"]
     qk, v = torch.split(h @ w["qkv.weight"].T, [2 * K * D, H * c["value_dim"]], dim=1)
     qk = qk.view(len(h), 2, K, D)
     q, k = (qk / (qk.square().mean(-1, keepdim=True) + 1e-6).sqrt() * D**-0.5).repeat_interleave(H // K, 2).unbind(1)
-    a, b = (h @ w["gates.weight"].T).split(H, 1)
-    decay = (-w["decay"].abs() * F.softplus(a + w["time_bias"])).exp()
+    a, *b = (h @ w["gates.weight"].T).split(H, 1)
+    steps = F.softplus(a + w["time_bias"])
+    steps = steps if b else steps.clamp(*STEP_LIMITS)
+    decay = (-w["decay"].abs() * steps).exp()
     state = torch.zeros(H, D, c["value_dim"])
     outputs = []
     for t in range(len(h)):
         state = decay[t, :, None, None] * state
-        error = v[t].view(H, -1) - torch.einsum("hd,hdv->hv", k[t], state)
-        state = state + torch.einsum("hd,hv->hdv", k[t], b[t].sigmoid()[:, None] * error)
-        outputs.append(torch.einsum("hd,hdv->hv", q[t], state).flatten())
+        value = v[t].view(H, -1)
+        if b:
+            added = b[0][t].sigmoid()[:, None] * (value - torch.einsum("hd,hdv->hv", k[t], state))
+            skipped = torch.zeros_like(value)
+        else:
+            added = steps[t, :, None] * value
+            skipped = w["skip"][:, None] * value
+        state = state + torch.einsum("hd,hv->hdv", k[t], added)
+        outputs.append((torch.einsum("hd,hdv->hv", q[t], state) + skipped).flatten())
     return torch.stack(outputs)
 
 

@@ -26,7 +26,7 @@ from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
 
 S = 16  # slots of a page
-FAMILIES = ["gemma3_text", "state", *slow("mistral", UNLIKE, "state_parts", "state_pages")]
+FAMILIES = ["gemma3_text", "state", *slow("mistral", UNLIKE, "state_parts", "state_mamba2", "state_pages")]
 pytestmark = pytest.mark.usefixtures("unlike_family", "state_family")
 ENGINES = {
     "plain": {},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -127,25 +127,29 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
 
 
 # Numbers of a key and of a value, slots of a page, dtype of the rows
-STATE_CASES: list[tuple[int, int, int, torch.dtype]] = [
-    (128, 128, 16, BF16),
-    (128, 128, 64, BF16),
-    (128, 128, 32, BF16),
-    (64, 48, 16, torch.float32),
-    (256, 256, 16, BF16),
+UpdateRuleName = Literal["delta", "mamba2"]
+STATE_CASES: list[tuple[int, int, int, torch.dtype, UpdateRuleName]] = [
+    (128, 128, 16, BF16, "delta"),
+    (128, 64, 16, BF16, "mamba2"),
+    (128, 128, 64, BF16, "delta"),
+    (128, 128, 32, BF16, "delta"),
+    (64, 48, 16, torch.float32, "delta"),
+    (256, 256, 16, BF16, "delta"),
+    (256, 64, 32, torch.float32, "mamba2"),
 ]
 
 
-def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dtype) -> None:
+def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dtype, rule_name: UpdateRuleName) -> None:
     """Launch the kernels of a convolution and of linear attention, for two key heads and four value heads."""
     from retain.kernels import triton
     from retain.kernels.api import GroupInputs, Tables
     from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
-    from retain.kernels.linear_attention import LinearAttention
+    from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
     from retain.kernels.triton import forward
 
     T, H = 40, 4
-    params = LinearAttention(2, H, k_dim, v_dim, -torch.ones(H), torch.ones(H))
+    rule = Mamba2Rule(torch.ones(H)) if rule_name == "mamba2" else GatedDeltaRule()
+    params = LinearAttention(2, H, k_dim, v_dim, -torch.ones(H), torch.ones(H), rule)
     width = params.qkv_width
     specs = (
         ConvolutionSpec(4, width // 8, width // 8, 4),
@@ -160,7 +164,7 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
         tables = Tables(pages, counts, windows, torch.zeros(1).int(), torch.tensor([0, T]).int())
         groups.append(GroupInputs(kv, tables, torch.ones(1, G, T, dtype=torch.int32)))
     p = forward.TritonProgram(dtype, torch.device("cpu"))
-    x, gates, out = p.buffer("x", width), p.buffer("gates", 2 * H), p.buffer("out", H * v_dim)
+    x, gates, out = p.buffer("x", width), p.buffer("gates", params.gates_width), p.buffer("out", H * v_dim)
     p.convolve(x, x, 0, torch.ones(width, 4), torch.ones(width))
     p.linear_attention(x, gates, out, (1, 2), params)
     pos = torch.ones(T, dtype=torch.int32)
@@ -173,7 +177,7 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
         positions=pos,
         logits_indices=pos,
     )
-    step.buffers[x], step.buffers[gates] = (torch.ones(T, n, dtype=dtype) for n in (width, 2 * H))
+    step.buffers[x], step.buffers[gates] = (torch.ones(T, n, dtype=dtype) for n in (width, params.gates_width))
     for to, compute in p._ops:
         step.buffers[to] = compute(step)
 
