@@ -107,6 +107,17 @@ VARIANTS: dict[str, list[Changes]] = {
         },
         {"layer_types": ["mamba", "mamba", "attention", "mamba"], "mamba_n_groups": 8, "mamba_n_heads": 16},
     ],
+    "nemotron_h": [
+        {"layer_types": None, "hybrid_override_pattern": "M-ME*", "use_bias": True, "mlp_bias": True, "conv_kernel": 3},
+        {
+            "n_groups": 8,
+            "norm_topk_prob": False,
+            "use_conv_bias": False,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_key_value_heads": 4,
+        },
+    ],
     "qwen3_next": [
         {"attention_bias": True, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "tie_word_embeddings": True},
         {

@@ -106,6 +106,25 @@ GRANITE_HYBRID: dict[str, Any] = {
     "mamba_d_state": 24,
     "time_step_limit": [0.3, 1.0],
 }
+NEMOTRON_H: dict[str, Any] = {
+    **{k: LLAMA[k] for k in ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads")},
+    "head_dim": 24,
+    "max_position_embeddings": 512,
+    "layer_types": ["linear_attention", "full_attention", "moe", "mlp", "linear_attention"],
+    "intermediate_size": 96,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "ssm_state_size": 24,
+    "n_groups": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "time_step_min": 1e-30,  # of initial weights; transformers takes it for a limit, which no published model has
+}
 GPT: dict[str, Any] = {
     "vocab_size": 128,
     "n_embd": 64,
@@ -181,6 +200,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
     },
     "granitemoehybrid": GRANITE_HYBRID,
+    "nemotron_h": NEMOTRON_H,
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_text": QWEN_LINEAR,
     "qwen3_5": {"text_config": QWEN_LINEAR},
@@ -464,6 +484,40 @@ def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
         yield "lm_head.weight", (V, E)
 
 
+def nemotron_h_shapes(c: dict[str, Any]) -> Shapes:
+    E, V, D = c["hidden_size"], c["vocab_size"], c["head_dim"]
+    H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    bias = c.get("mlp_bias", False)
+    yield "model.embeddings.weight", (V, E)
+    for i, layer_type in enumerate(c.get("layer_types") or [kinds[x] for x in c["hybrid_override_pattern"]]):
+        p = f"model.layers.{i}."
+        yield p + "norm.weight", (E,)
+        p += "mixer."
+        if layer_type == "full_attention":
+            for name, shape in (("q", (H, E)), ("k", (G, E)), ("v", (G, E)), ("o", (E, H))):
+                yield f"{p}{name}_proj.weight", shape
+        elif layer_type == "linear_attention":
+            keys = c["n_groups"] * c["ssm_state_size"]
+            has_bias = {"proj": c.get("use_bias", False), "conv": c.get("use_conv_bias", True)}
+            sizes = c["mamba_num_heads"], c["mamba_head_dim"], keys, c.get("conv_kernel", 4)
+            yield from mamba2_shapes(p, E, *sizes, **has_bias)
+        elif layer_type == "mlp":
+            yield from linear_shapes(p + "up_proj", c["intermediate_size"], E, bias)
+            yield from linear_shapes(p + "down_proj", E, c["intermediate_size"], bias)
+        else:
+            n, F, shared = c["n_routed_experts"], c["moe_intermediate_size"], c["moe_shared_expert_intermediate_size"]
+            yield p + "gate.weight", (n, E)
+            yield p + "gate.e_score_correction_bias", (n,)
+            yield p + "experts.up_proj", (n, F, E)
+            yield p + "experts.down_proj", (n, E, F)
+            yield from linear_shapes(p + "shared_experts.up_proj", shared, E, bias)
+            yield from linear_shapes(p + "shared_experts.down_proj", E, shared, bias)
+    yield "model.norm_f.weight", (E,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
 def qwen_linear_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     E, V, D = c["hidden_size"], c["vocab_size"], c["head_dim"]
     H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
@@ -632,6 +686,7 @@ TENSOR_SHAPES = {
     "lfm2": lfm2_shapes,
     "lfm2_moe": lfm2_shapes,
     "granitemoehybrid": granite_hybrid_shapes,
+    "nemotron_h": nemotron_h_shapes,
     "qwen3_next": qwen_linear_shapes,
     "qwen3_5_text": qwen_linear_shapes,
     "qwen3_5": qwen_vision_shapes,

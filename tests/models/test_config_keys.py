@@ -149,6 +149,7 @@ INTERVAL = {"full_attention_interval"}
 OLDER_KEYS = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), INTERVAL) | {
     "gpt_neox": {"rotary_pct", "rotary_emb_base"},
     "gemma3_text": {"rope_theta", "rope_local_base_freq", "sliding_window_pattern"},
+    "nemotron_h": {"layer_types", "hybrid_override_pattern"},
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
 OPTIONAL_FIELDS = dict.fromkeys(

@@ -108,7 +108,7 @@ def test_linear_layer_multiplies_quantized_weights_in_float32() -> None:
 
 def test_activation_aliases_resolve_to_one_name() -> None:
     names = {"silu": "silu swish", "relu": "relu", "gelu": "gelu", "gelu_tanh": "gelu_new gelu_pytorch_tanh gelu_fast"}
-    names |= {"sigmoid": "sigmoid"}
+    names |= {"sigmoid": "sigmoid", "relu2": "relu2"}
     assert [*names, "swiglu_oai"] == list(ACTIVATIONS) == [*ACTIVATION_FUNCTIONS, "swiglu_oai"]  # no config names it
     for name, others in names.items():
         assert {resolve_activation(other) for other in others.split()} == {name}

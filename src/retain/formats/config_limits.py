@@ -67,6 +67,13 @@ OPTIONAL_SIZES = {
     "mamba_d_head": MAX_LINEAR_HEAD,
     "mamba_d_conv": MAX_CONVOLUTION,
     "mamba_expand": MAX_EXPANSION,
+    "mamba_num_heads": MAX_HEADS,
+    "mamba_head_dim": MAX_LINEAR_HEAD,
+    "ssm_state_size": MAX_LINEAR_HEAD,
+    "n_groups": MAX_HEADS,
+    "n_group": MAX_EXPERTS,
+    "topk_group": MAX_EXPERTS,
+    "conv_kernel": MAX_CONVOLUTION,
 }
 OTHER_VALUES = (
     ("sliding_window", 0),  # some files write no window so
@@ -76,6 +83,7 @@ OTHER_VALUES = (
 SIZES_OR_NONE = {
     "num_experts": MAX_EXPERTS,
     "num_local_experts": MAX_EXPERTS,
+    "n_routed_experts": MAX_EXPERTS,
     "hidden_size_per_layer_input": MAX_WIDTH,
     "num_kv_shared_layers": MAX_LAYERS,
     "num_dense_layers": MAX_LAYERS,
@@ -100,6 +108,8 @@ POSITIVE = (
     "logits_scaling",
     "logit_scale",
 )
+# Lists of layers, or letters.
+LISTS = ("layer_types", "layers_block_type", "hybrid_override_pattern")
 ROPE_OPTIONS = ("rope_scaling", "rope_parameters")
 
 
@@ -127,6 +137,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     for key in POSITIVE:
         if (value := config.get(key)) is not None and not _is_positive(value):
             raise ValueError(f"{key} is {quote(value)}, not a number above 0")
+    for key in LISTS:
+        if isinstance(value := config.get(key), list | str) and len(value) > MAX_LAYERS:
+            raise ValueError(f"{key} has {len(value)} layers, more than {MAX_LAYERS}")
     for key in ROPE_OPTIONS:
         if (value := config.get(key)) is not None:
             _check_finite(key, value)

@@ -56,7 +56,7 @@ from retain.kernels.weight import Weight
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")
 # Of a program; in C++ and Triton they are numbers, in this order. The last one exists only with gates.
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", "sigmoid", "swiglu_oai")
+ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", "sigmoid", "relu2", "swiglu_oai")
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class Program(Protocol):
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS.
 
-        "swiglu_oai" is that of gpt-oss, where g = min(x[:n], 7) and u = x[n : 2 n] between -7 and 7:
+        "relu2" is relu(x)^2. "swiglu_oai" is that of gpt-oss, where g = min(x[:n], 7) and u = x[n : 2 n] in [-7, 7]:
         g sigmoid(1.702 g) (u + 1).
         """
 

@@ -2,6 +2,8 @@
 
     y = sum over the chosen experts e of weight_e * down_e(act(gate_e(x)) * up_e(x))
 
+Without gates it is `act(up_e(x))` that an expert projects down.
+
 What a backend computes is defined in reference/experts.py.
 """
 
@@ -48,7 +50,8 @@ class Router:
 class Experts:
     """The n experts of a layer, one below the other: gates and up projections, down projections, their router.
 
-    I is the intermediate size of an expert. `act` is one of ACTIVATIONS, and gated.
+    I is the intermediate size of an expert, and `act` one of ACTIVATIONS. Without gates experts have I rows in place of
+    2 I each.
     """
 
     num_experts: int
@@ -58,11 +61,17 @@ class Experts:
     act: str
     gate_up_bias: Tensor | None = None  # [n 2 I]
     down_bias: Tensor | None = None  # [n E]
+    is_gated: bool = True
 
     @property
     def intermediate_size(self) -> int:
         """Return I."""
         return self.down.shape[1]
+
+    @property
+    def inner_size(self) -> int:
+        """Return the numbers that an expert computes first: 2 I, or I without gates."""
+        return 2 * self.intermediate_size if self.is_gated else self.intermediate_size
 
     @property
     def hidden_size(self) -> int:

@@ -67,20 +67,21 @@ class BufferShapes:
         """Check the experts of a layer, and their router: also for sizes that no backend packs."""
         n = experts.num_experts
         width = experts.intermediate_size
+        inner = experts.inner_size
         router = experts.router
         check_equal("the input of experts", experts.hidden_size, self.widths[x], self.widths[out])
         check_equal("the scores of experts", n, self.widths[scores])
-        check_equal("the gates of experts", experts.gate_up.shape[0], n * 2 * width)
+        check_equal("the gates of experts", experts.gate_up.shape[0], n * inner)
         check_equal("the output of experts", experts.down.shape[0], n * self.widths[out])
         for name, numbers, size in (
-            ("a bias of experts", experts.gate_up_bias, n * 2 * width),
+            ("a bias of experts", experts.gate_up_bias, n * inner),
             ("a bias of experts", experts.down_bias, n * self.widths[out]),
             ("the bias of a router", router.bias, n),
             ("the scale of experts", router.expert_scale, n),
         ):
             if numbers is not None and numbers.shape != (size,):
                 raise WidthError(f"{name} has the shape {list(numbers.shape)}, but [{size}] is expected")
-        for size in (2 * width, self.widths[out]):
+        for size in (inner, self.widths[out]):
             if size % TILE_ROWS:
                 raise WidthError(f"experts of {width} by {self.widths[out]}: sizes must be multiples of {TILE_ROWS}")
         are_groups = 1 <= router.top_groups <= router.num_groups and n % router.num_groups == 0

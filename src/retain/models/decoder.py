@@ -208,6 +208,22 @@ class PreNormLayer:
 
 
 @dataclass(frozen=True, eq=False)
+class BranchLayer:
+    """Compute x += f(norm1(x)), where f is attention, or another layer in its place."""
+
+    hidden_size: int
+    norm1: Layer
+    attention: Attention | None
+    other: Layer | None = None
+
+    def emit(self, program: Program, x: int) -> None:
+        """Write the layer into a program; it updates buffer `x` in place."""
+        branch = self.attention or self.other
+        assert branch is not None
+        emit_residual_branch(program, x, self.hidden_size, self.norm1, branch)
+
+
+@dataclass(frozen=True, eq=False)
 class ParallelLayer:
     """Compute x += attention(norm1(x)) + mlp(norm2(x)). Without norm2, both branches share norm1."""
 

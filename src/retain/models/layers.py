@@ -180,7 +180,7 @@ class MLP:
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         n = self.up_proj.weight.shape[0]
-        wide = program.buffer("wide", n)
+        wide = program.buffer(f"wide {n}", n)
         self.up_proj.emit(program, x, wide)
         program.activation(wide, wide, self.act, n)
         self.down_proj.emit(program, wide, out, add)

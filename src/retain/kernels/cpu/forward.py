@@ -101,13 +101,13 @@ class CpuProgram:
         """Emit a mixture of experts."""
         self._shapes.check_experts(x, scores, out, experts)
         k = experts.router.top_k
-        width = 2 * k * experts.intermediate_size
+        width = k * experts.inner_size
         hidden = self.buffer(f"hidden of experts {width}", width)
         outputs = self.buffer(f"outputs of experts {k}", k * experts.hidden_size)
         c_experts = _C.Experts(
             ffi.to_c_router(experts, self._keep_alive), self._weights.get(experts.gate_up).c_args,
             self._weights.get(experts.down).c_args, self._keep_alive(experts.gate_up_bias),
-            self._keep_alive(experts.down_bias), ACTIVATIONS.index(experts.act),
+            self._keep_alive(experts.down_bias), ACTIVATIONS.index(experts.act), experts.is_gated,
         )  # fmt: skip
         self._program.experts(x, scores, out, hidden, outputs, c_experts, add)
 

@@ -57,8 +57,9 @@ def mix_experts(x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
     total = torch.zeros_like(x)
     for e in sorted(set(chosen.flatten().tolist())):
         tokens, ranks = torch.where(chosen == e)
-        hidden = _apply(x[tokens], w.gate_up, w.gate_up_bias, e, 2 * width)
-        y = _apply(activate(hidden, w.experts.act, width, gated=True), w.down, w.down_bias, e, x.shape[1])
+        hidden = _apply(x[tokens], w.gate_up, w.gate_up_bias, e, w.experts.inner_size)
+        activated = activate(hidden, w.experts.act, width, gated=w.experts.is_gated)
+        y = _apply(activated, w.down, w.down_bias, e, x.shape[1])
         total = total.index_add(0, tokens, y * weights[tokens, ranks, None].to(y.dtype))
     return total
 

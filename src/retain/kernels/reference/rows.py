@@ -17,6 +17,7 @@ ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "sigmoid": torch.sigmoid,
+    "relu2": lambda x: F.relu(x).square(),
 }
 SWIGLU_LIMIT = 7.0  # of gpt-oss
 SWIGLU_FACTOR = 1.702

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-SILU, RELU, GELU, GELU_TANH, SIGMOID, SWIGLU_OAI = (tl.constexpr(i) for i in range(6))
+SILU, RELU, GELU, GELU_TANH, SIGMOID, RELU2, SWIGLU_OAI = (tl.constexpr(i) for i in range(7))
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -50,6 +50,9 @@ def activation(
         y = y - y / (1.0 + tl.exp(2.0 * u))  # = y (1 + tanh u) / 2
     if ACT == SIGMOID:
         y = 1.0 / (1.0 + tl.exp(-y))
+    if ACT == RELU2:
+        y = tl.maximum(y, 0.0)
+        y = y * y
     if ACT == SWIGLU_OAI:
         y = tl.minimum(y, 7.0, propagate_nan=tl.PropagateNan.ALL)
         y = y / (1.0 + tl.exp(-1.702 * y))

@@ -56,13 +56,13 @@ def mix_experts(x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
     choices = sort_choices(chosen, w.experts.num_experts)
     assert isinstance(w.gate_up, Tensor)
     assert isinstance(w.down, Tensor)
-    hidden = _grouped_linear(x, k, w.gate_up, w.gate_up_bias, 2 * width, choices)
+    hidden = _grouped_linear(x, k, w.gate_up, w.gate_up_bias, w.experts.inner_size, choices)
     activated = x.new_empty(T * k, width)
     block_t = tokens_per_program(T * k, 1)
     block = min(triton.next_power_of_2(width), 1024)
     elementwise.activation[(triton.cdiv(T * k, block_t), triton.cdiv(width, block))](
         hidden, hidden.stride(0), activated, T * k, width,
-        T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(w.experts.act), GATED=True,
+        T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(w.experts.act), GATED=w.experts.is_gated,
     )  # fmt: skip
     y = _grouped_linear(activated, 1, w.down, w.down_bias, x.shape[1], choices)
     return (y.view(T, k, -1).float() * weights[..., None]).sum(1).to(x.dtype)

@@ -63,9 +63,9 @@ static void bind_structs(nb::module_& m) {
       });
   nb::class_<Experts>(m, "Experts")
       .def("__init__", [](Experts* e, const Router& router, WeightArgs gate_up, WeightArgs down, Address gate_up_bias,
-                          Address down_bias, int act) {
+                          Address down_bias, int act, bool is_gated) {
         new (e) Experts{router, packed_weight(gate_up), packed_weight(down), ptr<float>(gate_up_bias),
-                        ptr<float>(down_bias), Activation(act)};
+                        ptr<float>(down_bias), Activation(act), is_gated};
       });
   nb::class_<PageTables>(m, "PageTables")
       .def("__init__", [](PageTables* t) { new (t) PageTables{}; })

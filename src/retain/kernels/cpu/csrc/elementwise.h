@@ -72,6 +72,7 @@ template <Activation A>
 INLINE F activation(F x) {
   if constexpr (A == Activation::relu) return max(x, F{});
   if constexpr (A == Activation::sigmoid) return sigmoid(x);
+  if constexpr (A == Activation::relu2) return max(x, F{}) * max(x, F{});
   if constexpr (A == Activation::swiglu_oai) {
     x = min(x, splat(7.0f));
     return x * sigmoid(x * 1.702f);

@@ -122,13 +122,13 @@ void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w,
       memcpy(sorted + w.rows[c] * bytes, prepared.data() + c / k * bytes, bytes);
   });
   member.barrier();
-  grouped_gemm(x.gate_up, 2 * width, x.gate_up_bias, sorted, args.hidden, w, member);
+  grouped_gemm(x.gate_up, x.inner_size(), x.gate_up_bias, sorted, args.hidden, w, member);
   member.barrier();
 
   member.parallel_for(args.T * k, [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
-      float* const gate = args.hidden + int64_t(row) * 2 * width;
-      isa.activate(x.act, gate, gate + width, width, gate);
+      float* const gate = args.hidden + int64_t(row) * x.inner_size();
+      isa.activate(x.act, gate, x.is_gated ? gate + width : nullptr, width, gate);
       isa.prepare_activations(x.down, gate, prepared.data() + row * down_bytes);
     }
   });

@@ -113,6 +113,7 @@ void activate(Activation kind, const float* x, const float* gate, int n, float* 
     case Activation::gelu: return activate_row<Activation::gelu>(x, gate, n, out);
     case Activation::gelu_tanh: return activate_row<Activation::gelu_tanh>(x, gate, n, out);
     case Activation::sigmoid: return activate_row<Activation::sigmoid>(x, gate, n, out);
+    case Activation::relu2: return activate_row<Activation::relu2>(x, gate, n, out);
     case Activation::swiglu_oai: return activate_row<Activation::swiglu_oai>(x, gate, n, out);
   }
 }

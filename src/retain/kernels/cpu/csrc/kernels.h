@@ -177,8 +177,10 @@ struct Experts {
   PackedWeight gate_up, down;               // [n 2 I, E], [n E, I]
   const float *gate_up_bias, *down_bias;    // [n 2 I], [n E]; or null
   Activation act;
+  bool is_gated;  // without gates it is I in place of 2 I
 
   int width() const { return down.in; }
+  int inner_size() const { return is_gated ? 2 * width() : width(); }
   // Bytes of prepared activations for each token: one row for itself and each of its experts, and spare ones.
   int64_t prepared_bytes() const {
     const int k = router.top_k;

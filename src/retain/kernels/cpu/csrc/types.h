@@ -151,7 +151,7 @@ struct NormParams {
   bool subtract_mean;  // layer norm; false: RMS norm
 };
 
-enum class Activation : int { silu, relu, gelu, gelu_tanh, sigmoid, swiglu_oai };
+enum class Activation : int { silu, relu, gelu, gelu_tanh, sigmoid, relu2, swiglu_oai };
 
 // The destination of a product: y (+)= x W^T + bias.
 struct OutputView {
