@@ -15,7 +15,8 @@ the `gguf` package, gives the same logits (`tests/models/test_gguf.py`).
 FORMATS = """## Formats
 
 * A folder of safetensors, one file or shards, in float32, float16 or bfloat16; experts in MXFP4, as gpt-oss has them.
-* A GGUF file. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS and MXFP4 stay in 4 bits, Q5_0 and Q8_0 in 8; other types become int8.
+* A GGUF file, whole or in parts. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS and MXFP4 stay in 4 bits, Q5_0 and Q8_0 in 8; other
+  types become int8.
 """
 
 

@@ -15,6 +15,7 @@ from xxhash import xxh3_128
 from retain import kernels, models
 from retain.config import Config, default_kv_memory
 from retain.engine.runner import ProgramRunner, Runner
+from retain.formats.checkpoint import list_model_files
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
 from retain.kernels.kv_cache_spec import KVCacheSpec
@@ -161,7 +162,7 @@ def build_offload(
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
     fingerprint = xxh3_128(repr((format, isinstance(prefix_config, SelectiveConfig), machine)).encode())
     if any(not isinstance(t, ram.Tier) for t in tier_configs):  # outlives the process, so the weights count too
-        for file in [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else [path]:
+        for file in list_model_files(path):
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     fingerprint.update(block)

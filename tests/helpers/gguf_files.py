@@ -103,11 +103,15 @@ def write_gguf(
     vocabulary: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, NDArray[Any]] | None = None,
+    split_max_tensors: int = 0,
 ) -> Path:
-    """Write a checkpoint with matrices of `ggml_type`. `extra` replaces metadata; None removes a key."""
+    """Write a checkpoint with matrices of `ggml_type`. `extra` replaces metadata; None removes a key.
+
+    In parts of `split_max_tensors`, where it is not 0.
+    """
     arch = GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = {**config_to_metadata(arch, checkpoint.config), **(vocabulary or {}), **(extra or {})}
-    w = GGUFWriter(path, arch)
+    w = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     for key, value in meta.items():
         if value is not None:
             add_metadata(w, key, value)

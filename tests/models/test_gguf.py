@@ -271,7 +271,7 @@ def test_values_listed_by_layer_must_be_equal(tmp_path: Path) -> None:
         ({"llama.expert_count": 8}, "experts"),
         ({"llama.attention.value_length": 8}, "not supported"),
         ({"llama.rope.dimension_count": 8}, "not supported"),
-        ({"split.count": 3}, "one of 3 parts"),
+        ({"split.count": 3}, "one of 3 parts: name each"),
     ],
 )
 def test_unsupported_metadata_is_reported(tmp_path: Path, extra: dict[str, Any], message: str) -> None:

@@ -117,13 +117,17 @@ def test_hub_ids_are_downloaded_without_code_or_pickles(tmp_path: Path, monkeypa
     (tmp_path / "a/folder/config.json").touch()
     (tmp_path / "a/gguf").mkdir()
     (tmp_path / "a/gguf/m.gguf").touch()
+    (tmp_path / "a/split").mkdir()
+    for i in (1, 2):
+        (tmp_path / f"a/split/m-0000{i}-of-00002.gguf").touch()
     (tmp_path / "a/two").mkdir()
     (tmp_path / "a/two/m.gguf").touch()
     (tmp_path / "a/two/n.gguf").touch()
     monkeypatch.chdir("/")
     assert resolve_model("a/folder") == tmp_path / "a/folder"
     assert resolve_model("a/gguf") == tmp_path / "a/gguf/m.gguf"
-    with pytest.raises(ValueError, match=r"2 \.gguf files"):
+    assert resolve_model("a/split") == tmp_path / "a/split/m-00001-of-00002.gguf"
+    with pytest.raises(ValueError, match=r"2 \.gguf models"):
         resolve_model("a/two")
     with pytest.raises(ValueError, match=r"could not be downloaded from the hub: no network$"):
         resolve_model("a/offline")

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from retain.formats.gguf import GGUFCheckpoint
+from retain.formats.gguf.split import part_paths
 from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
 from retain.formats.safetensors import SafetensorsCheckpoint
 from retain.kernels.block_weight import BlockWeight
@@ -33,6 +34,11 @@ class Checkpoint(Protocol):
 
         `transposed`: the tensor that `read` returns is [in, out]. Raises ValueError when the tensor is damaged.
         """
+
+
+def list_model_files(path: Path) -> list[Path]:
+    """Return the files whose bytes decide what the model at `path` computes."""
+    return [*sorted(path.glob("*.safetensors")), path / "config.json"] if path.is_dir() else part_paths(path)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

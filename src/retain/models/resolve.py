@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from retain.files import atomic_write, get_cache_dir
+from retain.formats.gguf.split import find_first_part
 from retain.formats.random_weights import create_folder
 
 HUB_FILE_PATTERNS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")  # no code, no pickles
@@ -109,10 +110,10 @@ def _download_from_hub(model: str) -> Path:
     except Exception as e:  # the hub's errors have many roots: offline, no such model, no permission, disk full
         reason = str(e).strip().splitlines() or [type(e).__name__]
         raise ValueError(f"{model!r} is not a file and could not be downloaded from the hub: {reason[0]}") from e
-    files = sorted(folder.glob("*.gguf"))
+    files = sorted({find_first_part(file) for file in folder.glob("*.gguf")})
     if len(files) != 1:
         raise ValueError(
-            f"{model!r} on the hub holds {len(files)} .gguf files and no config.json: give the path of one file"
+            f"{model!r} on the hub holds {len(files)} .gguf models and no config.json: give the path of one file"
         )
     return files[0]
 

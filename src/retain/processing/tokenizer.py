@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Core
 from retain.files import quote, read_json_object, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
+from retain.formats.gguf.split import find_first_part
 from retain.processing.chat_template import (
     DEFAULT,
     ChatTemplates,
@@ -241,7 +242,7 @@ def _create_token_bytes(core: Core, special_token_ids: frozenset[int]) -> TokenB
 
 
 def _from_gguf(path: Path) -> Tokenizer:
-    reader = GGUFReader(path)
+    reader = GGUFReader(find_first_part(path))
     meta = reader.metadata
     core = build_tokenizer(reader)
     tokens: list[str] = meta["tokenizer.ggml.tokens"]

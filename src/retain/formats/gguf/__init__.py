@@ -1,7 +1,7 @@
-"""GGUF, llama.cpp's file format: one file with config, tokenizer and (usually quantized) weights.
+"""GGUF, llama.cpp's file format: config, tokenizer and (usually quantized) weights, in one file or in parts.
 
-reader.py indexes the file. A file of architectures/ translates metadata and names to Hugging Face's. Blocks are
-converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
+reader.py indexes a file, split.py joins parts. A file of architectures/ translates metadata and names to Hugging
+Face's. Blocks are converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import load_architecture
 from retain.formats.gguf.metadata import GGUFMetadata, recover_llama3_scaling
-from retain.formats.gguf.reader import GGUFReader
+from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
 from retain.kernels.block_weight import BlockWeight
 from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
@@ -27,14 +27,15 @@ IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_f
 
 
 class GGUFCheckpoint:
-    """A Checkpoint in a GGUF file. Raises ValueError when the file is missing, damaged or not supported."""
+    """A Checkpoint in a GGUF file, or in parts, of which `path` is any.
+
+    Raises ValueError when a file is missing, damaged or not supported.
+    """
 
     def __init__(self, path: Path):
-        self._reader = GGUFReader(path)
+        self._reader = SplitReader(path)
         self.metadata: dict[str, Any] = self._reader.metadata
         with self._reader.wrap_errors():
-            if (parts := self.metadata.get("split.count", 0)) > 1:
-                raise UnsupportedError(f"one of {parts} parts: join them with `llama-gguf-split --merge`")
             name = self.metadata.get("general.architecture", "")
             self._arch = load_architecture(name)
             if self.metadata.get(f"{name}.expert_count") and not self._arch.expert_tensors:

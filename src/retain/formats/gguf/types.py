@@ -30,16 +30,20 @@ GGML_BLOCK_SIZES = {int(ggml_type): sizes for ggml_type, sizes in GGML_QUANT_SIZ
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """The place of one tensor in the file: bytes `start` to `stop`, its ggml type, its shape in torch's order."""
+    """The place of one tensor in the file: bytes `start` to `stop`, its ggml type, its shape in torch's order.
+
+    `part` is the number of the file, of a model in several.
+    """
 
     ggml_type: int
     shape: tuple[int, ...]
     start: int
     stop: int
+    part: int = 0
 
     def split(self) -> list[TensorInfo]:
         """Return the places of the tensors [shape[1], ..] that this one stacks."""
         n = self.shape[0]
         size = (self.stop - self.start) // n
         starts = [self.start + i * size for i in range(n)]
-        return [TensorInfo(self.ggml_type, self.shape[1:], start, start + size) for start in starts]
+        return [TensorInfo(self.ggml_type, self.shape[1:], start, start + size, self.part) for start in starts]
