@@ -14,9 +14,23 @@ the `gguf` package, gives the same logits (`tests/models/test_gguf.py`).
 """
 FORMATS = """## Formats
 
-* A folder of safetensors, one file or shards, in float32, float16 or bfloat16; experts in MXFP4, as gpt-oss has them.
+* A folder of safetensors, one file or shards, in float32, float16 or bfloat16, or quantized.
 * A GGUF file, whole or in parts. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS and MXFP4 stay in 4 bits, Q5_0 and Q8_0 in 8; other
   types become int8.
+
+Quantized folders, by the `quant_method` of their config.json. A module without such tensors is read as it is.
+
+| `quant_method` | what is read | kept as (`--weights auto`) |
+|---|---|---|
+| `mxfp4` | experts, as gpt-oss has them | its 4 bits |
+| `awq` | 4 bits, version `gemm` | 4 bits |
+| `gptq` | 4 and 8 bits, `checkpoint_format` `gptq` or `gptq_v2` | 4 bits; 8 bits where symmetric; else dense |
+| `compressed-tensors` | `pack-quantized`, `int-quantized`, `float-quantized`, `naive-quantized` | the same, or dense |
+| `fp8` | float8_e4m3fn with scales of blocks, outputs or matrices | dense |
+
+Groups of 4 bits must have a multiple of 32 adjacent inputs: others, and inputs in the order of their activations,
+become dense. The zero times the scale is rounded to float16, which moves a weight by less than a hundredth of a step.
+`--weights int8` or `int4` makes dense ones small. Other methods are refused: use a .gguf file, or the original.
 """
 
 

@@ -282,7 +282,7 @@ class TinyCheckpoint:
             x[1::4] /= 4
         return x * 2 / in_dim**0.5
 
-    def read_blocks(self, name: str, transposed: bool = False) -> None:
+    def read_stored(self, name: str, transposed: bool = False) -> None:
         return None
 
 

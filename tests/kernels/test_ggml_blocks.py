@@ -10,8 +10,8 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from retain.kernels import cpu
-from retain.kernels.block_weight import BlockRows, BlockWeight
 from retain.kernels.quantized import IQ4, MXFP4, Int4, Int8, Kind
+from retain.kernels.stored_weight import BlockRows, StoredWeight
 from retain.kernels.weight import Weight, concat_rows
 
 pytestmark = [
@@ -55,22 +55,22 @@ def pack(weight: Weight) -> Tensor:
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=str)
 def test_packed_blocks_equal_the_definition(name: str, kind: Kind) -> None:
     for rows, seed in ((16, 0), (3, 1), (37, 2)):
-        weight = BlockWeight((make_rows(name, rows, seed),), kind)
+        weight = StoredWeight((make_rows(name, rows, seed),), kind)
         assert torch.equal(pack(weight), pack(weight.unpack()))
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_stacked_blocks_share_tiles(kind: Kind) -> None:
     parts = [make_rows(name, rows, rows) for rows, name in ((5, "Q4_K"), (1, "Q6_K"), (26, "Q8_0"), (17, "Q4_0"))]
-    weight = BlockWeight(tuple(parts), kind)
+    weight = StoredWeight(tuple(parts), kind)
     assert weight.shape == (49, 512)
     assert torch.equal(pack(weight), pack(weight.unpack()))
 
 
 def test_stacked_kinds_become_the_widest() -> None:
-    four, eight = (BlockWeight.from_rows(make_rows(name, 4, 0)) for name in ("Q4_K", "Q6_K"))
+    four, eight = (StoredWeight.from_rows(make_rows(name, 4, 0)) for name in ("Q4_K", "Q6_K"))
     assert four.kind is Int4 and eight.kind is Int8
-    codebook = BlockWeight.from_rows(make_rows("IQ4_XS", 4, 0))
+    codebook = StoredWeight.from_rows(make_rows("IQ4_XS", 4, 0))
     cases = [
         ([four, four], Int4),
         ([four, eight], Int8),
@@ -80,10 +80,10 @@ def test_stacked_kinds_become_the_widest() -> None:
     ]
     for parts, kind in cases:
         stacked = concat_rows(parts)
-        assert isinstance(stacked, BlockWeight) and stacked.kind is kind
+        assert isinstance(stacked, StoredWeight) and stacked.kind is kind
     narrow = BlockRows("narrow", GGMLQuantizationType.Q8_0, (2, 32), np.zeros((2, 34), np.uint8))
     with pytest.raises(ValueError, match=r"\(4, 512\), \(2, 32\) cannot be stacked"):
-        concat_rows([four, BlockWeight.from_rows(narrow)])
+        concat_rows([four, StoredWeight.from_rows(narrow)])
     dense = torch.ones(2, 512)
     assert isinstance(concat_rows([four, dense]), Tensor)
 
@@ -94,7 +94,7 @@ def test_scales_that_are_not_finite_are_refused_alike(name: str) -> None:
     refused = 0
     for seed, largest in enumerate((60000, np.inf, np.nan, 6000) * 4):
         with np.errstate(all="ignore"):
-            weight = BlockWeight.from_rows(make_rows(name, 2, seed, largest))
+            weight = StoredWeight.from_rows(make_rows(name, 2, seed, largest))
         try:
             expected = pack(weight.unpack())
         except ValueError as e:
@@ -108,7 +108,7 @@ def test_scales_that_are_not_finite_are_refused_alike(name: str) -> None:
 
 
 def test_selected_rows_are_packed_in_their_order() -> None:
-    weight, index = BlockWeight.from_rows(make_rows("Q4_K", 20, 3)), torch.arange(19, -1, -2)
+    weight, index = StoredWeight.from_rows(make_rows("Q4_K", 20, 3)), torch.arange(19, -1, -2)
     assert torch.equal(weight.select_rows(index).dequantize(), weight.dequantize()[index])
     assert torch.equal(pack(weight.select_rows(index)), pack(weight.select_rows(index).unpack()))
 
@@ -120,6 +120,6 @@ def test_memory_of_the_file_is_given_back(monkeypatch: pytest.MonkeyPatch) -> No
     rows = make_rows("Q8_0", 70, 5)
     monkeypatch.setattr(packing, "RELEASE_BYTES", 32 * rows.raw.shape[1])
     part = BlockRows(rows.name, rows.ggml_type, rows.shape, rows.raw, lambda begin, end: released.append((begin, end)))
-    chunked = pack(BlockWeight.from_rows(part))
+    chunked = pack(StoredWeight.from_rows(part))
     assert released == [(0, 32), (32, 64), (64, 70)]
-    assert torch.equal(chunked, pack(BlockWeight.from_rows(rows).unpack()))
+    assert torch.equal(chunked, pack(StoredWeight.from_rows(rows).unpack()))

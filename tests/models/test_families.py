@@ -168,7 +168,7 @@ class RenamedCheckpoint:
     def read(self, name: str) -> Tensor:
         return self.checkpoint.read(self.old_names[name])
 
-    def read_blocks(self, name: str, transposed: bool = False) -> None:
+    def read_stored(self, name: str, transposed: bool = False) -> None:
         return None
 
 

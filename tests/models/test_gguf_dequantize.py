@@ -90,8 +90,8 @@ def test_dense_matrices_and_vectors_are_not_blocks(tmp_path: Path, stored: str) 
     dense = GGUFCheckpoint(write_gguf(tmp_path / "dense.gguf", tiny_for_gguf("llama"), stored))
     blocks = GGUFCheckpoint(write_gguf(tmp_path / "blocks.gguf", tiny_for_gguf("llama"), "Q8_0"))
     for name in dense.names():
-        assert dense.read_blocks(name) is None
-        assert (blocks.read_blocks(name) is None) == (blocks.read(name).ndim == 1)
+        assert dense.read_stored(name) is None
+        assert (blocks.read_stored(name) is None) == (blocks.read(name).ndim == 1)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("Q4_0", np.inf), ("Q4_0", 60000), ("Q8_0", np.nan), ("Q5_0", -np.inf)])
@@ -114,7 +114,7 @@ def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_typ
     conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored [in, out] by Hugging Face
     for name in ours.names():
         expected, transposed = ours.read(name), name.endswith(conv1d)
-        blocks = ours.read_blocks(name, transposed)
+        blocks = ours.read_stored(name, transposed)
         assert (blocks is None) == (
             expected.ndim == 1 or name.endswith(("mlp.gate.weight", "router.weight"))
         )  # a router's are float32
@@ -132,8 +132,8 @@ def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_typ
 def test_matrices_stored_the_other_way_round_are_not_blocks(tmp_path: Path) -> None:
     ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("gpt2"), "Q8_0"))
     for name, transposed in (("transformer.h.0.mlp.c_fc.weight", False), ("transformer.wte.weight", True)):
-        assert ours.read_blocks(name, transposed) is None
-        assert ours.read_blocks(name, not transposed) is not None
+        assert ours.read_stored(name, transposed) is None
+        assert ours.read_stored(name, not transposed) is not None
 
 
 def test_types_without_a_definition_are_refused(tmp_path: Path) -> None:
@@ -156,7 +156,7 @@ def test_bundled_models_keep_their_quantized_values(model: str) -> None:
     for name in checkpoint.names():
         if not name.endswith("proj.weight") or ".layers.1." not in name:
             continue
-        expected, blocks = checkpoint.read(name), checkpoint.read_blocks(name)
+        expected, blocks = checkpoint.read(name), checkpoint.read_stored(name)
         assert blocks is not None
         matrix = blocks.unpack()
         assert not isinstance(matrix, Tensor)
@@ -164,7 +164,7 @@ def test_bundled_models_keep_their_quantized_values(model: str) -> None:
         assert error.max() < 0.003 and (error <= 0.51 * scale).all(), name
         if model == "smollm2":
             assert isinstance(matrix, Int4) and not error.any()
-    embedding = checkpoint.read_blocks("model.embed_tokens.weight")
+    embedding = checkpoint.read_stored("model.embed_tokens.weight")
     assert embedding is not None and embedding.kind is Int8
 
 
@@ -200,8 +200,8 @@ def test_folder_is_dense_unless_quantized(tmp_path: Path) -> None:
     kinds = {"auto": Tensor, "bf16": Tensor, "int8": Int8, "int4": Int4}
     for quantization, kind in kinds.items():
         w = open_weights(tmp_path, torch.bfloat16, quantization)
-        assert isinstance(w.load_matrix(UP_PROJ), kind)
-        narrow = w.load_matrix("model.layers.0.mlp.down_proj.weight")  # 40 inputs are not whole groups
+        assert isinstance(unpack(w.load_matrix(UP_PROJ)), kind)
+        narrow = unpack(w.load_matrix("model.layers.0.mlp.down_proj.weight"))  # 40 inputs are not whole groups
         assert isinstance(narrow, Tensor) and narrow.dtype == torch.bfloat16
 
 

@@ -48,7 +48,7 @@ def test_any_part_opens_the_whole_model(tmp_path: Path, model_type: str) -> None
         assert ours.config == whole.config and ours.names() == whole.names()
         for name in whole.names():
             assert torch.equal(ours.read(name), whole.read(name))
-            blocks, expected = ours.read_blocks(name), whole.read_blocks(name)
+            blocks, expected = ours.read_stored(name), whole.read_stored(name)
             assert (blocks is None) == (expected is None)
             assert blocks is None or expected is None or torch.equal(blocks.dequantize(), expected.dequantize())
         assert Tokenizer.open(path).encode("hello world") == Tokenizer.open(whole_path).encode("hello world")

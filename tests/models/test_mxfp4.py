@@ -14,6 +14,7 @@ from torch import Tensor
 from retain.formats.safetensors import SafetensorsCheckpoint
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
+from tests.helpers.quantized_folders import ReplacedTensors
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 MATRICES = ("gate_up_proj", "down_proj")
@@ -41,17 +42,6 @@ def write_folder(path: Path, checkpoint: TinyCheckpoint) -> dict[str, tuple[Tens
     return quantized
 
 
-class ReplacedTensors(TinyCheckpoint):
-    """A tiny checkpoint some of whose tensors are others."""
-
-    def __init__(self, checkpoint: TinyCheckpoint, tensors: dict[str, Tensor]):
-        super().__init__(checkpoint.config, checkpoint.shapes, checkpoint.seed)
-        self.tensors = tensors
-
-    def read(self, name: str) -> Tensor:
-        return self.tensors[name] if name in self.tensors else super().read(name)
-
-
 @pytest.mark.slow
 def test_a_folder_with_mxfp4_experts_equals_the_dense_one(tmp_path: Path) -> None:
     """transformers converts the experts to dense matrices; the rest of the model is equal."""
@@ -63,7 +53,7 @@ def test_a_folder_with_mxfp4_experts_equals_the_dense_one(tmp_path: Path) -> Non
     folder = SafetensorsCheckpoint(tmp_path)
     assert folder.names() == checkpoint.names()
     for name, x in dense.items():
-        blocks = folder.read_blocks(name)
+        blocks = folder.read_stored(name)
         assert blocks is not None
         stored = replace(blocks, kind=torch.float32).dequantize()
         assert torch.equal(stored, x.transpose(1, 2).flatten(0, 1))
@@ -82,5 +72,5 @@ def test_damaged_blocks_are_one_line(tmp_path: Path, change: str) -> None:
     name = "model.layers.0.mlp.experts.down_proj_blocks"
     tensors[name] = tensors[name][..., :8].contiguous() if change == "shape" else tensors[name].float()
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"down_proj' has blocks and scales of the shapes"):
+    with pytest.raises(ValueError, match=r"down_proj' is damaged: blocks and scales of the shapes"):
         build_model(Weights(SafetensorsCheckpoint(tmp_path), torch.float32))

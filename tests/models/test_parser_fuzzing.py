@@ -74,7 +74,7 @@ def read_everything(path: Path) -> None:
     checkpoint = open_checkpoint(path)
     for name in checkpoint.names():
         checkpoint.read(name)
-        if (blocks := checkpoint.read_blocks(name)) is not None:
+        if (blocks := checkpoint.read_stored(name)) is not None:
             blocks.unpack()
     use_tokenizer(path)
 

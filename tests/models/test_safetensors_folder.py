@@ -88,9 +88,8 @@ def test_damaged_files_are_reported(tmp_path: Path) -> None:
     assert "cannot be read: No such file" in load_error(tmp_path, "config.json", None)
     for content in (b"", b"\xff\xfe", b"[1]", b"{" * 100_000, b'{"a": ' * 100_000, config[:-1]):
         assert "damaged" in load_error(tmp_path, "config.json", content)
-    assert "quantized by 'gptq'" in load_error(
-        tmp_path, "config.json", {"quantization_config": {"quant_method": "gptq"}}
-    )
+    quantized = json.loads(config) | {"quantization_config": {"quant_method": "hqq"}}
+    assert "quantized by 'hqq'" in load_error(tmp_path, "config.json", quantized)
 
 
 def test_damaged_shards_and_indexes_are_reported(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.gguf.split import part_paths
 from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
 from retain.formats.safetensors import SafetensorsCheckpoint
-from retain.kernels.block_weight import BlockWeight
+from retain.kernels.stored_weight import StoredWeight
 
 
 class Checkpoint(Protocol):
@@ -29,10 +29,11 @@ class Checkpoint(Protocol):
     def read(self, name: str) -> Tensor:
         """Read one tensor, dequantized, as float32, float16 or bfloat16. Raises ValueError when it is damaged."""
 
-    def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
-        """Return a matrix [out, in] in the file's blocks, or None where the file does not hold it so.
+    def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
+        """Return a matrix [out, in] as it is stored, or None where the file holds no matrix that can be read in parts.
 
-        `transposed`: the tensor that `read` returns is [in, out]. Raises ValueError when the tensor is damaged.
+        `transposed`: the tensor that `read` returns is [in, out]. Stacked matrices are one below the other. Raises
+        ValueError when the tensor is damaged.
         """
 
 

@@ -112,7 +112,7 @@ class RandomCheckpoint:
         n = math.prod(shape)
         return block.repeat(-(-n // NUM_RANDOM_VALUES))[:n].view(shape)
 
-    def read_blocks(self, name: str, transposed: bool = False) -> None:
+    def read_stored(self, name: str, transposed: bool = False) -> None:
         """Return None: nothing is quantized."""
 
     @cached_property

@@ -5,20 +5,26 @@ Only the language model of a multimodal model is read.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from retain.files import quote, read_json_object, shorten
-from retain.formats import mxfp4
+from retain.files import quote, read_json_object
 from retain.formats.config_limits import check_config_file
-from retain.kernels.block_weight import BlockRows, BlockWeight
+from retain.formats.errors import UnsupportedError
+from retain.formats.quantization import IGNORED_ENDINGS, find_quantization
+from retain.formats.tensor_file import TensorFile
+from retain.kernels.quantized import Kind, QuantizedWeight, to_kind
+from retain.kernels.stored_weight import FileRows, StoredWeight
 
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
+DENSE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 SHARED_KEYS = ("eos_token_id", "tie_word_embeddings")  # of a multimodal config; they count there, not in text_config
 
 
@@ -33,26 +39,28 @@ class SafetensorsCheckpoint:
             self.config = {key: value for key, value in text_config.items() if key not in SHARED_KEYS}
             self.config |= {key: config[key] for key in SHARED_KEYS if key in config}
         check_config_file(self.config, path / "config.json")
-        quantization = config.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        if method and method != "mxfp4":
-            raise ValueError(
-                f"{path}: weights quantized by {quote(method)} are not supported: use a .gguf file, or the original"
-            )
-        self._locations: dict[str, tuple[Any, str]] = {}  # name -> the open file, the tensor's name in it
+        with self._wrap_errors("config.json"):
+            stored = config.get("quantization_config") or self.config.get("quantization_config")
+            quantization = find_quantization(stored)
+        self._locations: dict[str, tuple[TensorFile, str]] = {}  # name -> the file, the tensor's name in it
         for file, names in self._list_files().items():
-            opened, stored_names = _open_safetensors(file)
-            for stored in stored_names if names is None else names:
-                if stored not in stored_names:
-                    raise ValueError(f"{file}: damaged: it lacks the tensor {quote(stored)}, which the index lists")
-                if name := _language_model_name(stored) if is_multimodal else stored:
-                    self._locations[name] = opened, stored
-        stems = {name.removesuffix("_blocks") for name in self._locations if name.endswith("_blocks")}
-        self._mxfp4 = frozenset(stem for stem in stems if f"{stem}_scales" in self._locations)
-        parts = {f"{stem}_{part}" for stem in self._mxfp4 for part in ("blocks", "scales")}
-        if both := self._mxfp4 & self._locations.keys():
-            raise ValueError(f"{path}: damaged: the tensor {quote(sorted(both)[0])} is there twice, once in MXFP4")
-        self._names = frozenset(self._locations.keys() - parts) | self._mxfp4
+            opened = TensorFile(file)
+            for stored_name in opened.names if names is None else names:
+                if stored_name not in opened.names:
+                    raise ValueError(
+                        f"{file}: damaged: it lacks the tensor {quote(stored_name)}, which the index lists"
+                    )
+                if name := _language_model_name(stored_name) if is_multimodal else stored_name:
+                    self._locations[name] = opened, stored_name
+        self._quantization = quantization
+        self._parts: dict[str, dict[str, str]] = {}  # name of a quantized matrix -> its tensors by part
+        names_left = set(self._locations)
+        if quantization is not None:
+            names_left = {name for name in names_left if not name.endswith(IGNORED_ENDINGS)}
+            with self._wrap_errors("damaged"):
+                self._parts = quantization.find(names_left)
+        parts = {stored for own in self._parts.values() for stored in own.values()}
+        self._names = frozenset((names_left - parts) | self._parts.keys())
 
     def names(self) -> frozenset[str]:
         """See Checkpoint."""
@@ -60,37 +68,71 @@ class SafetensorsCheckpoint:
 
     def read(self, name: str) -> Tensor:
         """See Checkpoint. Raises ValueError for a tensor of integers, too."""
-        if blocks := self.read_blocks(name):
-            return blocks.dequantize()
-        tensor = self._read_stored(name)
-        if not tensor.is_floating_point():
+        if name in self._parts:
+            return replace(self._open_quantized(name), kind=torch.float32).dequantize()
+        return self._read_dense(name)
+
+    def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
+        """See Checkpoint. Stacked matrices [n, out, in] are one below the other: [n out, in]."""
+        if name in self._parts:
+            return self._open_quantized(name)
+        tensor = self._read_dense(name)
+        if tensor.ndim not in (2, 3) or tensor.numel() == 0:
+            return None
+        stacked = tensor if tensor.ndim == 3 else tensor[None]
+        stacked = stacked.transpose(1, 2) if transposed else stacked
+        n, out, width = stacked.shape
+
+        def load(begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
+            return to_kind(_select_range(stacked, begin, end), kind)
+
+        release = partial(self._release, [name], (n, out) if transposed else (n * out, 1))
+        return StoredWeight.from_rows(FileRows(self._label(name), (n * out, width), tensor.dtype, load, release))
+
+    def _open_quantized(self, name: str) -> StoredWeight:
+        assert self._quantization is not None
+        parts = self._parts[name]
+        tensors = {part: self._read_tensor(stored) for part, stored in parts.items()}
+        label = self._label(name)
+        try:
+            rows = self._quantization.read_rows(label, tensors)
+        except ValueError as e:
+            raise ValueError(f"{label} is damaged: {e}") from e
+        n = rows.shape[0]
+        release = partial(self._release, [*parts.values()], (1, n) if self._quantization.by_column else (n, 1))
+        return StoredWeight.from_rows(replace(rows, release=release))
+
+    def _read_dense(self, name: str) -> Tensor:
+        tensor = self._read_tensor(name)
+        if tensor.dtype not in DENSE_DTYPES:
             raise ValueError(
-                f"{self.path}: the tensor {quote(name)} is of {tensor.dtype}: quantized models are not supported"
+                f"{self._label(name)} is of {tensor.dtype}, without what else a quantized matrix has: not supported"
             )
         return tensor
 
-    def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
-        """See Checkpoint. The matrices of all experts in MXFP4 are stacked: [n out, in]."""
-        if name not in self._mxfp4:
-            return None
-        blocks = self._read_stored(f"{name}_blocks")
-        scales = self._read_stored(f"{name}_scales")
-        is_mxfp4 = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape == (*scales.shape, mxfp4.GROUP // 2)
-        if not is_mxfp4 or blocks.ndim < 3:
-            shapes = f"{list(blocks.shape)} and {list(scales.shape)}"
-            raise ValueError(f"{self.path}: the tensor {quote(name)} has blocks and scales of the shapes {shapes}")
-        n = scales.shape[-1]
-        raw = mxfp4.to_ggml_blocks(blocks.reshape(-1, n, mxfp4.GROUP // 2).numpy(), scales.reshape(-1, n).numpy())
-        label = f"{self.path}: the tensor {quote(name)}"
-        return BlockWeight.from_rows(BlockRows(label, mxfp4.GGML_TYPE, (len(raw), n * mxfp4.GROUP), raw))
-
-    def _read_stored(self, name: str) -> Tensor:
+    def _read_tensor(self, name: str) -> Tensor:
         opened, stored = self._locations[name]
+        return opened.read(stored)
+
+    def _release(self, names: list[str], parts: tuple[int, int], begin: int, end: int) -> None:
+        """Free the memory of rows begin .. end - 1 of tensors, which are so many parts of so many rows."""
+        num_parts, rows = parts
+        for name in names:
+            opened, stored = self._locations[name]
+            opened.release(stored, begin // rows, -(-end // rows), num_parts)
+
+    def _label(self, name: str) -> str:
+        return f"{self.path}: the tensor {quote(name)}"
+
+    @contextmanager
+    def _wrap_errors(self, what: str) -> Iterator[None]:
+        """Name the folder, and what is read of it, in errors inside the block."""
         try:
-            tensor: Tensor = opened.get_tensor(stored)
-        except Exception as e:
-            raise ValueError(f"{self.path}: the tensor {quote(stored)} is damaged: {shorten(e)}") from e
-        return tensor
+            yield
+        except UnsupportedError as e:
+            raise UnsupportedError(f"{self.path}: {e}") from None
+        except ValueError as e:
+            raise ValueError(f"{self.path}: {what}: {e}") from None
 
     def _list_files(self) -> dict[Path, set[str] | None]:
         """Return the files with weights, and which tensors to read from each; None stands for all."""
@@ -114,17 +156,16 @@ class SafetensorsCheckpoint:
         return dict(files)
 
 
-def _open_safetensors(file: Path) -> tuple[Any, Iterable[str]]:
-    """Map a safetensors file, and return it with the names of its tensors. Raises ValueError."""
-    from safetensors import safe_open
-
-    try:
-        opened = safe_open(file, framework="pt")
-        return opened, frozenset(opened.keys())  # type: ignore[no-untyped-call]
-    except OSError as e:
-        raise ValueError(f"{file}: cannot be read: {e.strerror or e}") from e
-    except Exception as e:
-        raise ValueError(f"{file}: damaged: {shorten(e)}") from e
+def _select_range(stacked: Tensor, begin: int, end: int) -> Tensor:
+    """Return rows begin .. end - 1 of the matrices [n, out, in], one below the other; a view where it can be one."""
+    n, out, width = stacked.shape
+    if stacked.is_contiguous():
+        return stacked.view(n * out, width)[begin:end]
+    first = begin // out
+    matrices = stacked[first : -(-end // out)]
+    if len(matrices) == 1:
+        return matrices[0, begin - first * out : end - first * out].contiguous()
+    return matrices.flatten(0, 1)[begin - first * out : end - first * out]
 
 
 def _language_model_name(name: str) -> str | None:

@@ -8,10 +8,10 @@ from weakref import ref
 
 from torch import Tensor
 
-from retain.kernels.block_weight import BlockWeight, concat_blocks
 from retain.kernels.quantized import Codebook4, Int4, Int8, concat_matrices
+from retain.kernels.stored_weight import StoredWeight, concat_stored
 
-Weight = Tensor | Int4 | Int8 | Codebook4 | BlockWeight  # a Tensor is dense, [out, in]
+Weight = Tensor | Int4 | Int8 | Codebook4 | StoredWeight  # a Tensor is dense, [out, in]
 
 
 UnpackedWeight = Tensor | Int4 | Int8 | Codebook4
@@ -43,7 +43,7 @@ class ConvertedWeights(Generic[T]):
 
 def unpack(weight: Weight) -> UnpackedWeight:
     """Convert blocks; return any other matrix as it is."""
-    return weight.unpack() if isinstance(weight, BlockWeight) else weight
+    return weight.unpack() if isinstance(weight, StoredWeight) else weight
 
 
 def select_rows(weight: Weight, index: Tensor) -> Weight:
@@ -59,5 +59,5 @@ def scale_rows(weight: Weight, factors: Tensor) -> Weight:
 
 def concat_rows(weights: Sequence[Weight]) -> Weight:
     """Stack matrices of equal `in` by rows: [sum of out, in]. See concat_matrices for matrices of several kinds."""
-    blocks = [w for w in weights if isinstance(w, BlockWeight)]
-    return concat_blocks(blocks) if len(blocks) == len(weights) else concat_matrices([unpack(w) for w in weights])
+    blocks = [w for w in weights if isinstance(w, StoredWeight)]
+    return concat_stored(blocks) if len(blocks) == len(weights) else concat_matrices([unpack(w) for w in weights])

@@ -15,7 +15,8 @@ from torch import Tensor
 from retain.config import check_weights
 from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
-from retain.kernels.quantized import Int4, Int8, Kind, is_quantizable, to_kind
+from retain.kernels.quantized import GROUP_SIZE, Int4, Int8, Kind, is_quantizable, to_kind
+from retain.kernels.stored_weight import StoredWeight
 from retain.kernels.weight import Weight
 from retain.models.family_config import FamilyConfig, add_defaults
 
@@ -70,11 +71,11 @@ class Weights:
 
         `transposed`: dense ones are stored [n, in, out]; blocks never are. Raises ValueError for another shape.
         """
-        if (blocks := self.checkpoint.read_blocks(self.full_name(name))) is not None:
-            self._on_read(blocks.shape.numel())
-            if blocks.shape[0] % n:
-                raise ValueError(f"the tensor {name!r} has {blocks.shape[0]} rows, not those of {n} experts")
-            return replace(blocks, kind=self._choose_kind(blocks.kind, embedding=False))
+        if (stored := self.checkpoint.read_stored(self.full_name(name), transposed)) is not None:
+            self._on_read(stored.shape.numel())
+            if stored.shape[0] % n:
+                raise ValueError(f"the tensor {name!r} has {stored.shape[0]} rows, not those of {n} experts")
+            return self._with_kind(stored, embedding=False)
         tensor = self.checkpoint.read(self.full_name(name))
         if tensor.ndim != 3 or len(tensor) != n:
             raise ValueError(f"the tensor {name!r} has the shape {list(tensor.shape)}, not that of {n} experts")
@@ -122,10 +123,16 @@ class Weights:
         return sorted(self._names - self._used)
 
     def _read_matrix(self, name: str, embedding: bool, transposed: bool) -> Weight:
-        if (blocks := self.checkpoint.read_blocks(name, transposed)) is not None:
-            return replace(blocks, kind=self._choose_kind(blocks.kind, embedding))
+        if (stored := self.checkpoint.read_stored(name, transposed)) is not None:
+            return self._with_kind(stored, embedding)
         tensor = self.checkpoint.read(name)
         return self._to_kind(name, tensor.T.contiguous() if transposed else tensor, embedding)
+
+    def _with_kind(self, stored: StoredWeight, embedding: bool) -> StoredWeight:
+        kind = self._choose_kind(stored.kind, embedding)
+        if not isinstance(kind, torch.dtype) and stored.shape[1] % GROUP_SIZE:
+            kind = self.dtype
+        return replace(stored, kind=kind)
 
     def _to_kind(self, name: str, dense: Tensor, embedding: bool) -> Weight:
         kind = self._choose_kind(self.dtype, embedding)
@@ -139,7 +146,7 @@ class Weights:
         if self.quantization == "bf16":
             return self.dtype
         if self.quantization == "auto":
-            return torch.float32 if self.dtype == torch.float32 else stored
+            return self.dtype if self.dtype == torch.float32 or isinstance(stored, torch.dtype) else stored
         return Int4 if self.quantization == "int4" and not embedding else Int8
 
 

@@ -19,8 +19,8 @@ from retain.formats.gguf.architecture import load_architecture
 from retain.formats.gguf.metadata import GGUFMetadata, recover_llama3_scaling
 from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
-from retain.kernels.block_weight import BlockWeight
 from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
+from retain.kernels.stored_weight import StoredWeight
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
@@ -55,14 +55,14 @@ class GGUFCheckpoint:
             stem, info = self._tensor_infos[name]
             return self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
 
-    def read_blocks(self, name: str, transposed: bool = False) -> BlockWeight | None:
+    def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
         """See Checkpoint. The order of rows that llama.cpp's converter chose is undone."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
             is_matrix = len(info.shape) == 2 and GGML_BLOCK_SIZES[info.ggml_type][0] > 1
             if not is_matrix or (stem in self._arch.transposed) != transposed:
                 return None
-            blocks = BlockWeight.from_rows(self._reader.block_rows(name, info))
+            blocks = StoredWeight.from_rows(self._reader.block_rows(name, info))
             order = self._arch.row_order(stem, info.shape[0], self.config)
             return blocks if order is None else blocks.select_rows(order)
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
-from retain.kernels.block_weight import BlockRows, BlockWeight
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, Int4, Int8, Kind
-from retain.kernels.weight import Weight, unpack
+from retain.kernels.stored_weight import BlockRows, StoredRows, StoredWeight
+from retain.kernels.weight import UnpackedWeight, Weight, unpack
 
 DTYPE_CODES: dict[Kind, int] = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3, IQ4: 4, MXFP4: 5}
 # That C++ unpacks: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4.
@@ -36,32 +36,37 @@ class PackedWeight:
 
 
 def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
-    """Pack a matrix into tiles. Blocks of a file are converted on the way, without a copy of the whole matrix.
+    """Pack a matrix into tiles. One of a file is converted in chunks of rows, without a copy of the whole matrix.
 
-    Raises ValueError for blocks with scales that are not finite in float16.
+    Raises ValueError for scales that are not finite in float16.
     """
     rows, columns = weight.shape
-    if isinstance(weight, BlockWeight) and all(part.ggml_type in GGML_TYPES for part in weight.parts):
+    if isinstance(weight, StoredWeight) and _fits_tiles(weight):
         packed = _allocate_packed(rows, columns, DTYPE_CODES[weight.kind], arena)
+        packed.data[-_C.packed_bytes(1, columns, packed.dtype_code) :] = 0  # rows of the last tile beyond the matrix
         first = 0
         for part in weight.parts:
-            _pack_blocks(part, first, packed)
+            if isinstance(part, BlockRows) and part.ggml_type in GGML_TYPES:
+                _pack_blocks(part, first, packed)
+            else:
+                _pack_rows(part, weight.kind, first, packed)
             first += part.shape[0]
         return packed
     weight = unpack(weight)
-    if isinstance(weight, Tensor):
-        dtype_code = DTYPE_CODES[weight.dtype]
-        numbers = weight.contiguous()
-        scale = None
-        shift = None
-    else:
-        dtype_code = DTYPE_CODES[type(weight)]
-        numbers = weight.q.contiguous()
-        scale = weight.scale.contiguous()
-        shift = weight.shift.contiguous() if isinstance(weight, Int4) else None
-    packed = _allocate_packed(rows, columns, dtype_code, arena)
-    _C.pack(numbers.data_ptr(), _data_ptr(scale), _data_ptr(shift), *packed.c_args)
+    code = DTYPE_CODES[weight.dtype if isinstance(weight, Tensor) else type(weight)]
+    packed = _allocate_packed(rows, columns, code, arena)
+    _pack_unpacked(weight, 0, packed)
     return packed
+
+
+def _fits_tiles(weight: StoredWeight) -> bool:
+    """Return whether rows that C++ does not unpack begin a tile."""
+    first = 0
+    for part in weight.parts:
+        if first % TILE_ROWS and not (isinstance(part, BlockRows) and part.ggml_type in GGML_TYPES):
+            return False
+        first += part.shape[0]
+    return True
 
 
 def _allocate_packed(rows: int, columns: int, dtype_code: int, arena: Arena) -> PackedWeight:
@@ -70,9 +75,6 @@ def _allocate_packed(rows: int, columns: int, dtype_code: int, arena: Arena) -> 
 
 def _pack_blocks(part: BlockRows, first: int, packed: PackedWeight) -> None:
     """Convert rows of blocks into rows `first` and following of a packed matrix. Raises ValueError."""
-    tile_bytes = _C.packed_bytes(1, packed.in_features, packed.dtype_code)
-    if first == 0:
-        packed.data[-tile_bytes:] = 0  # the last tile may have more rows than the matrix
     row_bytes = part.raw.shape[1]
     chunk = -(-RELEASE_BYTES // (row_bytes * TILE_ROWS)) * TILE_ROWS
     for begin in range(0, part.shape[0], chunk):
@@ -81,6 +83,33 @@ def _pack_blocks(part: BlockRows, first: int, packed: PackedWeight) -> None:
         part.release(begin, begin + len(raw))
         if not is_finite:
             raise ValueError(f"{part.name} cannot be loaded: {NOT_FINITE}")
+
+
+def _pack_rows(part: StoredRows, kind: Kind, first: int, packed: PackedWeight) -> None:
+    """Convert rows of any form into rows `first` and following of a packed matrix. Raises ValueError."""
+    rows, columns = part.shape
+    chunk = -(-RELEASE_BYTES // (4 * columns * TILE_ROWS)) * TILE_ROWS
+    for begin in range(0, rows, chunk):
+        end = min(begin + chunk, rows)
+        _pack_unpacked(part.convert(begin, end, kind), first + begin, packed)
+        part.release(begin, end)
+
+
+def _pack_unpacked(weight: UnpackedWeight, first: int, packed: PackedWeight) -> None:
+    """Pack a matrix into rows `first` and following of a larger one. The first of them begins a tile."""
+    rows, columns = weight.shape
+    code = packed.dtype_code
+    if isinstance(weight, Tensor):
+        numbers = weight.contiguous()
+        scale = None
+        shift = None
+    else:
+        numbers = weight.q.contiguous()
+        scale = weight.scale.contiguous()
+        shift = weight.shift.contiguous() if isinstance(weight, Int4) else None
+    offset = first // TILE_ROWS * _C.packed_bytes(1, columns, code)
+    data = packed.data.data_ptr() + offset
+    _C.pack(numbers.data_ptr(), _data_ptr(scale), _data_ptr(shift), data, rows, columns, code)
 
 
 def _data_ptr(x: Tensor | None) -> int:

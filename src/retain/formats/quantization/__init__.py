@@ -1,0 +1,155 @@
+"""Quantized Hugging Face folders: which tensors make up a matrix, by the method that config.json names.
+
+What is quantized is seen by the tensors that are there. So exceptions of single modules need no list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from retain.files import quote
+from retain.formats.errors import UnsupportedError
+from retain.formats.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
+from retain.kernels.stored_weight import FileRows
+
+WEIGHT = "weight"  # the part that has the name of the matrix
+MAX_BLOCK = 2**16
+# Scales of activations and of cached keys and values, which are computed in other ways here.
+IGNORED_ENDINGS = (
+    ".input_scale",
+    ".output_scale",
+    ".activation_scale",
+    ".input_zero_point",
+    ".output_zero_point",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".k_zero_point",
+    ".v_zero_point",
+)
+RowsReader = Callable[[str, Mapping[str, Tensor]], FileRows]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What the names of a matrix's tensors end in, with the end of its own name and the part; and what reads them."""
+
+    endings: Mapping[str, tuple[str, str]]
+    required: frozenset[str]
+    read_rows: RowsReader
+    by_column: bool = False  # a row lies in all of a tensor
+
+    def find(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
+        """Return the stored names of a matrix's parts, by the names of the matrices. Raises ValueError for damage."""
+        names = frozenset(names)
+        found: dict[str, dict[str, str]] = {}
+        for stored in sorted(names):
+            for ending, (own_ending, part) in self.endings.items():
+                if stored.endswith(ending):
+                    found.setdefault(stored.removesuffix(ending) + own_ending, {})[part] = stored
+                    break
+        for name, parts in found.items():
+            if name in names:
+                if parts.keys() & {"qweight", "weight_packed", "blocks"}:
+                    raise ValueError(f"the tensor {quote(name)} is there twice, once quantized")
+                parts[WEIGHT] = name
+            present = parts.keys() | ({WEIGHT} if "weight_packed" in parts else set())
+            if missing := sorted(self.required - present):
+                raise ValueError(f"the matrix {quote(name)} has {', '.join(sorted(parts))}, but no {missing[0]}")
+        return found
+
+
+def find_quantization(config: Any) -> Quantization | None:
+    """Return how a config's `quantization_config` stores matrices, None where it is absent.
+
+    Raises UnsupportedError for a method or an option that is not read, ValueError for a value that makes no sense.
+    """
+    if not config:
+        return None
+    method = config.get("quant_method") if isinstance(config, Mapping) else config
+    reader = READERS.get(method) if isinstance(method, str) and isinstance(config, Mapping) else None
+    if reader is None:
+        raise UnsupportedError(_refuse(method))
+    return reader(config)
+
+
+def _refuse(what: Any) -> str:
+    return f"weights quantized by {quote(what)} are not supported: use a .gguf file, or the original"
+
+
+def _read_mxfp4(config: Mapping[str, Any]) -> Quantization:
+    endings = {"_blocks": ("", "blocks"), "_scales": ("", "scales")}
+    return Quantization(endings, frozenset(("blocks", "scales")), mxfp4.read_rows)
+
+
+def _read_fp8(config: Mapping[str, Any]) -> Quantization:
+    endings = {"_scale_inv": ("", "scale"), ".weight_scale": (".weight", "scale")}
+    block = _read_block(config.get("weight_block_size"))
+    return Quantization(endings, frozenset((WEIGHT, "scale")), partial(fp8.read_rows, block=block))
+
+
+def _read_awq(config: Mapping[str, Any]) -> Quantization:
+    version = config.get("version") or config.get("checkpoint_format") or "gemm"
+    if str(version).lower() != "gemm" or config.get("bits", 4) != 4:
+        raise UnsupportedError(_refuse(f"awq, version {version} of {config.get('bits', 4)} bits"))
+    return Quantization(_endings(awq.PARTS), _required(awq.PARTS), awq.read_rows, by_column=True)
+
+
+def _read_gptq(config: Mapping[str, Any]) -> Quantization:
+    version = config.get("checkpoint_format") or "gptq"
+    bits = config.get("bits", 4)
+    if version not in ("gptq", "gptq_v2") or bits not in (4, 8):
+        raise UnsupportedError(_refuse(f"gptq, format {version} of {bits} bits"))
+    read = partial(gptq.read_rows, zero_offset=1 if version == "gptq" else 0)
+    return Quantization(_endings(gptq.PARTS), _required(gptq.PARTS), read, by_column=True)
+
+
+def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
+    groups = config.get("config_groups") or {}
+    schemes = [group for group in groups.values() if isinstance(group, Mapping)] if isinstance(groups, Mapping) else []
+    for name in (config.get("format") or "dense", *(scheme.get("format") or "dense" for scheme in schemes)):
+        if name not in compressed_tensors.FORMATS:
+            raise UnsupportedError(_refuse(f"compressed-tensors, format {name}"))
+    sparsity = config.get("sparsity_config")
+    if isinstance(sparsity, Mapping) and sparsity.get("format", "dense") != "dense":
+        raise UnsupportedError(_refuse(f"compressed-tensors, sparse format {sparsity['format']}"))
+    if config.get("transform_config"):
+        raise UnsupportedError(_refuse("compressed-tensors with transforms of activations"))
+    weights = [scheme["weights"] for scheme in schemes if isinstance(scheme.get("weights"), Mapping)]
+    blocks = [block for x in weights if (block := _read_block(x.get("block_structure")))]
+    if len(set(blocks)) > 1:
+        raise UnsupportedError(_refuse("compressed-tensors, blocks of several shapes"))
+    read = partial(compressed_tensors.read_rows, block=blocks[0] if blocks else None)
+    return Quantization(_endings(compressed_tensors.PARTS), frozenset((WEIGHT, "weight_scale")), read)
+
+
+def _endings(parts: Iterable[str]) -> dict[str, tuple[str, str]]:
+    return {f".{part}": (".weight", part) for part in parts}
+
+
+def _required(parts: Mapping[str, bool]) -> frozenset[str]:
+    return frozenset(part for part, is_required in parts.items() if is_required)
+
+
+def _read_block(value: Any) -> fp8.Block | None:
+    """Return the rows and columns of a block. Raises ValueError unless it is two whole numbers in bounds, or null."""
+    if value is None:
+        return None
+    if isinstance(value, list) and len(value) == 2 and all(type(x) is int and 1 <= x <= MAX_BLOCK for x in value):
+        return value[0], value[1]
+    raise ValueError(f"the block of weights is {quote(value)}, not two whole numbers from 1 to {MAX_BLOCK}")
+
+
+READERS: dict[str, Callable[[Mapping[str, Any]], Quantization]] = {
+    "mxfp4": _read_mxfp4,
+    "fp8": _read_fp8,
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed_tensors,
+}

@@ -1,0 +1,37 @@
+"""GPTQ (arXiv 2210.17323), of 4 and 8 bits: groups of inputs, each with a scale and a zero.
+
+`qweight` is int32 [in / 8, out], a word of eight adjacent inputs; `qzeros` int32 [groups, out / 8], a word of eight
+adjacent outputs; `scales` [groups, out]. With 8 bits a word has four. Files of the first version store zero - 1; files
+of `checkpoint_format: gptq_v2` store the zero. `g_idx` int32 [in] is the group of each input: other than adjacent ones
+where inputs were sorted by their activations (`desc_act`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from retain.formats.quantization.groups import Groups, check_words, find_order, group_rows, unpack_words
+from retain.kernels.stored_weight import FileRows
+
+PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": False}  # whether a matrix must have it
+
+
+def read_rows(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1) -> FileRows:
+    """Return the rows of a matrix. Raises ValueError for shapes and types that do not fit."""
+    words, zeros, scales = (tensors[part] for part in ("qweight", "qzeros", "scales"))
+    if not words.ndim == zeros.ndim == scales.ndim == 2:
+        raise ValueError("qweight, qzeros and scales that are no matrices")
+    num_groups, out = scales.shape
+    bits = 4 if zeros.shape[1] == -(-out // 8) else 8
+    check_words(zeros, (num_groups, -(-out * bits // 32)), "qzeros")
+    check_words(words, (len(words), out), "qweight")
+    width = len(words) * 32 // bits
+    zero = unpack_words(zeros, bits)[:, :out].T.short() + zero_offset
+    groups = Groups(bits, scales.T, zero, find_order(tensors.get("g_idx"), width, num_groups))
+
+    def read(begin: int, end: int) -> Tensor:
+        return unpack_words(words[:, begin:end].T, bits)
+
+    return group_rows(label, (out, width), groups, read)
