@@ -118,6 +118,15 @@ VARIANTS: dict[str, list[Changes]] = {
             "num_key_value_heads": 4,
         },
     ],
+    "deepseek_v3": [
+        {"q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
+        {"rope_scaling": {**YARN, "type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3}, "n_group": 4, "topk_group": 2},
+        {"n_group": 1, "first_k_dense_replace": 2, "tie_word_embeddings": True},
+    ],
+    "glm4_moe_lite": [
+        {"q_lora_rank": None, "tie_word_embeddings": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        {"n_group": 2, "topk_group": 1, "rope_scaling": {"rope_type": "yarn", **YARN}, "attention_bias": True},
+    ],
     "qwen3_next": [
         {"attention_bias": True, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "tie_word_embeddings": True},
         {

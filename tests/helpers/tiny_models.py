@@ -125,6 +125,19 @@ NEMOTRON_H: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "time_step_min": 1e-30,  # of initial weights; transformers takes it for a limit, which no published model has
 }
+LATENT: dict[str, Any] = {
+    **{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")},
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 24,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+}
 GPT: dict[str, Any] = {
     "vocab_size": 128,
     "n_embd": 64,
@@ -201,6 +214,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": GRANITE_HYBRID,
     "nemotron_h": NEMOTRON_H,
+    "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT,
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_text": QWEN_LINEAR,
     "qwen3_5": {"text_config": QWEN_LINEAR},
@@ -248,9 +263,9 @@ def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def tiny_checkpoint(model_type: str, seed: int = 0, **changes: Any) -> TinyCheckpoint:
-    """Create the checkpoint of a tiny model, with `changes` to its config; None removes a key."""
+    """Create the checkpoint of a tiny model, with `changes` to its config; None removes a key, unless it means something."""
     config = {"model_type": model_type, **CONFIGS[model_type], **changes}
-    config = {k: v for k, v in config.items() if v is not None}
+    config = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
     return TinyCheckpoint(config, dict(TENSOR_SHAPES[model_type](config)), seed)
 
 
@@ -484,6 +499,38 @@ def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
         yield "lm_head.weight", (V, E)
 
 
+def deepseek_shapes(c: dict[str, Any]) -> Shapes:
+    E, V, H = c["hidden_size"], c["vocab_size"], c["num_attention_heads"]
+    nope, rope, latent, value = (c[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim"))
+    bias, rank = c.get("attention_bias", False), c["q_lora_rank"]
+    types = c.get("mlp_layer_types") or ["dense"] * c.get("first_k_dense_replace", 1)
+    yield "model.embed_tokens.weight", (V, E)
+    for i in range(c["num_hidden_layers"]):
+        p = f"model.layers.{i}."
+        if rank is None:
+            yield p + "self_attn.q_proj.weight", (H * (nope + rope), E)
+        else:
+            yield from linear_shapes(p + "self_attn.q_a_proj", rank, E, bias)
+            yield p + "self_attn.q_a_layernorm.weight", (rank,)
+            yield p + "self_attn.q_b_proj.weight", (H * (nope + rope), rank)
+        yield from linear_shapes(p + "self_attn.kv_a_proj_with_mqa", latent + rope, E, bias)
+        yield p + "self_attn.kv_a_layernorm.weight", (latent,)
+        yield p + "self_attn.kv_b_proj.weight", (H * (nope + value), latent)
+        yield from linear_shapes(p + "self_attn.o_proj", E, H * value, bias)
+        if i < len(types) and types[i] == "dense":
+            yield from mlp_shapes(p + "mlp.", E, c["intermediate_size"])
+        else:
+            size = c["moe_intermediate_size"]
+            yield from expert_shapes(p + "mlp.", c["n_routed_experts"], E, size)
+            yield p + "mlp.gate.e_score_correction_bias", (c["n_routed_experts"],)
+            yield from mlp_shapes(p + "mlp.shared_experts.", E, size * c["n_shared_experts"])
+        yield p + "input_layernorm.weight", (E,)
+        yield p + "post_attention_layernorm.weight", (E,)
+    yield "model.norm.weight", (E,)
+    if not c.get("tie_word_embeddings"):
+        yield "lm_head.weight", (V, E)
+
+
 def nemotron_h_shapes(c: dict[str, Any]) -> Shapes:
     E, V, D = c["hidden_size"], c["vocab_size"], c["head_dim"]
     H, G = c["num_attention_heads"] * D, c["num_key_value_heads"] * D
@@ -687,6 +734,8 @@ TENSOR_SHAPES = {
     "lfm2_moe": lfm2_shapes,
     "granitemoehybrid": granite_hybrid_shapes,
     "nemotron_h": nemotron_h_shapes,
+    "deepseek_v3": deepseek_shapes,
+    "glm4_moe_lite": deepseek_shapes,
     "qwen3_next": qwen_linear_shapes,
     "qwen3_5_text": qwen_linear_shapes,
     "qwen3_5": qwen_vision_shapes,

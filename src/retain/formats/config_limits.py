@@ -74,6 +74,11 @@ OPTIONAL_SIZES = {
     "n_group": MAX_EXPERTS,
     "topk_group": MAX_EXPERTS,
     "conv_kernel": MAX_CONVOLUTION,
+    "q_lora_rank": MAX_WIDTH,
+    "kv_lora_rank": MAX_WIDTH,
+    "qk_nope_head_dim": 2**16,
+    "qk_rope_head_dim": 2**16,
+    "v_head_dim": 2**16,
 }
 OTHER_VALUES = (
     ("sliding_window", 0),  # some files write no window so
@@ -87,6 +92,9 @@ SIZES_OR_NONE = {
     "hidden_size_per_layer_input": MAX_WIDTH,
     "num_kv_shared_layers": MAX_LAYERS,
     "num_dense_layers": MAX_LAYERS,
+    "n_routed_experts": MAX_EXPERTS,
+    "n_shared_experts": MAX_EXPERTS,
+    "first_k_dense_replace": MAX_LAYERS,
 }
 # Finite numbers above 0, or null.
 POSITIVE = (

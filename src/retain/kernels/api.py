@@ -43,6 +43,7 @@ from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
+from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.pending_tokens import PendingTokens
 from retain.kernels.pool_dtypes import dtype_of_tensors
@@ -258,6 +259,15 @@ class Program(Protocol):
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Set out = x weight^T + bias; weight [out width, x width]."""
+
+    def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
+        """Set the target columns of each head in out = its source columns of x, times its own matrix.
+
+        The matrices [target width, source width] lie one below the other: weight [H target width, source width].
+        """
+
+    def copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
+        """Copy the columns of heads to another buffer. Columns of a buffer that nothing has written yet are 0."""
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS.

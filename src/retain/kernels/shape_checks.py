@@ -7,6 +7,7 @@ from torch import Tensor
 from retain.kernels.api import KV, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import TILE_ROWS, Experts
+from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.rope import Rope
 
@@ -56,6 +57,34 @@ class BufferShapes:
         rows, columns = shape
         check_equal("the input of a linear layer", columns, self.widths[x])
         check_equal("the output of a linear layer", rows, self.widths[out], rows if bias is None else bias)
+
+    def check_head_linear(
+        self, x: int, out: int, shape: tuple[int, ...], source: HeadColumns, target: HeadColumns
+    ) -> None:
+        """Check the matrices of all heads, one below the other, and the columns that they read and write."""
+        rows, width = shape
+        self._check_columns(x, source)
+        self._check_columns(out, target)
+        check_equal("the heads of a linear layer", source.num_heads, target.num_heads)
+        check_equal("the input of a head", width, source.width)
+        check_equal("the outputs of all heads", rows, target.num_heads * target.width)
+        if target.width % TILE_ROWS:
+            raise WidthError(f"a linear layer of each head has {target.width} outputs, not a multiple of {TILE_ROWS}")
+
+    def check_copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
+        """Check the columns that are copied."""
+        self._check_columns(x, source)
+        self._check_columns(out, target)
+        check_equal("the copied heads", source.num_heads, target.num_heads)
+        check_equal("the copied columns of a head", source.width, target.width)
+
+    def _check_columns(self, buffer: int, columns: HeadColumns) -> None:
+        """Check that heads do not overlap, and lie in a buffer."""
+        c = columns
+        if min(c.num_heads, c.width) < 1 or c.first < 0 or (c.num_heads > 1 and c.stride < c.width):
+            raise WidthError(f"{c.num_heads} heads of {c.width} numbers, {c.stride} apart from {c.first} on, overlap")
+        if c.end > self.widths[buffer]:
+            raise WidthError(f"heads up to column {c.end} do not fit a buffer of width {self.widths[buffer]}")
 
     def check_activation(self, x: int, out: int, act: str, n: int, gated: bool) -> None:
         """Check an activation of n numbers a row, followed by n gates if `gated`."""

@@ -57,7 +57,10 @@ def build(weights: Weights, program: Program) -> Decoder:
         raise ValueError(f"config.json has a value that cannot be used: {shorten(e)}") from e
     except SHAPE_ERRORS as e:
         raise ValueError(f"the tensors of the model do not fit its config: {shorten(e)}") from e
-    check_all_tensors_used(weights, getattr(family, "IGNORED_TENSORS", ()))
+    ignored = getattr(family, "IGNORED_TENSORS", ())
+    if hasattr(family, "ignored_tensors"):
+        ignored = family.ignored_tensors(weights.config)
+    check_all_tensors_used(weights, ignored)
     return decoder
 
 

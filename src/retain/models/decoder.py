@@ -20,7 +20,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import KVCacheSpec, LayerCacheSpec, OwnCacheSpec, uniform_layers
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import WidthError
-from retain.models.layers import Embedding, Layer, Linear
+from retain.models.layers import Embedding, HeadLinear, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
 from retain.models.weights import Weights
 
@@ -105,6 +105,7 @@ class Attention:
     v_norm: Layer | None = None  # applied to the heads of v
     query_growth: tuple[float, int] | None = None  # see Program.scale_by_position: queries grow with their position
     gate_proj: Linear | None = None  # [T, E] -> [T, H V]: outputs are multiplied by its sigmoid
+    value_proj: HeadLinear | None = None  # applied to the outputs of heads, which o_proj then reads
 
     @property
     def sizes(self) -> OwnCacheSpec:
@@ -182,6 +183,10 @@ class Attention:
             self.gate_proj.emit(program, x, gate)
             program.activation(gate, gate, "sigmoid", H * a.v_dim)
             program.multiply(o, gate)
+        if self.value_proj:
+            values = program.buffer(f"values {self.value_proj.width}", self.value_proj.width)
+            self.value_proj.emit(program, o, values)
+            o = values
         self.o_proj.emit(program, o, out, add)
 
 

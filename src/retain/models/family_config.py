@@ -51,21 +51,22 @@ def alternate_layer_types(num_layers: int, pattern: int) -> list[str]:
 
 
 def get_layer_types(
-    config: Mapping[str, Any], default: Sequence[str], known: Sequence[str] = ATTENTION_TYPES
+    config: Mapping[str, Any],
+    default: Sequence[str],
+    known: Sequence[str] = ATTENTION_TYPES,
+    key: str = "layer_types",
 ) -> list[str]:
     """Return the kind of each layer, one of `known`. Raises ValueError for other kinds.
 
-    `default` is for configs that list no `layer_types`.
+    `default` is for configs that do not list them under `key`.
     """
-    layer_types = config.get("layer_types")
+    layer_types = config.get(key)
     layer_types = list(default) if layer_types is None else layer_types
     if isinstance(layer_types, list):
         layer_types = [OLDER_LAYER_TYPES.get(t, t) if isinstance(t, str) else t for t in layer_types]
     is_list = isinstance(layer_types, list) and len(layer_types) == config["num_hidden_layers"]
     if not is_list or not all(layer_type in known for layer_type in layer_types):
-        raise ValueError(
-            f"layer_types {quote(layer_types)} is not supported: one of {', '.join(known)} for every layer"
-        )
+        raise ValueError(f"{key} {quote(layer_types)} is not supported: one of {', '.join(known)} for every layer")
     return list(layer_types)
 
 

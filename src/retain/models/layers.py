@@ -15,6 +15,7 @@ from torch import Tensor
 
 from retain.files import quote
 from retain.kernels.api import ACTIVATIONS, Program
+from retain.kernels.head_columns import HeadColumns
 from retain.kernels.weight import Weight, concat_rows, select_rows
 from retain.models.weights import Weights
 
@@ -49,6 +50,28 @@ def load_linear(w: Weights, *names: str, bias: bool, transposed: bool = False) -
     """
     weights = [w.load_matrix(f"{n}.weight", transposed=transposed) for n in names]
     return Linear(concat_rows(weights), torch.cat([w[f"{n}.bias"] for n in names]) if bias else None)
+
+
+@dataclass(frozen=True, eq=False)
+class HeadLinear:
+    """Multiply each head with a matrix of its own: [T, H in] -> [T, H out]. The matrices lie one below the other."""
+
+    weight: Weight  # [H out, in]
+    num_heads: int  # H
+
+    @property
+    def width(self) -> int:
+        """Return H out."""
+        return self.weight.shape[0]
+
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+        """See Layer. Raises ValueError if the output is to be added."""
+        if add:
+            raise ValueError("the output of a linear layer of each head cannot be added to a buffer")
+        source, target = (
+            HeadColumns(self.num_heads, n, n) for n in (self.weight.shape[1], self.width // self.num_heads)
+        )
+        program.head_linear(x, out, self.weight, source, target)
 
 
 @dataclass(frozen=True, eq=False)

@@ -98,15 +98,17 @@ def _yarn_freqs(freqs: Tensor, dim: int, params: Mapping[str, Any]) -> Tensor:
 
 def _yarn_attention_factor(params: Mapping[str, Any]) -> float:
     """Return YaRN's factor on cos and sin; its square sharpens the softmax over q.k."""
-
-    def gain(m: float) -> float:
-        return 0.1 * m * math.log(params["factor"]) + 1.0 if params["factor"] > 1 else 1.0
-
+    factor = params["factor"]
     if params.get("attention_factor") is not None:
         return float(params["attention_factor"])
     m = params.get("mscale")
     all_dim = params.get("mscale_all_dim")
-    return gain(m) / gain(all_dim) if m and all_dim else gain(1.0)
+    return yarn_gain(factor, m) / yarn_gain(factor, all_dim) if m and all_dim else yarn_gain(factor)
+
+
+def yarn_gain(factor: float, mscale: float = 1.0) -> float:
+    """Return YaRN's gain for a context that is so many times as long; `mscale` is that of the config."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def get_whole_head_rope(

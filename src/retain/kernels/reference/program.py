@@ -19,10 +19,19 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, Batch, GroupInputs
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
+from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.reference.experts import ExpertWeights, mix_experts
 from retain.kernels.reference.linear_attention import attend_linearly, convolve
-from retain.kernels.reference.rows import activate, linear, replace_columns, rms_norm, select_indices, split_heads
+from retain.kernels.reference.rows import (
+    activate,
+    linear,
+    linear_by_head,
+    replace_columns,
+    rms_norm,
+    select_indices,
+    split_heads,
+)
 from retain.kernels.rope import Angles, Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
 from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, unpack
@@ -124,6 +133,17 @@ class TorchProgram(Generic[S]):
         b = self._to_dtype(bias)
         self._emit(out, lambda s: linear(s.buffers[x], w, b), add)
 
+    def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
+        """Emit a matrix product of each head."""
+        self._shapes.check_head_linear(x, out, weight.shape, source, target)
+        w = self._weights.get(weight)
+        self._emit_columns(x, out, source, target, lambda heads: linear_by_head(heads, w))
+
+    def copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
+        """Emit a copy of the columns of heads."""
+        self._shapes.check_copy_columns(x, out, source, target)
+        self._emit_columns(x, out, source, target, lambda heads: heads)
+
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""
         self._shapes.check_activation(x, out, act, n, gated)
@@ -210,6 +230,19 @@ class TorchProgram(Generic[S]):
     def _emit(self, out: int, compute: Callable[[S], Tensor], add: bool = False) -> None:
         """Append an operation: what it computes replaces the rows of `out`, or is added to them."""
         self._ops.append((out, (lambda s: s.buffers[out] + compute(s)) if add else compute))
+
+    def _emit_columns(
+        self, x: int, out: int, source: HeadColumns, target: HeadColumns, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Append an operation from the columns of heads [T, H, n] to those of another buffer."""
+        width = self._shapes.widths[out]
+
+        def replace_heads(s: S) -> Tensor:
+            rows = s.buffers[x]
+            earlier = s.buffers[out] if out in s.buffers else rows.new_zeros(len(rows), width)
+            return target.replace(earlier, compute(source.view(rows)))
+
+        self._emit(out, replace_heads)
 
     def _run_ops(self, s: S) -> Tensor:
         for out, compute in self._ops:

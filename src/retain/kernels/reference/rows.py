@@ -39,6 +39,17 @@ def linear(x: Tensor, weight: UnpackedWeight, bias: Tensor | None) -> Tensor:
     return F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 
 
+def linear_by_head(heads: Tensor, weight: UnpackedWeight) -> Tensor:
+    """Multiply heads [T, H, in] with their matrices, which are rows of a weight [H out, in]: [T, H, out]."""
+    n = weight.shape[0] // heads.shape[1]
+    outputs = []
+    for h, x in enumerate(heads.unbind(1)):
+        index = torch.arange(h * n, (h + 1) * n)
+        own = weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
+        outputs.append(linear(x, own, None))
+    return torch.stack(outputs, 1)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute x / rms(x) * weight in float32 (arXiv 1910.07467), over the last dimension."""
     return F.rms_norm(x.float(), weight.shape[-1:], eps=eps).mul_(weight).to(x.dtype)

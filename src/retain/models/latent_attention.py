@@ -1,0 +1,169 @@
+"""Multi-head latent attention: keys and values of all heads are products of one latent vector (arXiv 2405.04434).
+
+The products are absorbed. A slot of the cache has one head: its key is the rotated part of a key, which all heads
+share, and the latent; its value is the latent. With W_K and W_V of a head, q . (W_K c) = (W_K^T q) . c, and the sum of
+weights times W_V c is W_V times the sum of weights times c. So queries are multiplied by W_K^T before attention, and
+outputs by W_V behind it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.kernels.api import Program
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.head_columns import HeadColumns
+from retain.kernels.kv_cache_spec import FullAttentionSpec
+from retain.kernels.rope import Rope
+from retain.kernels.weight import Weight, select_rows, unpack
+from retain.models.decoder import Attention, ModelSpec
+from retain.models.layers import HeadLinear, Layer, Linear, RMSNorm, load_linear
+from retain.models.rope import get_rope_parameters, yarn_gain
+from retain.models.weights import Weights
+
+NORM_EPS = 1e-6  # of the latents, whatever `rms_norm_eps` says
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """The sizes of a layer. A query has `nope` numbers that are not rotated, then `rope` numbers that are."""
+
+    num_heads: int
+    nope: int
+    rope: int
+    latent: int
+    value: int  # numbers of a head's value
+
+    @property
+    def query(self) -> int:
+        """The numbers of a query before the product with W_K^T."""
+        return self.nope + self.rope
+
+    @property
+    def key(self) -> int:
+        """The numbers of a key in the cache: rotated ones, then the latent."""
+        return self.rope + self.latent
+
+
+def read_sizes(c: Mapping[str, Any]) -> LatentSizes:
+    """Read the sizes from a config with its family's defaults. Raises ValueError where pairs do not divide a head."""
+    if c["qk_rope_head_dim"] % 2:
+        raise ValueError(f"qk_rope_head_dim is {c['qk_rope_head_dim']}, not a multiple of 2")
+    return LatentSizes(
+        num_heads=c["num_attention_heads"],
+        nope=c["qk_nope_head_dim"],
+        rope=c["qk_rope_head_dim"],
+        latent=c["kv_lora_rank"],
+        value=c["v_head_dim"],
+    )
+
+
+def make_spec(c: Mapping[str, Any], rope_defaults: Mapping[str, Any]) -> ModelSpec:
+    """Read the spec from a config with its family's defaults. YaRN's gain of scores is in their scale."""
+    sizes = read_sizes(c)
+    rope = get_rope_parameters(c, defaults=rope_defaults)
+    all_dim = rope.get("mscale_all_dim") if rope["rope_type"] != "default" else None
+    gain = yarn_gain(rope["factor"], all_dim) if all_dim else 1.0
+    return ModelSpec(
+        vocab_size=c["vocab_size"],
+        hidden_size=c["hidden_size"],
+        num_heads=sizes.num_heads,
+        max_position_embeddings=c["max_position_embeddings"],
+        layers=(FullAttentionSpec(1, sizes.key, sizes.latent),) * c["num_hidden_layers"],
+        attention=AttentionParams(gain**2 / math.sqrt(sizes.query)),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class LowRankLinear:
+    """Compute up(norm(down(x)))."""
+
+    down_proj: Linear
+    norm: RMSNorm
+    up_proj: Linear
+
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+        """See Layer."""
+        rank = self.down_proj.weight.shape[0]
+        narrow = program.buffer(f"narrow {rank}", rank)
+        self.down_proj.emit(program, x, narrow)
+        self.norm.emit(program, narrow, narrow)
+        self.up_proj.emit(program, narrow, out, add)
+
+
+@dataclass(frozen=True, eq=False)
+class LatentProjection:
+    """Compute rows [q | k | v] of latent attention, before rotation. Heads of q and k begin with what is rotated."""
+
+    sizes: LatentSizes
+    q_proj: Layer  # [T, E] -> [T, H (nope + rope)]
+    kv_proj: Linear  # [T, E] -> [T, rope + latent]
+    kv_norm: RMSNorm  # of the latent
+    key_weight: Weight  # [H latent, nope]: W_K^T of each head
+
+    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+        """See Layer. Raises ValueError if the output is to be added."""
+        if add:
+            raise ValueError("rows of q, k and v cannot be added to a buffer")
+        s = self.sizes
+        H = s.num_heads
+        query = program.buffer(f"heads of q {H * s.query}", H * s.query)
+        latent = program.buffer(f"rotated, latent {s.key}", s.key)
+        self.q_proj.emit(program, x, query)
+        self.kv_proj.emit(program, x, latent)
+        self.kv_norm.emit(program, latent, latent)
+        rotated = HeadColumns(H, s.rope, s.query, first=s.nope)
+        program.copy_columns(query, out, rotated, HeadColumns(H, s.rope, s.key))
+        absorbed = HeadColumns(H, s.latent, s.key, first=s.rope)
+        program.head_linear(query, out, self.key_weight, HeadColumns(H, s.nope, s.query), absorbed)
+        k = H * s.key
+        program.copy_columns(latent, out, HeadColumns(1, s.key, s.key), HeadColumns(1, s.key, s.key, first=k))
+        value = HeadColumns(1, s.latent, s.latent, first=k + s.key)
+        program.copy_columns(latent, out, HeadColumns(1, s.latent, s.latent, first=s.rope), value)
+
+
+def load_attention(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Attention:
+    """Load the attention of layer i from the weights in self_attn. `q_lora_rank` is None where q has one matrix."""
+    c = w.config
+    sizes = read_sizes(c)
+    bias = c["attention_bias"]
+    kv = load_linear(w, "kv_a_proj_with_mqa", bias=bias)
+    rows = torch.arange(sizes.key)
+    kv_norm = RMSNorm(w["kv_a_layernorm.weight"][None], NORM_EPS, first=sizes.rope)
+    key_weight, value_weight = split_heads(w.load_matrix("kv_b_proj.weight"), sizes, w.dtype)
+    projection = LatentProjection(
+        sizes=sizes,
+        q_proj=load_queries(w),
+        kv_proj=kv.select(torch.cat((rows[sizes.latent :], rows[: sizes.latent]))),
+        kv_norm=kv_norm,
+        key_weight=key_weight,
+    )
+    o_proj = load_linear(w, "o_proj", bias=bias)
+    return Attention(i, s, projection, o_proj, rope, value_proj=HeadLinear(value_weight, sizes.num_heads))
+
+
+def load_queries(w: Weights) -> Layer:
+    """Load what gives the heads of q: one matrix, or two with a norm between them."""
+    if w.config["q_lora_rank"] is None:
+        return load_linear(w, "q_proj", bias=False)
+    down = load_linear(w, "q_a_proj", bias=w.config["attention_bias"])
+    return LowRankLinear(down, RMSNorm(w["q_a_layernorm.weight"], NORM_EPS), load_linear(w, "q_b_proj", bias=False))
+
+
+def split_heads(weight: Weight, sizes: LatentSizes, dtype: torch.dtype) -> tuple[Weight, Weight]:
+    """Return W_K^T of all heads [H latent, nope], and W_V [H value, latent], of a matrix with rows of both for each.
+
+    W_V keeps its kind. W_K^T is dense: other numbers would share a scale in it, and rounding them again would make
+    them other than the file's.
+    """
+    rows = torch.arange(weight.shape[0]).view(sizes.num_heads, sizes.nope + sizes.value)
+    keys = unpack(select_rows(weight, rows[:, : sizes.nope].flatten()))
+    dense = keys if isinstance(keys, Tensor) else keys.dequantize(dtype)
+    transposed = dense.view(sizes.num_heads, sizes.nope, -1).transpose(1, 2).flatten(0, 1)
+    return transposed.contiguous(), select_rows(weight, rows[:, sizes.nope :].flatten())
