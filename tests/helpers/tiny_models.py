@@ -263,7 +263,10 @@ def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 
 
 
 def tiny_checkpoint(model_type: str, seed: int = 0, **changes: Any) -> TinyCheckpoint:
-    """Create the checkpoint of a tiny model, with `changes` to its config; None removes a key, unless it means something."""
+    """Create the checkpoint of a tiny model, with `changes` to its config; None removes a key.
+
+    But for `q_lora_rank`, where None means something.
+    """
     config = {"model_type": model_type, **CONFIGS[model_type], **changes}
     config = {k: v for k, v in config.items() if v is not None or k == "q_lora_rank"}
     return TinyCheckpoint(config, dict(TENSOR_SHAPES[model_type](config)), seed)

@@ -214,7 +214,8 @@ def test_the_reference_can_be_differentiated(family: str) -> None:
 
     def compute(nudge: Tensor) -> Tensor:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
-            o = (q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)) / 3
+            kv = k[..., : v.shape[-1]] + v  # a value may be shorter than a key
+            o = (q[..., : v.shape[-1]] + kv.repeat_interleave(q.shape[1] // k.shape[1], 1)) / 3
             return o + nudge * direction if layer == 0 else o
 
         return model.compute(random_tokens(8), torch.arange(8), attend).log_softmax(-1)[:, 5].sum()

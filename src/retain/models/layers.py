@@ -68,9 +68,8 @@ class HeadLinear:
         """See Layer. Raises ValueError if the output is to be added."""
         if add:
             raise ValueError("the output of a linear layer of each head cannot be added to a buffer")
-        source, target = (
-            HeadColumns(self.num_heads, n, n) for n in (self.weight.shape[1], self.width // self.num_heads)
-        )
+        H = self.num_heads
+        source, target = (HeadColumns(H, n, n) for n in (self.weight.shape[1], self.width // H))
         program.head_linear(x, out, self.weight, source, target)
 
 

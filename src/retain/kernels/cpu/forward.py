@@ -7,7 +7,7 @@ bfloat16 for bfloat16 weights, and to 8 bits in groups of 32 for weights of 8 an
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
 from retain.kernels.experts import Experts
+from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
@@ -91,6 +92,16 @@ class CpuProgram:
         """Emit a matrix product."""
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
         self._program.linear(x, out, *self._weights.get(weight).c_args, self._keep_alive(bias), add)
+
+    def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
+        """Emit a matrix product of each head."""
+        self._shapes.check_head_linear(x, out, weight.shape, source, target)
+        self._program.head_linear(x, out, self._weights.get(weight).c_args, astuple(source), astuple(target))
+
+    def copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
+        """Emit a copy of the columns of heads."""
+        self._shapes.check_copy_columns(x, out, source, target)
+        self._program.copy_columns(x, out, astuple(source), astuple(target))
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, gated or not."""

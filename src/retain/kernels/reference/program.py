@@ -137,7 +137,7 @@ class TorchProgram(Generic[S]):
         """Emit a matrix product of each head."""
         self._shapes.check_head_linear(x, out, weight.shape, source, target)
         w = self._weights.get(weight)
-        self._emit_columns(x, out, source, target, lambda heads: linear_by_head(heads, w))
+        self._emit_columns(x, out, source, target, lambda heads: self._multiply_heads(heads, w))
 
     def copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
         """Emit a copy of the columns of heads."""
@@ -248,6 +248,9 @@ class TorchProgram(Generic[S]):
         for out, compute in self._ops:
             s.buffers[out] = compute(s)
         return s.buffers[LOGITS_BUFFER].float()
+
+    def _multiply_heads(self, heads: Tensor, weight: UnpackedWeight) -> Tensor:
+        return linear_by_head(heads, weight)
 
     def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
         return mix_experts(x, scores, w)

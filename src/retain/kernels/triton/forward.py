@@ -1,12 +1,13 @@
 """Programs of the triton backend: those of the reference, with kernels of this folder where torch would launch several.
 
 Rows and weights have the program's dtype. Quantized weights of linear layers and embeddings stay in their bits
-(packed_weight.py); those of experts become dense, because no kernel here reads them. A step in which all requests have
-equally many fresh tokens runs as a CUDA graph (graphs.py), any other operation by operation.
+(packed_weight.py); those of experts and of heads become dense, because no kernel here reads them. A step in which all
+requests have equally many fresh tokens runs as a CUDA graph (graphs.py), any other operation by operation.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from retain.kernels.api import ACTIVATIONS, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
+from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.program import TorchProgram
@@ -29,7 +31,7 @@ from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.packed_weight import PackedMatrix
 from retain.kernels.triton.plan import plan_attention, request_tiles
 from retain.kernels.triton.step_inputs import DeviceStep, upload_step
-from retain.kernels.weight import ConvertedWeights, Weight
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight
 
 
 class TritonProgram(TorchProgram[DeviceStep]):
@@ -97,11 +99,13 @@ class TritonProgram(TorchProgram[DeviceStep]):
         else:
             self._emit(out, lambda s: F.linear(s.buffers[x], w, b), add)
 
+    def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
+        """Emit a matrix product of each head, whose weights become dense."""
+        super().head_linear(x, out, _to_dense(weight, self.dtype), source, target)
+
     def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
         """Emit a mixture of experts, whose weights become dense."""
-        gate_up, down = (
-            w if isinstance(w, Tensor) else w.dequantize(self.dtype) for w in (experts.gate_up, experts.down)
-        )
+        gate_up, down = (_to_dense(w, self.dtype) for w in (experts.gate_up, experts.down))
         super().experts(x, scores, out, replace(experts, gate_up=gate_up, down=down), add)
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
@@ -219,6 +223,25 @@ class TritonProgram(TorchProgram[DeviceStep]):
         requests = request_tiles(batch.groups[0].tables, self.device)
         return self._run_ops(upload_step(batch, plans, requests, self.device))
 
+    def _emit_columns(
+        self, x: int, out: int, source: HeadColumns, target: HeadColumns, compute: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Append an operation from the columns of heads [T, H, n] to those of another buffer, in place."""
+        width = self._shapes.widths[out]
+
+        def write_heads(s: DeviceStep) -> Tensor:
+            rows = s.buffers[x]
+            to = s.buffers[out] if out in s.buffers else rows.new_zeros(len(rows), width)
+            target.view(to).copy_(compute(source.view(rows)))
+            return to
+
+        self._emit(out, write_heads)
+
+    def _multiply_heads(self, heads: Tensor, weight: UnpackedWeight) -> Tensor:
+        assert isinstance(weight, Tensor)
+        H, width = heads.shape[1:]
+        return torch.bmm(heads.transpose(0, 1), weight.view(H, -1, width).mT).transpose(0, 1)
+
     def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
         return experts.mix_experts(x, scores, w)
 
@@ -242,3 +265,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
     def _to_float32(self, x: Tensor) -> Tensor:
         return x.to(self.device, torch.float32).clone().contiguous()
+
+
+def _to_dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)

@@ -33,6 +33,12 @@ static PackedWeight packed_weight(const WeightArgs& w) {
   return packed_weight(std::get<0>(w), std::get<1>(w), std::get<2>(w), std::get<3>(w));
 }
 
+using HeadColumnsArgs = std::tuple<int, int, int, int>;
+
+static HeadColumns head_columns(const HeadColumnsArgs& c) {
+  return {std::get<0>(c), std::get<1>(c), std::get<2>(c), std::get<3>(c)};
+}
+
 static void bind_structs(nb::module_& m) {
   nb::class_<Pool>(m, "Pool")
       .def("__init__", [](Pool* p) { new (p) Pool{}; })  // without memory
@@ -117,6 +123,14 @@ static void bind_program(nb::module_& m) {
       .def("activation",
            [](Program& p, int in, int out, int kind, int n, bool gated) {
              p.activation(in, out, Activation(kind), n, gated);
+           })
+      .def("head_linear",
+           [](Program& p, int in, int out, WeightArgs weight, HeadColumnsArgs source, HeadColumnsArgs target) {
+             p.head_linear(in, out, packed_weight(weight), head_columns(source), head_columns(target));
+           })
+      .def("copy_columns",
+           [](Program& p, int in, int out, HeadColumnsArgs source, HeadColumnsArgs target) {
+             p.copy_columns(in, out, head_columns(source), head_columns(target));
            })
       .def("experts", &Program::experts)
       .def("clip", &Program::clip)

@@ -161,6 +161,19 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
                  const OutputView&, ThreadTeam::Member&);
 
+// `width` numbers of each of H heads in a row: those of head h begin at first + h * stride.
+struct HeadColumns {
+  int H, width, stride, first;
+
+  int64_t begin(int h) const { return first + int64_t(h) * stride; }
+};
+
+// Multiplies the source columns of each head with its own matrix, and writes the target columns: rows h * target.width
+// and following of the weight, which are whole tiles. As packed_gemm; `prepared` has room for H rows of each token.
+void packed_gemm_by_head(const PackedWeight&, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
+                         float* y, int64_t ldy, const HeadColumns& source, const HeadColumns& target,
+                         ThreadTeam::Member&);
+
 // How a token chooses experts (kernels/experts.py).
 struct Router {
   int num_experts, top_k;

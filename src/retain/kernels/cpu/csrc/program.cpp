@@ -89,6 +89,31 @@ struct Program::LinearOp {
   }
 };
 
+struct Program::HeadLinearOp {
+  int in, out;
+  PackedWeight weight;
+  HeadColumns source, target;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    packed_gemm_by_head(weight, state.data(in), state.width(in), state.rows, state.program.prepared_, state.data(out),
+                        state.width(out), source, target, member);
+  }
+};
+
+struct Program::CopyColumnsOp {
+  int in, out;
+  HeadColumns source, target;
+
+  void run(StepState& state, ThreadTeam::Member& member) const {
+    member.parallel_for(state.rows, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t)
+        for (int h = 0; h < source.H; ++h)
+          memcpy(state.data(out) + int64_t(t) * state.width(out) + target.begin(h),
+                 state.data(in) + int64_t(t) * state.width(in) + source.begin(h), size_t(source.width) * 4);
+    });
+  }
+};
+
 struct Program::ActivationOp {
   int in, out;
   Activation kind;
@@ -364,6 +389,14 @@ void Program::linear(int in, int out, const PackedWeight& weight, const float* b
   max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, weight.activation_bytes());
   if (out == LOGITS) logits_width_ = weight.out;
   push(LinearOp{in, out, weight, bias, add});
+}
+void Program::head_linear(int in, int out, const PackedWeight& weight, const HeadColumns& source,
+                          const HeadColumns& target) {
+  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, source.H * weight.activation_bytes());
+  push(HeadLinearOp{in, out, weight, source, target});
+}
+void Program::copy_columns(int in, int out, const HeadColumns& source, const HeadColumns& target) {
+  push(CopyColumnsOp{in, out, source, target});
 }
 void Program::activation(int in, int out, Activation kind, int n, bool gated) {
   push(ActivationOp{in, out, kind, n, gated});

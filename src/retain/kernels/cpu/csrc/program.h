@@ -53,6 +53,8 @@ class Program {
   void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
   void norm(int in, int out, const NormParams&, int n, int heads, bool add, int first);
   void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
+  void head_linear(int in, int out, const PackedWeight&, const HeadColumns& source, const HeadColumns& target);
+  void copy_columns(int in, int out, const HeadColumns& source, const HeadColumns& target);
   void activation(int in, int out, Activation, int n, bool gated);
   // Rows of `hidden` have k 2 I numbers, those of `y` k E: see ExpertsArgs.
   void experts(int in, int scores, int out, int hidden, int y, const Experts&, bool add);
@@ -82,6 +84,8 @@ class Program {
   struct EmbeddingOp;
   struct NormOp;
   struct LinearOp;
+  struct HeadLinearOp;
+  struct CopyColumnsOp;
   struct ActivationOp;
   struct ExpertsOp;
   struct ClipOp;
