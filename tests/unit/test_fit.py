@@ -32,7 +32,7 @@ from tests.helpers.marks import slow
 from tests.helpers.slots import read_pages
 from tests.helpers.tiny_models import tiny_checkpoint
 
-FAMILIES = ["llama", *slow("gemma3_text", "mpt", "gpt2", "qwen2")]
+FAMILIES = ["llama", *slow("gemma3_text", "mpt", "gpt2", "qwen2", "deepseek_v3")]
 PROMPT = [11 * i % 127 for i in range(60)]
 EXAMPLE = Example(PROMPT, [5, 9, 33, 70])
 
@@ -114,16 +114,16 @@ def test_what_an_answer_needs_is_the_derivative_by_a_weight_of_attention() -> No
 
 def test_moments_solve_the_ridge_regression_of_all_rows() -> None:
     rng = torch.Generator().manual_seed(0)
-    M, G, D = 2, 3, 4
+    M, G, D, V = 2, 3, 4, 2
     batches = [
         Statistics(
-            torch.randn(M, G, n, 2 * D + NUM_LOGS, generator=rng) * 3 + 1,
+            torch.randn(M, G, n, D + V + NUM_LOGS, generator=rng) * 3 + 1,
             torch.rand(M, G, n, generator=rng) * 4,
             torch.zeros(M, G, n),
         )
         for n in (50, 80)
     ]
-    moments = Moments()
+    moments = Moments(D)
     for batch in batches:
         moments.add(batch)
     gate = moments.solve()
@@ -132,7 +132,7 @@ def test_moments_solve_the_ridge_regression_of_all_rows() -> None:
     y = (torch.cat([b.target for b in batches], 2) + TARGET_FLOOR).log().double()
     N = x.shape[2]
     z = (x - x.mean(2, keepdim=True)) / x.std(2, correction=0, keepdim=True)
-    penalty = torch.tensor([LINEAR_PENALTY * N] * 2 * D + [LOG_PENALTY] * NUM_LOGS).double()
+    penalty = torch.tensor([LINEAR_PENALTY * N] * (D + V) + [LOG_PENALTY] * NUM_LOGS).double()
     w = torch.linalg.solve(z.mT @ z + torch.diag(penalty), z.mT @ (y - y.mean(2, keepdim=True))[..., None])
     predicted = (z @ w)[..., 0] + y.mean(2, keepdim=True)
     batch_scores = torch.cat([score_columns(gate, b.columns) for b in batches], 2)

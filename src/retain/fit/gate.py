@@ -49,8 +49,9 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     if model.spec.kv_cache.has_shared_caches:
         raise ValueError(f"{path.name}: some layers share a cache, for which no gate can be fitted")
     collector = Collector(model, config.target, _rereads(tokenizer))
-    moments = Moments()
-    held_moments = Moments()
+    k_dim = model.spec.kv_cache.full_attention_group.k_dim
+    moments = Moments(k_dim)
+    held_moments = Moments(k_dim)
     held: list[tuple[HeldOut, Statistics]] = []
     for i, example in enumerate(tqdm(examples, desc="reading", unit="prompt")):
         found = collector.collect(example)
@@ -90,18 +91,19 @@ def _rereads(tokenizer: Tokenizer) -> Callable[[list[int]], list[Sequence[int]]]
 
 def score_columns(gate: GateWeights, columns: Tensor) -> Tensor:
     """Return the scores of the columns of `Statistics`, [M, G, n]: what `GateWeights` computes from a cache."""
-    D = (columns.shape[-1] - NUM_LOGS) // 2
-    weights = torch.cat((gate.key, gate.value, gate.logs), -1)[..., None]  # [M, G, 2 D + 5, 1]
-    assert columns.shape[-1] == 2 * D + NUM_LOGS == weights.shape[-2]
+    weights = torch.cat((gate.key, gate.value, gate.logs), -1)[..., None]  # [M, G, D + V + 5, 1]
+    assert columns.shape[-1] == weights.shape[-2]
     return (columns @ weights)[..., 0] + gate.bias[..., None]
 
 
 def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Statistics]]) -> dict[str, list[float]]:
     """Return the mean KL divergence of the gate, of reread (share=all, value=norm) and of h2o, at each budget."""
 
+    k_dim = model.spec.kv_cache.full_attention_group.k_dim
+
     def reread_norms(example: Example, found: Statistics) -> Tensor:
-        D = model.spec.kv_cache.full_attention_group.k_dim
-        return sum_rereads(model, example.prompt, [example.prompt]) * found.columns[..., D : 2 * D].norm(dim=-1)
+        values = found.columns[..., k_dim:-NUM_LOGS]
+        return sum_rereads(model, example.prompt, [example.prompt]) * values.norm(dim=-1)
 
     scorers: dict[str, tuple[str, Callable[[Example, Statistics], Tensor]]] = {
         "gate": ("all", lambda example, found: score_columns(gate, found.columns)),
@@ -119,7 +121,7 @@ def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Sta
 
 def _shape(model: DenseModel, path: Path) -> GateShape:
     group = model.spec.kv_cache.full_attention_group
-    return GateShape(len(group.layers), group.num_kv_heads, group.k_dim, model_fingerprint(path))
+    return GateShape(len(group.layers), group.num_kv_heads, group.k_dim, group.v_dim, model_fingerprint(path))
 
 
 def _notes(config: FitConfig, num_examples: int, r2: float) -> dict[str, str]:

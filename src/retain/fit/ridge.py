@@ -19,7 +19,9 @@ LOG_PENALTY = 1.0  # of the columns of logarithms
 class Moments:
     """Sums of products of [columns, log target, 1] over tokens, float64 [M, G, C + 2, C + 2]."""
 
-    def __init__(self) -> None:
+    def __init__(self, k_dim: int) -> None:
+        """`k_dim` columns are those of keys; the next ones are of values."""
+        self.k_dim = k_dim
         self.sums: Tensor | None = None
 
     def add(self, found: Statistics) -> None:
@@ -38,13 +40,13 @@ class Moments:
         deviation = cov.diagonal(dim1=-2, dim2=-1)[..., :-2].clamp(min=1e-12).sqrt()  # [M, G, C]
         xx = cov[..., :-2, :-2] / deviation[..., None] / deviation[..., None, :]
         xy = cov[..., :-2, -2] / deviation
-        D = (deviation.shape[-1] - NUM_LOGS) // 2
         penalty = torch.full_like(deviation, LINEAR_PENALTY)
-        penalty[..., 2 * D :] = LOG_PENALTY / N[..., None]
+        penalty[..., -NUM_LOGS:] = LOG_PENALTY / N[..., None]
         w = torch.linalg.solve(xx + torch.diag_embed(penalty), xy) / deviation
         bias = mean[..., -2] - (w * mean[..., :-2]).sum(-1)
         w = w.float()
-        return GateWeights(w[..., :D], w[..., D : 2 * D], w[..., 2 * D :], bias.float())
+        D = self.k_dim
+        return GateWeights(w[..., :D], w[..., D:-NUM_LOGS], w[..., -NUM_LOGS:], bias.float())
 
     def r2(self, gate: GateWeights) -> tuple[Tensor, float]:
         """Return the share of the variance of the log target that a gate explains: of each layer [M], and of all."""

@@ -31,7 +31,7 @@ TARGET_FLOOR = 0.02  # added to a target, whose mean is 1, before its logarithm 
 class Statistics:
     """Of the n tokens of a prompt, in M unwindowed layers and G kv heads."""
 
-    columns: Tensor  # float32 [M, G, n, 2 D + 5]: key before rotation, value, logarithms as in GateWeights.logs
+    columns: Tensor  # float32 [M, G, n, D + V + 5]: key before rotation, value, logarithms as in GateWeights.logs
     target: Tensor  # float32 [M, G, n], mean 1
     mass: Tensor  # float32 [M, G, n]: attention received from the prompt, which h2o goes by
 

@@ -34,11 +34,12 @@ MASS_FLOOR = 1e-7
 
 @dataclass(frozen=True)
 class GateShape:
-    """What a gate is fitted for: M unwindowed layers with G kv heads of D numbers, of the model `fingerprint`."""
+    """What a gate is fitted for: M unwindowed layers with G kv heads of D and V numbers, of the model `fingerprint`."""
 
     num_layers: int
     kv_heads: int
-    head_dim: int
+    k_dim: int  # D, of a key
+    v_dim: int  # V, of a value
     fingerprint: str
 
 
@@ -47,7 +48,7 @@ class GateWeights:
     """The numbers of a gate, all float32."""
 
     key: Tensor  # [M, G, D]
-    value: Tensor  # [M, G, D]
+    value: Tensor  # [M, G, V]
     logs: Tensor  # [M, G, 5]
     bias: Tensor  # [M, G]
 
@@ -58,7 +59,7 @@ class GateWeights:
         return blake2b(data, digest_size=16).digest()
 
     def fixed_part(self, k: Tensor, v: Tensor, pos: Tensor, layers: slice) -> Tensor:
-        """Return what K and V of slots contribute, [m, G, S]; k, v [m, G, S, D] float32, of the layers `layers`."""
+        """Return what K and V of slots contribute, [m, G, S]; k, v [m, G, S, D or V] float32, of these layers."""
         key, value, bias = (x[layers].to(k.device) for x in (self.key, self.value, self.bias))
         logs = self.logs[layers, :, :3].to(k.device)
         linear = (k @ key[..., None] + v @ value[..., None]).squeeze(-1)
@@ -75,7 +76,7 @@ class GateWeights:
 
 
 def fixed_logs(k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
-    """Return [..., S, 3], the logarithms that do not change; k, v [..., S, D], pos [..., S]."""
+    """Return [..., S, 3], the logarithms that do not change; k [..., S, D], v [..., S, V], pos [..., S]."""
     norms = torch.stack((v.norm(dim=-1), k.norm(dim=-1)), -1)
     return torch.cat(((norms + NORM_FLOOR).log(), (pos.clamp(min=0) + 1.0).log()[..., None]), -1)
 
@@ -111,8 +112,7 @@ def load_gate(path: Path, shape: GateShape) -> GateWeights:
         raise ValueError(f"{path}: this gate is for another model: fit one with `retain fit`")
     M = shape.num_layers
     G = shape.kv_heads
-    D = shape.head_dim
-    expected = {"key": (M, G, D), "value": (M, G, D), "logs": (M, G, NUM_LOGS), "bias": (M, G)}
+    expected = {"key": (M, G, shape.k_dim), "value": (M, G, shape.v_dim), "logs": (M, G, NUM_LOGS), "bias": (M, G)}
     found: dict[str, Tensor] = {}
     with safe_open(path, "pt") as file:
         for name, size in expected.items():
