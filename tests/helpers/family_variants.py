@@ -127,6 +127,10 @@ VARIANTS: dict[str, list[Changes]] = {
         {"q_lora_rank": None, "tie_word_embeddings": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
         {"n_group": 2, "topk_group": 1, "rope_scaling": {"rope_type": "yarn", **YARN}, "attention_bias": True},
     ],
+    "glm4_moe": [
+        {"attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2, "tie_word_embeddings": True},
+        {"partial_rotary_factor": 0.25, "first_k_dense_replace": 2, "routed_scaling_factor": 2.5, "head_dim": None},
+    ],
     "qwen3_next": [
         {"attention_bias": True, "mlp_only_layers": [1, 2], "norm_topk_prob": False, "tie_word_embeddings": True},
         {

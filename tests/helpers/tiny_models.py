@@ -125,18 +125,21 @@ NEMOTRON_H: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
     "time_step_min": 1e-30,  # of initial weights; transformers takes it for a limit, which no published model has
 }
+DEEPSEEK_EXPERTS: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 32,
+}
 LATENT: dict[str, Any] = {
     **{k: v for k, v in LLAMA.items() if k not in ("head_dim", "num_key_value_heads")},
+    **DEEPSEEK_EXPERTS,
     "num_key_value_heads": 4,
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
     "qk_nope_head_dim": 24,
     "qk_rope_head_dim": 8,
     "v_head_dim": 16,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 2,
-    "moe_intermediate_size": 32,
 }
 GPT: dict[str, Any] = {
     "vocab_size": 128,
@@ -216,6 +219,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "nemotron_h": NEMOTRON_H,
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
+    "glm4_moe": {**LLAMA, **DEEPSEEK_EXPERTS},
     "qwen3_next": QWEN_EXPERTS,
     "qwen3_5_text": QWEN_LINEAR,
     "qwen3_5": {"text_config": QWEN_LINEAR},
@@ -327,9 +331,9 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
         else:
             for name, out in (("q", H), ("k", G), ("v", G)):
                 yield from linear_shapes(f"{p}self_attn.{name}_proj", out, E, model_type == "qwen2" or bias)
-        o_bias = c.get("attention_out_bias", bias and model_type not in ("seed_oss", "glm4"))
+        o_bias = c.get("attention_out_bias", bias and model_type not in ("seed_oss", "glm4", "glm4_moe"))
         yield from linear_shapes(p + "self_attn.o_proj", E, H, o_bias)
-        if model_type in ("qwen3", "qwen3_moe", "gemma3_text"):
+        if model_type in ("qwen3", "qwen3_moe", "gemma3_text") or c.get("use_qk_norm"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
         if model_type in ("olmo2", "olmo3"):
@@ -340,6 +344,8 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
             yield from stacked_expert_shapes(p + "mlp.", c["num_local_experts"], E, F)
         elif model_type == "qwen3_moe" and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
             yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
+        elif model_type == "glm4_moe" and i >= c.get("first_k_dense_replace", 1):
+            yield from deepseek_expert_shapes(p + "mlp.", c)
         elif model_type in ("glm4", "phi3"):
             yield p + "mlp.gate_up_proj.weight", (2 * F, E)
             yield p + "mlp.down_proj.weight", (E, F)
@@ -502,6 +508,13 @@ def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
         yield "lm_head.weight", (V, E)
 
 
+def deepseek_expert_shapes(prefix: str, c: dict[str, Any]) -> Shapes:
+    E, n, size = c["hidden_size"], c["n_routed_experts"], c["moe_intermediate_size"]
+    yield from expert_shapes(prefix, n, E, size)
+    yield prefix + "gate.e_score_correction_bias", (n,)
+    yield from mlp_shapes(prefix + "shared_experts.", E, size * c["n_shared_experts"])
+
+
 def deepseek_shapes(c: dict[str, Any]) -> Shapes:
     E, V, H = c["hidden_size"], c["vocab_size"], c["num_attention_heads"]
     nope, rope, latent, value = (c[k] for k in ("qk_nope_head_dim", "qk_rope_head_dim", "kv_lora_rank", "v_head_dim"))
@@ -523,10 +536,7 @@ def deepseek_shapes(c: dict[str, Any]) -> Shapes:
         if i < len(types) and types[i] == "dense":
             yield from mlp_shapes(p + "mlp.", E, c["intermediate_size"])
         else:
-            size = c["moe_intermediate_size"]
-            yield from expert_shapes(p + "mlp.", c["n_routed_experts"], E, size)
-            yield p + "mlp.gate.e_score_correction_bias", (c["n_routed_experts"],)
-            yield from mlp_shapes(p + "mlp.shared_experts.", E, size * c["n_shared_experts"])
+            yield from deepseek_expert_shapes(p + "mlp.", c)
         yield p + "input_layernorm.weight", (E,)
         yield p + "post_attention_layernorm.weight", (E,)
     yield "model.norm.weight", (E,)
@@ -739,6 +749,7 @@ TENSOR_SHAPES = {
     "nemotron_h": nemotron_h_shapes,
     "deepseek_v3": deepseek_shapes,
     "glm4_moe_lite": deepseek_shapes,
+    "glm4_moe": llama_shapes,
     "qwen3_next": qwen_linear_shapes,
     "qwen3_5_text": qwen_linear_shapes,
     "qwen3_5": qwen_vision_shapes,

@@ -153,7 +153,19 @@ OLDER_KEYS = dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), I
 }
 HEAD_DIM = {"head_dim"}  # not a field of these classes; their models ask for it
 OPTIONAL_FIELDS = dict.fromkeys(
-    ("qwen2", "qwen3_moe", "smollm3", "phi3", "granite", "olmo2", "olmo3", "lfm2", "lfm2_moe", "granitemoehybrid"),
+    (
+        "qwen2",
+        "qwen3_moe",
+        "smollm3",
+        "phi3",
+        "granite",
+        "olmo2",
+        "olmo3",
+        "lfm2",
+        "lfm2_moe",
+        "granitemoehybrid",
+        "glm4_moe",
+    ),
     HEAD_DIM,
 )
 OPTIONAL_FIELDS["gemma4_text"] = {"global_head_dim", "num_global_key_value_heads"}  # become a per_layer_config

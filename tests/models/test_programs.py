@@ -209,7 +209,7 @@ def test_rejects_weights_whose_shapes_do_not_fit() -> None:
 @pytest.mark.parametrize("family", [family for family in models.list_families() if not has_states(family)])
 def test_the_reference_can_be_differentiated(family: str) -> None:
     """The gradient by an output of attention is how the logits change with it."""
-    model, step = tiny_model(family), 1e-2
+    model, step = tiny_model(family), 1e-3  # more, and a token may take another expert
     direction = random_tokens(8).view(8, 1, 1) / 128
 
     def compute(nudge: Tensor) -> Tensor:

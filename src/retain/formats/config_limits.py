@@ -92,7 +92,6 @@ SIZES_OR_NONE = {
     "hidden_size_per_layer_input": MAX_WIDTH,
     "num_kv_shared_layers": MAX_LAYERS,
     "num_dense_layers": MAX_LAYERS,
-    "n_routed_experts": MAX_EXPERTS,
     "n_shared_experts": MAX_EXPERTS,
     "first_k_dense_replace": MAX_LAYERS,
 }

@@ -1,7 +1,8 @@
 """GGUF, llama.cpp's file format: config, tokenizer and (usually quantized) weights, in one file or in parts.
 
 reader.py indexes a file, split.py joins parts. A file of architectures/ translates metadata and names to Hugging
-Face's. Blocks are converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by processing/gguf_tokenizer.py.
+Face's. Blocks are converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by
+processing/gguf_tokenizer.py.
 """
 
 from __future__ import annotations
