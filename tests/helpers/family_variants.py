@@ -118,6 +118,11 @@ VARIANTS: dict[str, list[Changes]] = {
             "num_key_value_heads": 4,
         },
     ],
+    "deepseek_v2": [
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0},
+        {"q_lora_rank": None, "first_k_dense_replace": 0, "attention_bias": True, "mlp_bias": True},
+        {"rope_scaling": {**YARN, "type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3}, "tie_word_embeddings": True},
+    ],
     "deepseek_v3": [
         {"q_lora_rank": None, "attention_bias": True, "rope_interleave": False, "norm_topk_prob": False},
         {"rope_scaling": {**YARN, "type": "yarn", "mscale": 0.7, "mscale_all_dim": 1.3}, "n_group": 4, "topk_group": 2},

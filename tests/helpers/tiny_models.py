@@ -217,6 +217,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "granitemoehybrid": GRANITE_HYBRID,
     "nemotron_h": NEMOTRON_H,
+    "deepseek_v2": {**LATENT, "first_k_dense_replace": 1},
     "deepseek_v3": {**LATENT, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
     "glm4_moe_lite": LATENT,
     "glm4_moe": {**LLAMA, **DEEPSEEK_EXPERTS},
@@ -511,8 +512,9 @@ def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
 def deepseek_expert_shapes(prefix: str, c: dict[str, Any]) -> Shapes:
     E, n, size = c["hidden_size"], c["n_routed_experts"], c["moe_intermediate_size"]
     yield from expert_shapes(prefix, n, E, size)
-    yield prefix + "gate.e_score_correction_bias", (n,)
-    yield from mlp_shapes(prefix + "shared_experts.", E, size * c["n_shared_experts"])
+    if c["model_type"] != "deepseek_v2":
+        yield prefix + "gate.e_score_correction_bias", (n,)
+    yield from mlp_shapes(prefix + "shared_experts.", E, size * c["n_shared_experts"], c.get("mlp_bias", False))
 
 
 def deepseek_shapes(c: dict[str, Any]) -> Shapes:
@@ -534,7 +536,7 @@ def deepseek_shapes(c: dict[str, Any]) -> Shapes:
         yield p + "self_attn.kv_b_proj.weight", (H * (nope + value), latent)
         yield from linear_shapes(p + "self_attn.o_proj", E, H * value, bias)
         if i < len(types) and types[i] == "dense":
-            yield from mlp_shapes(p + "mlp.", E, c["intermediate_size"])
+            yield from mlp_shapes(p + "mlp.", E, c["intermediate_size"], c.get("mlp_bias", False))
         else:
             yield from deepseek_expert_shapes(p + "mlp.", c)
         yield p + "input_layernorm.weight", (E,)
@@ -747,6 +749,7 @@ TENSOR_SHAPES = {
     "lfm2_moe": lfm2_shapes,
     "granitemoehybrid": granite_hybrid_shapes,
     "nemotron_h": nemotron_h_shapes,
+    "deepseek_v2": deepseek_shapes,
     "deepseek_v3": deepseek_shapes,
     "glm4_moe_lite": deepseek_shapes,
     "glm4_moe": llama_shapes,

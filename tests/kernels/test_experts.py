@@ -28,6 +28,7 @@ ROUTERS = {
     "all": Router(N),
     "sigmoid": Router(3, is_sigmoid=True, scale=1.8, bias=torch.linspace(-0.5, 0.5, N)),
     "groups": Router(3, is_sigmoid=True, bias=torch.linspace(0.4, -0.4, N), num_groups=4, top_groups=2),
+    "groups by one": Router(4, normalize=False, num_groups=3, top_groups=2, group_best=1),
     "expert scale": Router(4, scale=0.5, expert_scale=torch.linspace(0.2, 2.0, N)),
     "groups of one": Router(2, num_groups=N, top_groups=5),
 }
@@ -58,7 +59,7 @@ def words(scores: list[float], router: Router) -> dict[int, float]:
     chosen_by = [a + b for a, b in zip(p, bias, strict=True)]
     size = len(p) // router.num_groups
     groups = [list(range(g * size, (g + 1) * size)) for g in range(router.num_groups)]
-    groups.sort(key=lambda g: -sum(sorted((chosen_by[e] for e in g), reverse=True)[:2]))
+    groups.sort(key=lambda g: -sum(sorted((chosen_by[e] for e in g), reverse=True)[: router.group_best]))
     usable = [e for g in groups[: router.top_groups] for e in g]
     best = sorted(usable, key=lambda e: -chosen_by[e])[: router.top_k]
     total = sum(p[e] for e in best) if router.normalize else 1.0

@@ -17,7 +17,7 @@ from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
 # No layer of these has factors.
-BALANCED = ("gpt2", "gpt_neox", "mpt", "ernie4_5", "phi3", "deepseek_v3", "glm4_moe_lite")
+BALANCED = ("gpt2", "gpt_neox", "mpt", "ernie4_5", "phi3", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")
 
 
 @torch.inference_mode()

@@ -27,8 +27,8 @@ class Router:
     p + bias are chosen, of equal ones the first. Their weights are p alone, divided by their sum if `normalize`, times
     `scale`, times the `expert_scale` of each. To a sum of sigmoids 1e-20 is added.
 
-    With groups, only the best `top_groups` of `num_groups` take part. A group counts as much as its two best experts
-    (DeepSeek-V3, arXiv 2412.19437).
+    With groups, only the best `top_groups` of `num_groups` take part. A group counts as much as its `group_best` best
+    experts: two in DeepSeek-V3 (arXiv 2412.19437), one in DeepSeek-V2 (arXiv 2405.04434).
     """
 
     top_k: int
@@ -38,6 +38,7 @@ class Router:
     bias: Tensor | None = None  # float32 [n]
     num_groups: int = 1
     top_groups: int = 1
+    group_best: int = 2  # or 1
     expert_scale: Tensor | None = None  # float32 [n]
 
     def map_tensors(self, convert: Callable[[Tensor], Tensor]) -> Router:

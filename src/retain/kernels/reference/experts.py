@@ -22,7 +22,7 @@ def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     chosen_by = p if router.bias is None else p + router.bias
     if router.num_groups > 1:
         groups = chosen_by.view(len(scores), router.num_groups, -1)
-        best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)  # [T, groups]
+        best = groups.topk(min(router.group_best, groups.shape[-1]), -1).values.sum(-1)  # [T, groups]
         kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, sort_descending(best, router.top_groups), True)
         chosen_by = groups.masked_fill(~kept[..., None], -torch.inf).flatten(-2)
     experts = sort_descending(chosen_by, router.top_k)

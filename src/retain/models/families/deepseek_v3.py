@@ -48,7 +48,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 }
 OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 
-HasExperts = Callable[[int], bool]
+LoadMLP = Callable[[Weights, int], Layer]
 
 
 def ignored_tensors(c: Mapping[str, Any]) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 
 def load_mixture(w: Weights) -> Layer:
-    """Load the experts of a layer, and those of all tokens, which are one MLP. Their bias only chooses."""
+    """Load the experts of a layer, and those of all tokens, which are one MLP. The bias of scores only chooses."""
     c = w.config
     router = Router(
         c["num_experts_per_tok"],
@@ -82,19 +82,22 @@ def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     num_dense = w.config["first_k_dense_replace"]
-    return build_decoder(w, spec_from_config(w.config), lambda i: i >= num_dense)
+
+    def load_mlp(w: Weights, i: int) -> Layer:
+        return load_mixture(w) if i >= num_dense else llama.load_mlp(w)
+
+    return build_decoder(w, spec_from_config(w.config), load_mlp, w.config["rope_interleave"])
 
 
-def build_decoder(w: Weights, s: ModelSpec, has_experts: HasExperts) -> Decoder:
+def build_decoder(w: Weights, s: ModelSpec, load_mlp: LoadMLP, interleaved: bool) -> Decoder:
     """Build a decoder from weights whose config has its family's defaults."""
     c = w.config
-    rope = get_whole_head_rope(c["qk_rope_head_dim"], c, interleaved=c["rope_interleave"])
+    rope = get_whole_head_rope(c["qk_rope_head_dim"], c, interleaved=interleaved)
 
     def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, _: llama.OptionalTensors) -> PreNormLayer:
         norms = (RMSNorm(w[f"{n}.weight"], c["rms_norm_eps"]) for n in ("input_layernorm", "post_attention_layernorm"))
         norm1, norm2 = norms
         attention = load_attention(w.scope("self_attn."), i, s, rope)
-        mlp = w.scope("mlp.")
-        return PreNormLayer(norm1, attention, norm2, load_mixture(mlp) if has_experts(i) else llama.load_mlp(mlp))
+        return PreNormLayer(norm1, attention, norm2, load_mlp(w.scope("mlp."), i))
 
     return llama.build_decoder(w, s, llama.OptionalTensors(), build_layer, rope)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.families import deepseek_v3
+from retain.models.families import deepseek_v3, llama
 from retain.models.family_config import add_defaults, check_supported, get_layer_types
 from retain.models.latent_attention import make_spec
+from retain.models.layers import Layer
 from retain.models.rope import ROPE_DEFAULTS, get_rope_parameters
 from retain.models.weights import Weights
 
@@ -58,4 +59,8 @@ def build(w: Weights) -> Decoder:
     check_supported(get_rope_parameters(c), partial_rotary_factor=1.0)
     default = ["dense"] + ["sparse"] * (c["num_hidden_layers"] - 1)
     types = get_layer_types(c, default, MLP_TYPES, key="mlp_layer_types")
-    return deepseek_v3.build_decoder(w, spec_from_config(c), lambda i: types[i] == "sparse")
+
+    def load_mlp(w: Weights, i: int) -> Layer:
+        return deepseek_v3.load_mixture(w) if types[i] == "sparse" else llama.load_mlp(w)
+
+    return deepseek_v3.build_decoder(w, spec_from_config(c), load_mlp, c["rope_interleave"])

@@ -43,7 +43,7 @@ static void keep_best_groups(const Router& router, float* x) {
       if (y > largest[0]) largest[1] = largest[0], largest[0] = y;
       else if (y > largest[1]) largest[1] = y;
     }
-    sums[g] = size > 1 ? largest[0] + largest[1] : largest[0];
+    sums[g] = router.group_best > 1 && size > 1 ? largest[0] + largest[1] : largest[0];
   }
   std::vector<int> best(router.top_groups);
   take_largest(sums.data(), router.num_groups, router.top_groups, best.data());

@@ -181,6 +181,7 @@ struct Router {
   float scale;
   const float* bias;  // [num_experts] or null
   int num_groups, top_groups;
+  int group_best;  // experts that a group counts as much as: 1 or 2
   const float* expert_scale;  // [num_experts] or null
 };
 
