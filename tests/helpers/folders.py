@@ -13,6 +13,16 @@ from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 from tests.helpers.tokenizers import open_tokenizer
 
+HARMONY_TOKENS = {
+    "<repo_name>": "<|start|>",
+    "<reponame>": "<|channel|>",
+    "<file_sep>": "<|constrain|>",
+    "<filename>": "<|message|>",
+    "<gh_stars>": "<|end|>",
+    "<issue_start>": "<|call|>",
+    "<issue_comment>": "<|return|>",
+}
+
 
 def save_model_folder(
     folder: Path, checkpoint: TinyCheckpoint, shards: int = 1, dtype: torch.dtype = torch.float32
@@ -69,3 +79,18 @@ def save_tiny_smollm2(folder: Path) -> Path:
         eos_token_id=sorted(tokenizer.stop_token_ids),
     )
     return save_model_folder(folder, checkpoint)
+
+
+def save_tiny_harmony(folder: Path) -> Path:
+    """Write the same model with gpt-oss's markers in place of special tokens that no chat needs, and its template."""
+    save_tiny_smollm2(folder)
+    text = (folder / "tokenizer.json").read_text()
+    for name, marker in HARMONY_TOKENS.items():
+        assert json.dumps(name) in text
+        text = text.replace(json.dumps(name), json.dumps(marker))
+    (folder / "tokenizer.json").write_text(text)
+    template = (Path(__file__).parent / "chat_templates/gpt_oss.jinja").read_text()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|return|>", "chat_template": template}))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
+    return folder

@@ -12,9 +12,8 @@ from retain.server.anthropic.conversion import to_chat_request
 from retain.server.anthropic.protocol import MessagesRequest
 from retain.server.anthropic.routes import prepare_message
 from retain.server.auth import ANONYMOUS
-from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.chat_protocol import ChatCompletionRequest
-from retain.server.tool_format import ParsedToolCall
+from retain.server.tool_format import ChatOutput, ParsedToolCall
 from tests.server.agent_model import AGENT_TEMPLATE, dictated_answers
 from tests.server.conftest import API_KEYS, HTTP, run_server, run_tiny_server
 from tests.server.test_tool_calls import HERMES

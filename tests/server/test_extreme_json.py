@@ -13,11 +13,10 @@ from pydantic import ValidationError
 from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.launch import GracefulServer
 from retain.server.openai.body import MAX_DEPTH
-from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.chat_protocol import FunctionDefinition
 from retain.server.openai.responses.client_tools import ClientTool
 from retain.server.openai.responses.history import ITEMS, encode_items, load_items
-from retain.server.tool_format import ParsedToolCall
+from retain.server.tool_format import ChatOutput, ParsedToolCall
 from tests.server.conftest import HTTP, chat_template_replaced
 from tests.server.test_tool_calls import HERMES
 

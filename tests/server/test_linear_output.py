@@ -9,11 +9,12 @@ import pytest
 
 from retain.engine.request import FinishReason, Logprob
 from retain.server.anthropic.content_blocks import ContentBlocks
-from retain.server.openai.chat_output import ChatOutput, ChatOutputParser, ReasoningParser, ToolParser
+from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, TaggedAnswerParser, ToolParser
 from retain.server.openai.choice_builders import CompletionChoiceBuilder
 from retain.server.openai.responses.client_tools import expand_tools
 from retain.server.openai.responses.output import OutputItems
 from retain.server.request_group import OutputDelta
+from retain.server.tool_format import ChatOutput
 from retain.server.tool_formats import load_tool_format, tool_format_names
 from tests.helpers.counted_work import CountedText, assert_linear, cut_into_pieces
 from tests.helpers.tokenizers import open_tokenizer
@@ -35,17 +36,35 @@ TEXTS: dict[str, Callable[[int], str]] = {  # of about n characters, by what the
     "lines after reasoning": lambda n: "<think></think>" + "\n" * n,
     "tags of reasoning": lambda n: "<think></think>" * (n // 15),
 }
+CHANNEL_TEXTS: dict[str, Callable[[int], str]] = {
+    "an endless header": lambda n: "<|channel|>" + "x" * n,
+    "headers": lambda n: "<|start|>assistant<|channel|>final" * (n // 34),
+    "begun markers": lambda n: "<|mess" * (n // 6),
+    "messages": lambda n: "<|channel|>final<|message|>x<|end|>" * (n // 35),
+    "an endless message to a tool": lambda n: "<|channel|>commentary to=f<|message|>" + "[" * n,
+    "messages to a tool": lambda n: "<|channel|>commentary to=f<|message|>{}<|call|>" * (n // 47),
+    "begun recipients": lambda n: " to" * (n // 3),
+}
 
 
 @pytest.mark.parametrize("size", [3, 10**6], ids=["in tokens", "whole"])
 @pytest.mark.parametrize(
     ("format_name", "name"),
-    [*(("hermes", name) for name in TEXTS), ("mistral", "an endless list of calls"), ("llama3_json", "plain")],
+    [
+        *(("hermes", name) for name in TEXTS),
+        ("mistral", "an endless list of calls"),
+        ("llama3_json", "plain"),
+        *(("harmony", name) for name in ("plain", "blank", "lines", *CHANNEL_TEXTS)),
+    ],
 )
 def test_work_of_the_parsers_is_linear_in_the_text(format_name: str, name: str, size: int) -> None:
     def prepare(n: int) -> Callable[[], object]:
-        parser = ChatOutputParser(ToolParser(FORMATS[format_name], {"f"}), ReasoningParser(False))
-        pieces = [*map(CountedText, cut_into_pieces(TEXTS[name](n), size)), CountedText("")]
+        tool_format = FORMATS[format_name]
+        whole = tool_format.create_parser({"f"}, "")
+        tagged = TaggedAnswerParser(ToolParser(tool_format, {"f"}), ReasoningParser(False))
+        parser = ChatOutputParser(whole or tagged)
+        text = (TEXTS | CHANNEL_TEXTS)[name](n)
+        pieces = [*map(CountedText, cut_into_pieces(text, size)), CountedText("")]
         return lambda: [parser.feed(piece, finished=not piece) for piece in pieces]
 
     assert_linear(prepare, 500)
@@ -81,10 +100,10 @@ def test_work_to_locate_tokens_that_a_stop_string_holds_back_is_linear() -> None
 def test_copies_of_a_parser_do_not_meet() -> None:
     """Each goes on from where it was copied, within blanks, a call or reasoning."""
     for begun in ("\n ", "<think>a", "<think>a</think>\n", 'b<tool_call>{"name": ', "b<tool_"):
-        first = ChatOutputParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False))
+        first = ChatOutputParser(TaggedAnswerParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False)))
         outputs = [first.feed(begun, False)]
         other = first.copy()
-        alone = ChatOutputParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False))
+        alone = ChatOutputParser(TaggedAnswerParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False)))
         assert alone.feed(begun, False) == outputs[0]
         other.feed('"g"}</tool_call></think>', True)
         rest = '"f"}</tool_call>c</think>d'

@@ -14,7 +14,7 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import ResponseStreamEvent
 
 from retain.engine.request import FinishReason, Logprob
-from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, ToolParser
+from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, TaggedAnswerParser, ToolParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.responses import encoder as responses_encoder
 from retain.server.openai.responses.client_tools import ClientTools, expand_tools
@@ -61,7 +61,7 @@ def encode(pieces: Sequence[str], end: FinishReason = FinishReason.STOP, **field
 
     def create_encoder() -> ResponsesEncoder:
         tool_parser = ToolParser(load_tool_format("hermes")(), names)
-        parser = ChatOutputParser(tool_parser, ReasoningParser(False))
+        parser = ChatOutputParser(TaggedAnswerParser(tool_parser, ReasoningParser(False)))
         return ResponsesEncoder(body, parser, PieceTokenizer(pieces), None, tools)  # type: ignore[arg-type]
 
     group = SimpleNamespace()

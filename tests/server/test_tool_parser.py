@@ -1,6 +1,7 @@
 """The tool parser finds calls however the output is cut into pieces, and grammars generate calls that it parses."""
 
 import json
+from pathlib import Path
 
 import orjson
 import pytest
@@ -27,6 +28,7 @@ MISTRAL = (
 LLAMA = (
     '{% if tools %}Respond {"name": function, "parameters": arguments}{{ tools }}{% endif %}{{ messages[0].content }}'
 )
+CHAT_TEMPLATES = Path(__file__).parents[1] / "helpers/chat_templates"
 TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama3_json": LLAMA}
 MODEL_OUTPUTS = {
     "hermes": 'I look. <tool_call>\n{"name": "find", "arguments": {"q": "</b> é"}}\n</tool_call> and '
@@ -75,8 +77,9 @@ def test_text_without_tool_calls_is_unchanged(template_name, text, cut):
 
 
 def test_each_format_is_found_by_the_template_that_teaches_it():
+    templates = {**TEMPLATES, "harmony": (CHAT_TEMPLATES / "gpt_oss.jinja").read_text()}
     for name in tool_format_names():
-        assert type(detect_tool_format(TEMPLATES[name])) is load_tool_format(name)
+        assert type(detect_tool_format(templates[name])) is load_tool_format(name)
 
 
 NEW_FORMAT = """

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.chat_output import ChatOutput, ChatOutputParser, ReasoningParser, ToolParser
+from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, TaggedAnswerParser, ToolParser
+from retain.server.tool_format import ChatOutput
 from retain.server.tool_formats import detect_tool_format
 from tests.helpers.tokenizers import open_tokenizer
 from tests.server.agent_model import AGENT_TEMPLATE
@@ -113,9 +114,8 @@ CALL_TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, None: No
 
 def create_parser(template: str | None, reasoning: bool) -> ChatOutputParser:
     tool_format = detect_tool_format(template) if template else None
-    return ChatOutputParser(
-        ToolParser(tool_format, {"f"}) if tool_format else None, ReasoningParser(False) if reasoning else None
-    )
+    tool_parser = ToolParser(tool_format, {"f"}) if tool_format else None
+    return ChatOutputParser(TaggedAnswerParser(tool_parser, ReasoningParser(False) if reasoning else None))
 
 
 def feed_all(parser: ChatOutputParser, pieces: list[str]) -> ChatOutput:

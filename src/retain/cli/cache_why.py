@@ -23,6 +23,7 @@ from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.messages import render_prompt, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, SamplingFields
+from retain.server.tool_formats import detect_tool_format
 
 SHOWS_PARTING = {MissReason.DIVERGED, MissReason.NEW_TEXT}
 
@@ -154,7 +155,8 @@ def _encode_body(source: str, body: Any, tokenizer: Tokenizer) -> Iterator[Recor
         raise ValueError("neither messages nor a prompt")
     if "messages" in body:
         chat = _validate(ChatCompletionRequest, body)
-        text = render_prompt(chat, to_template_tools(chat), tokenizer)
+        tool_format = detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
+        text = render_prompt(chat, to_template_tools(chat), tokenizer, tool_format)
         ids = tokenizer.encode(text, add_special_tokens=False)
         yield RecordedPrompt(source, ids, chat.kv_policy, chat.cache_salt or "")
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import re
 from collections.abc import Sequence
+from copy import copy
 
 from tokenizers import Tokenizer as Core
 
@@ -39,6 +40,16 @@ class TokenBytes:
         self._special_token_ids = special_token_ids
         self._alphabet_bytes = unicode_to_bytes() if byte_level else None
         self._cache: dict[int, bytes] = {}
+        self._showing: dict[frozenset[int], TokenBytes] = {}
+
+    def showing(self, shown: frozenset[int]) -> TokenBytes:
+        """Return the same with text for some special tokens. It is kept: every answer of a chat may need it."""
+        if shown not in self._showing:
+            found = copy(self)
+            found._special_token_ids = self._special_token_ids - shown
+            found._cache = {}
+            self._showing[shown] = found
+        return self._showing[shown]
 
     def __getitem__(self, token: int) -> bytes:
         """Return the bytes of a token; none for a special or an unknown token."""

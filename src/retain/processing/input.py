@@ -34,7 +34,7 @@ class GenerateRequest:
     `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
     prompt: policies with `protect=system` never evict them. Prefixes are shared only with requests of the same `salt`.
     Requests of different owners take turns. `grammar` is the source of a grammar that the answer must match (see
-    GrammarCompiler).
+    GrammarCompiler). The text of the answer shows the special tokens `shown_tokens`.
     """
 
     prompt: Prompt
@@ -48,6 +48,7 @@ class GenerateRequest:
     needs_prompt_logprobs: bool = False
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
     explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
+    shown_tokens: frozenset[int] = frozenset()
 
 
 class PromptTooLongError(ValueError):
@@ -269,7 +270,8 @@ class InputProcessor:
         request = Request(input, grammar=grammar, max_model_len=self.info.max_model_len)
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
-        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, input.params.min_tokens)
+        min_tokens = input.params.min_tokens
+        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, min_tokens, g.shown_tokens)
         return RequestOutputState(request, detokenizer, drafts, on_logits)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:

@@ -135,14 +135,25 @@ class Tokenizer:
         """Return the bytes of one token, special tokens included. They may be part of a character."""
         return self._token_bytes.raw_bytes(token)
 
+    def find_tokens(self, texts: Sequence[str]) -> frozenset[int]:
+        """Return the tokens of these texts, as far as the vocabulary has them."""
+        ids = (self._core.token_to_id(text) for text in texts)
+        return frozenset(i for i in ids if i is not None)
+
     def create_detokenizer(
-        self, stop: StopStrings | None = None, preceding: Sequence[int] = (), min_tokens: int = 0
+        self,
+        stop: StopStrings | None = None,
+        preceding: Sequence[int] = (),
+        min_tokens: int = 0,
+        shown: frozenset[int] = frozenset(),
     ) -> IncrementalDetokenizer:
         """Create a detokenizer of an answer to the tokens `preceding`.
 
-        It stops at the first of the `stop` strings that is complete after the first `min_tokens` tokens.
+        It stops at the first of the `stop` strings that is complete after the first `min_tokens` tokens. The special
+        tokens `shown` are part of the text.
         """
-        return IncrementalDetokenizer(self._token_bytes, stop, preceding, min_tokens)
+        token_bytes = self._token_bytes.showing(shown) if shown else self._token_bytes
+        return IncrementalDetokenizer(token_bytes, stop, preceding, min_tokens)
 
     @property
     def chat_template(self) -> str | None:

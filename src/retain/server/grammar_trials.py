@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
 from hashlib import sha256
 
 from retain.server.preparation import PreparationPool
@@ -26,14 +27,17 @@ class GrammarTrials:
         self._pool = PreparationPool("grammar", NUM_PLACES, NUM_PLACES // 2 if num_keys > 1 else NUM_PLACES)
         self._passed: defaultdict[str, OrderedDict[bytes, None]] = defaultdict(OrderedDict)  # the newest last
 
-    async def check(self, key_name: str, grammar: str) -> None:
-        """Raise ValueError if compiling a grammar takes too much time, memory or stack. Raises APIError."""
+    async def check(self, key_name: str, grammar: str, special_tokens: Sequence[str] = ()) -> None:
+        """Raise ValueError if compiling a grammar takes too much time, memory or stack. Raises APIError.
+
+        `special_tokens`: those that the grammar may name.
+        """
         passed = self._passed[key_name]
         digest = sha256(grammar.encode()).digest() if len(grammar) <= MAX_KNOWN_SIZE else b""
 
         def try_grammar() -> None:
             if digest not in passed:  # an equal one may have passed while this one waited
-                self._sandbox.check_grammar(grammar)
+                self._sandbox.check_grammar(grammar, special_tokens)
 
         if digest not in passed:
             await self._pool.run(key_name, try_grammar)

@@ -26,7 +26,7 @@ import logging
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -84,9 +84,12 @@ class Sandbox:
             variables=dict(variables),
         )
 
-    def check_grammar(self, grammar: str) -> None:
-        """Raise ValueError if compiling a grammar takes too much time, memory or stack. Raises APIError."""
-        self._call("the grammar", "check_grammar", grammar=grammar)
+    def check_grammar(self, grammar: str, special_tokens: Sequence[str] = ()) -> None:
+        """Raise ValueError if compiling a grammar takes too much time, memory or stack. Raises APIError.
+
+        `special_tokens`: those that the grammar may name.
+        """
+        self._call("the grammar", "check_grammar", grammar=grammar, special_tokens=list(special_tokens))
 
     def close(self) -> None:
         """End the idle workers; others end with their operation."""

@@ -15,12 +15,15 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from retain.files import shorten
 from retain.processing.chat_template import ChatTemplate
+
+if TYPE_CHECKING:  # an optional dependency
+    from llguidance import LLTokenizer
 
 # Far less than the server's threads have: a grammar that compiles here never overflows a stack there.
 STACK_BYTES = 2**20
@@ -61,15 +64,40 @@ def render_chat(source: str, special_tokens: Mapping[str, str], max_characters: 
     return text
 
 
-def check_grammar(grammar: str) -> str:
+def check_grammar(grammar: str, special_tokens: Sequence[str] = ()) -> str:
     """Compile a grammar over bytes: what is slow or large about it does not depend on the vocabulary.
 
-    A grammar with an error passes, because the server reports it better. Returns no text.
+    `special_tokens`: those that the grammar may name. A grammar with an error passes, because the server reports it
+    better. Returns no text.
     """
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLMatcher
 
-    LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
+    LLMatcher(create_byte_tokenizer(tuple(special_tokens)), grammar, log_level=0)
     return ""
+
+
+@cache
+def create_byte_tokenizer(special_tokens: tuple[str, ...]) -> LLTokenizer:
+    """Return a tokenizer of bytes and of some special tokens."""
+    from llguidance import LLTokenizer, TokenizerWrapper
+
+    if not special_tokens:
+        return LLTokenizer("byte")
+    return LLTokenizer(TokenizerWrapper(_ByteTokenizer(special_tokens)))
+
+
+class _ByteTokenizer:
+    """What llguidance needs to know of a tokenizer: here of bytes, an end and special tokens."""
+
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, special_tokens: Sequence[str]):
+        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end of the text|>", *(t.encode() for t in special_tokens)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
 
 
 OPERATIONS: Mapping[str, Callable[..., str]] = {"render_chat": render_chat, "check_grammar": check_grammar}

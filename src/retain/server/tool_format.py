@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from retain.processing.grammar import lark_json_rule
 
@@ -22,12 +22,37 @@ class ParsedToolCall:
     arguments: str
 
 
+class ChatOutput(NamedTuple):
+    """New parts of an answer, in this order."""
+
+    reasoning: str
+    content: str
+    tool_calls: list[ParsedToolCall]
+
+
+class AnswerParser(Protocol):
+    """Separates the parts of one answer, however its text is cut into pieces."""
+
+    def feed(self, text: str, finished: bool) -> ChatOutput:
+        """Add generated text. Returns the parts that are certain; all of them once the answer has finished."""
+
+    def copy(self) -> Self:
+        """Return a parser that goes on from here by itself."""
+
+    def has_left_reasoning(self, text: str) -> bool:
+        """Return whether what comes after the reasoning has begun in the text of an answer."""
+
+
 @dataclass(frozen=True)
 class ToolFormat(ABC):
-    """How a model writes tool calls: between two markers, or as the whole output if the markers are empty."""
+    """How a model writes tool calls: between two markers, or as the whole output if the markers are empty.
+
+    `special_tokens`: those of the tokenizer that the parser must see, so that they stay in the text of an answer.
+    """
 
     begin: str = ""
     end: str = ""
+    special_tokens: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -44,6 +69,25 @@ class ToolFormat(ABC):
 
         Raises ValueError for a schema that is too deep or that no value matches.
         """
+
+    def build_content_grammar(self, schema: Any) -> str | None:
+        """Return llguidance's Lark grammar of an answer whose content matches a JSON schema. Raises ValueError.
+
+        None: content stands alone.
+        """
+        return None
+
+    def create_parser(self, tool_names: Collection[str], prompt: str) -> AnswerParser | None:
+        """Create a parser of whole answers to a prompt text. None: only calls have markers of this format."""
+        return None
+
+    def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return messages as templates of this format take them."""
+        return [dict(message) for message in messages]
+
+    def fit_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return tools as templates of this format take them."""
+        return [dict(tool) for tool in tools]
 
 
 @dataclass(frozen=True)
@@ -64,9 +108,7 @@ class JsonToolFormat(ToolFormat):
             if not isinstance(call, dict) or not isinstance(call.get("name"), str):
                 return None
             arguments = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
-            if not isinstance(arguments, str):
-                arguments = json.dumps(arguments, ensure_ascii=False)
-            calls.append(ParsedToolCall(call["name"], _replace_surrogates(arguments)))
+            calls.append(ParsedToolCall(call["name"], write_arguments(arguments)))
         return calls or None
 
     def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
@@ -96,6 +138,12 @@ class JsonToolFormat(ToolFormat):
 
 def _lark_key(key: str) -> str:
     return f'{json.dumps(json.dumps(key))} ws? ":" ws?'
+
+
+def write_arguments(arguments: Any) -> str:
+    """Return arguments as JSON; a text is JSON already."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return _replace_surrogates(text)
 
 
 def _replace_surrogates(text: str) -> str:

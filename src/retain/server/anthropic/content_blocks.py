@@ -8,9 +8,8 @@ from typing import Any
 from uuid import uuid4
 
 from retain.server.openai.body import parse_arguments
-from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.protocol import Json
-from retain.server.tool_format import ParsedToolCall
+from retain.server.tool_format import ChatOutput, ParsedToolCall
 
 
 class ContentBlocks:

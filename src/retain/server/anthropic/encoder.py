@@ -12,11 +12,12 @@ from retain.engine.request import FinishReason
 from retain.processing.output import OutputProcessor
 from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.anthropic.errors import create_request_id_header, to_error_json, to_error_response
-from retain.server.openai.chat_output import ChatOutput, ChatOutputParser
+from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
+from retain.server.tool_format import ChatOutput
 from retain.server.usage import build_request_stats, count_tokens
 from retain.server.warning_header import build_warning_header
 

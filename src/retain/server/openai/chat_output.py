@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from copy import copy
-from typing import NamedTuple
 
-from retain.server.tool_format import ParsedToolCall, ToolFormat
+from retain.server.tool_format import AnswerParser, ChatOutput, ParsedToolCall, ToolFormat
 
 BEGIN = "<think>"
 END = "</think>"
@@ -144,47 +143,21 @@ def partial_marker_length(text: str, marker: str) -> int:
     return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-class ChatOutput(NamedTuple):
-    """New parts of an answer, in this order."""
-
-    reasoning: str
-    content: str
-    tool_calls: list[ParsedToolCall]
-
-
-class ChatOutputParser:
-    """Separates the text of one choice. None: the model's template has no tools, or no reasoning."""
+class TaggedAnswerParser:
+    """Separates an answer that has reasoning and tool calls between tags. None: the model's template has none."""
 
     def __init__(self, tool_parser: ToolParser | None = None, reasoning_parser: ReasoningParser | None = None):
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
-        self._skipped = ChatOutput("", "", [])  # text of the prompt that the parsers may still return
 
-    def skip(self, text: str) -> None:
-        """Take text of the prompt as the beginning of the answer: only what follows is returned."""
-        self._separate(text, finished=False)
-        self._skipped = self.copy()._separate("", finished=True)
-
-    def copy(self) -> ChatOutputParser:
-        """Return a parser that goes on from here by itself."""
+    def copy(self) -> TaggedAnswerParser:
+        """See AnswerParser."""
         tool_parser = self._tool_parser
         reasoning_parser = self._reasoning_parser
-        other = ChatOutputParser(tool_parser and tool_parser.copy(), reasoning_parser and reasoning_parser.copy())
-        other._skipped = self._skipped
-        return other
+        return TaggedAnswerParser(tool_parser and tool_parser.copy(), reasoning_parser and reasoning_parser.copy())
 
     def feed(self, text: str, finished: bool) -> ChatOutput:
-        """Add generated text. Returns the parts that are certain; all of them once the choice has finished."""
-        output = self._separate(text, finished)
-        skipped = self._skipped
-        if not any(skipped) or not any(output):
-            return output
-        reasoning, skipped_reasoning = _drop_skipped(output.reasoning, skipped.reasoning)
-        content, skipped_content = _drop_skipped(output.content, skipped.content)
-        self._skipped = ChatOutput(skipped_reasoning, skipped_content, [])
-        return ChatOutput(reasoning, content, output.tool_calls)
-
-    def _separate(self, text: str, finished: bool) -> ChatOutput:
+        """See AnswerParser."""
         reasoning = ""
         content = text
         calls: list[ParsedToolCall] = []
@@ -197,6 +170,44 @@ class ChatOutputParser:
                 content += rest
                 calls += more
         return ChatOutput(reasoning, content, calls)
+
+    def has_left_reasoning(self, text: str) -> bool:
+        """See AnswerParser."""
+        return END in text
+
+
+class ChatOutputParser:
+    """Separates the text of one choice, which may continue text of the prompt. By default all of it is content."""
+
+    def __init__(self, parser: AnswerParser | None = None):
+        self._parser: AnswerParser = parser or TaggedAnswerParser()
+        self._skipped = ChatOutput("", "", [])  # text of the prompt that the parser may still return
+
+    def skip(self, text: str) -> None:
+        """Take text of the prompt as the beginning of the answer: only what follows is returned."""
+        self._parser.feed(text, finished=False)
+        self._skipped = self._parser.copy().feed("", finished=True)
+
+    def copy(self) -> ChatOutputParser:
+        """Return a parser that goes on from here by itself."""
+        other = ChatOutputParser(self._parser.copy())
+        other._skipped = self._skipped
+        return other
+
+    def has_left_reasoning(self, text: str) -> bool:
+        """Return whether what comes after the reasoning has begun in the text of an answer."""
+        return self._parser.has_left_reasoning(text)
+
+    def feed(self, text: str, finished: bool) -> ChatOutput:
+        """Add generated text. Returns the parts that are certain; all of them once the choice has finished."""
+        output = self._parser.feed(text, finished)
+        skipped = self._skipped
+        if not any(skipped) or not any(output):
+            return output
+        reasoning, skipped_reasoning = _drop_skipped(output.reasoning, skipped.reasoning)
+        content, skipped_content = _drop_skipped(output.content, skipped.content)
+        self._skipped = ChatOutput(skipped_reasoning, skipped_content, [])
+        return ChatOutput(reasoning, content, output.tool_calls)
 
 
 def _drop_skipped(text: str, skipped: str) -> tuple[str, str]:

@@ -245,7 +245,7 @@ class ChatCompletionMessage(BaseModel):
     role: str
     content: str | None
     refusal: None
-    reasoning_content: str | None = Field(None, description="Text between think tags, where the template has them")
+    reasoning_content: str | None = Field(None, description="What the model writes before its answer")
     tool_calls: list[ToolCall] | None = None
 
 

@@ -60,26 +60,37 @@ def join_system_messages(messages: Sequence[Json]) -> list[Json]:
     return [{**message, "content": "\n\n".join(texts)} for message, texts in joined]
 
 
-def fit_messages(body: ChatCompletionRequest, tokenizer: Tokenizer) -> list[Json]:
-    """Return messages as the chat template takes them: with one system message, where it refuses others."""
+def fit_messages(
+    body: ChatCompletionRequest, tokenizer: Tokenizer, tool_format: ToolFormat | None = None
+) -> list[Json]:
+    """Return messages as the chat template takes them: with one system message, where it shows no others."""
     messages = to_template_messages(body.messages)
     joined = join_system_messages(messages)
-    if joined == messages:
-        return messages
+    if joined != messages and not _shows_system_messages(tokenizer):
+        messages = joined
+    return tool_format.fit_messages(messages) if tool_format else messages
+
+
+def _shows_system_messages(tokenizer: Tokenizer) -> bool:
+    """Return whether the chat template shows system messages wherever they are: some refuse or drop later ones."""
+    roles = ("system", "system", "user", "system")
+    probe = [{"role": role, "content": f"PROBE-{i}-"} for i, role in enumerate(roles)]
     try:
-        probe = [{"role": role, "content": "0"} for role in ("system", "system", "user", "system")]
-        tokenizer.apply_chat_template(probe)
+        text = tokenizer.apply_chat_template(probe)
     except ValueError:
-        return joined
-    return messages
+        return False
+    return all(message["content"] in text for message in probe)
 
 
-def render_prompt(body: ChatCompletionRequest, tools: Sequence[Json], tokenizer: Tokenizer) -> str:
+def render_prompt(
+    body: ChatCompletionRequest, tools: Sequence[Json], tokenizer: Tokenizer, tool_format: ToolFormat | None = None
+) -> str:
     """Return the prompt text of a conversation with these tools. Raises ValueError."""
+    fitted_tools = tool_format.fit_tools(tools) if tool_format else tools
     return tokenizer.apply_chat_template(
-        fit_messages(body, tokenizer),
+        fit_messages(body, tokenizer, tool_format),
         body.add_generation_prompt,
-        tools=tools or None,
+        tools=fitted_tools or None,
         continue_final_message=body.continue_final_message,
         variables=body.template_variables,
     )
@@ -112,7 +123,8 @@ def _parse_arguments(text: str) -> Any:
 def build_grammar(body: ChatCompletionRequest, tools: Sequence[Json], tool_format: ToolFormat | None) -> str | None:
     """Return the grammar that tool_choice or response_format demands, or None for free text. Raises APIError.
 
-    `tool_format` is that of the chat template; it is known where there are `tools`.
+    `tool_format` is that of the chat template, which decides what stands before a call or the content; it is known
+    where there are `tools`.
     """
     if tools and body.tool_choice not in (None, "auto"):
         functions = [t["function"] for t in tools]
@@ -127,4 +139,5 @@ def build_grammar(body: ChatCompletionRequest, tools: Sequence[Json], tool_forma
     if wanted is None or wanted.type == "text":
         return None
     schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
-    return grammar.grammar_from_json_schema(schema)
+    lark = tool_format.build_content_grammar(schema) if tool_format else None
+    return grammar.grammar_from_lark(lark) if lark else grammar.grammar_from_json_schema(schema)

@@ -21,7 +21,14 @@ from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.grammar_trials import GrammarTrials
 from retain.server.openai.body import BodyParser
-from retain.server.openai.chat_output import BEGIN, ChatOutputParser, ReasoningParser, ToolParser, supports_reasoning
+from retain.server.openai.chat_output import (
+    BEGIN,
+    ChatOutputParser,
+    ReasoningParser,
+    TaggedAnswerParser,
+    ToolParser,
+    supports_reasoning,
+)
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.choice_builders import (
     ChatChoiceBuilder,
@@ -84,11 +91,16 @@ class OpenAIServing:
     def _detect_tool_format(self) -> ToolFormat | None:
         tokenizer = self.llm.tokenizer
         found = detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
-        if not found or not found.begin:
+        if not found or not found.begin or found.special_tokens:
             return found
         markers = tokenizer.encode(found.begin, add_special_tokens=False)
         # Special tokens are left out of the text, so the parser would never see the markers.
         return replace(found, begin="", end="") if set(markers) <= tokenizer.special_token_ids else found
+
+    def _find_shown_tokens(self) -> frozenset[int]:
+        """Return the special tokens that the text of a chat answer shows, because its parser must see them."""
+        names = self.tool_format.special_tokens if self.tool_format else ()
+        return self.llm.tokenizer.find_tokens(names)
 
     @property
     def model_name(self) -> str:
@@ -125,7 +137,12 @@ class OpenAIServing:
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         params = body.to_sampling_params(max_tokens, logprobs)
-        request = replace(request, params=params, grammar=build_grammar(body, tools, self.tool_format))
+        request = replace(
+            request,
+            params=params,
+            grammar=build_grammar(body, tools, self.tool_format),
+            shown_tokens=self._find_shown_tokens(),
+        )
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
         begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
@@ -133,26 +150,29 @@ class OpenAIServing:
         return request, [parser.copy() for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
-        return self.llm.tokenizer.count_system_tokens(fit_messages(body, self.llm.tokenizer))
+        return self.llm.tokenizer.count_system_tokens(fit_messages(body, self.llm.tokenizer, self.tool_format))
 
     def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
         """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
         tools = to_template_tools(body)
         if tools and not self.tool_format:
             raise APIError(400, "this model's chat template does not support tools", "tools")
-        prompt = render_prompt(body, tools, self.llm.tokenizer)
+        prompt = render_prompt(body, tools, self.llm.tokenizer, self.tool_format)
         self.llm.input_processor.check_length(prompt)
         return prompt, tools
 
     def _create_output_parser(self, prompt: str, tools: Sequence[Json], begun: str) -> ChatOutputParser:
         """Create a parser of the answer to a prompt text. `begun`: the message in the prompt that it continues."""
         names = {t["function"]["name"] for t in tools}
-        reasoning = supports_reasoning(self.llm.tokenizer.chat_templates.find(has_tools=bool(tools)) or "")
         start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
-        parser = ChatOutputParser(
-            ToolParser(self.tool_format, names) if tools and self.tool_format else None,
-            ReasoningParser(prompt[:start].rstrip().endswith(BEGIN)) if reasoning else None,
-        )
+        whole = self.tool_format.create_parser(names, prompt[:start]) if self.tool_format else None
+        if whole is None:
+            reasoning = supports_reasoning(self.llm.tokenizer.chat_templates.find(has_tools=bool(tools)) or "")
+            whole = TaggedAnswerParser(
+                ToolParser(self.tool_format, names) if tools and self.tool_format else None,
+                ReasoningParser(prompt[:start].rstrip().endswith(BEGIN)) if reasoning else None,
+            )
+        parser = ChatOutputParser(whole)
         parser.skip(prompt[start:])
         return parser
 
@@ -258,8 +278,9 @@ class OpenAIServing:
 
         prepared, states = await self.preparation.run(key_name, prepare_plain)
         if states is None:
+            special_tokens = self.tool_format.special_tokens if self.tool_format else ()
             for source in {request.grammar for request in prepared.requests if request.grammar}:
-                await self.grammar_trials.check(key_name, source)
+                await self.grammar_trials.check(key_name, source, special_tokens)
             states = await self.preparation.run(key_name, lambda: self.process(prepared.requests))
         return prepared, states
 

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from retain.engine.request import FinishReason, Logprob
 from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.chat_output import END, ChatOutput, ChatOutputParser
+from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.choice_builders import to_token_logprob
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
@@ -23,6 +23,7 @@ from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import HostedTool
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
+from retain.server.tool_format import ChatOutput
 from retain.server.usage import build_request_stats, count_tokens
 from retain.server.warning_header import build_warning_header
 
@@ -132,7 +133,7 @@ class ResponsesEncoder(ResponseEncoder):
     def _end_reasoning(self) -> None:
         """Count the reasoning tokens, once the first token after them is known or the answer ends."""
         if self._has_reasoning and not self._is_past_reasoning:
-            self._num_reasoning_tokens = count_reasoning_tokens(self._tokenizer, self._token_ids)
+            self._num_reasoning_tokens = count_reasoning_tokens(self._tokenizer, self._parser, self._token_ids)
             del self._logprobs[: self._num_reasoning_tokens]
         self._is_past_reasoning = True
 
@@ -224,13 +225,14 @@ def build_response(body: ResponsesRequest) -> Json:
     }
 
 
-def count_reasoning_tokens(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
-    """Return the tokens up to the end of the reasoning, its closing tag included; all if it is not closed."""
-    low = 0  # binary search: a longer answer has the tag if a shorter one has it
+def count_reasoning_tokens(tokenizer: Tokenizer, parser: ChatOutputParser, token_ids: Sequence[int]) -> int:
+    """Return the tokens up to the end of the reasoning, what marks it included; all if it is not closed."""
+    low = 0  # binary search: a longer answer has left its reasoning if a shorter one has
     high = len(token_ids)
     while low < high:
         middle = (low + high) // 2
-        if END in tokenizer.decode(token_ids[:middle]):
+        text = b"".join(map(tokenizer.token_bytes, token_ids[:middle])).decode(errors="replace")
+        if parser.has_left_reasoning(text):
             high = middle
         else:
             low = middle + 1

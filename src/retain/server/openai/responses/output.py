@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from retain.server.openai.chat_output import ChatOutput
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.client_tools import ClientTools
 from retain.server.openai.responses.items import ID_PREFIXES, create_id, encode_reasoning
-from retain.server.tool_format import ParsedToolCall
+from retain.server.tool_format import ChatOutput, ParsedToolCall
 
 STREAMED_FIELDS = {  # of calls: the field that is streamed, and how its events are named
     "function_call": ("arguments", "response.function_call_arguments"),
