@@ -46,13 +46,14 @@ CACHED_KEYS = "less offset, balanced"  # what stored keys are; part of a store's
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. `key_transform` is of the keys in its cache."""
+    """A model in memory. `key_transform` is of the keys in its cache, and `ropes` says how they are rotated."""
 
     path: Path
     spec: ModelSpec
     weight_bytes: int  # of the program
     runner: Runner
     key_transform: KeyTransform
+    ropes: str = ""
 
     @property
     def cache_spec(self) -> KVCacheSpec:
@@ -71,17 +72,20 @@ def load_model(
     weights: str,
     progress: bool = False,
     device: torch.device = CPU,
+    context_limit: int | None = None,
 ) -> LoadedModel:
     """Load a model for a backend, as a program. Raises ValueError or OSError.
 
+    `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
     Where a program packs weights, nothing of the file outlives this call: the cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype), program)
+    decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit), program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)
-    return LoadedModel(path, decoder.spec, program.weight_bytes, runner, build_key_transform(decoder))
+    ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
+    return LoadedModel(path, decoder.spec, program.weight_bytes, runner, build_key_transform(decoder), repr(ropes))
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:
@@ -149,14 +153,14 @@ def build_offload(
     prefix_config: PrefixConfig,
     tier_configs: Sequence[tiers.Tier],
     cache: KVCacheManager,
-    spec: ModelSpec,
-    path: Path,
+    model: LoadedModel,
 ) -> Offloader:
-    """Open the tiers below a cache of the model at `path`. Raises ValueError or OSError."""
+    """Open the tiers below a cache of a model. Raises ValueError or OSError."""
     kv = cache.kv
+    path = model.path
     shape = cache.spec
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
-    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape)
+    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.ropes)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
@@ -168,7 +172,7 @@ def build_offload(
                     fingerprint.update(block)
     shown = {"model": path.name, "weights": config.weights, "dtype": dtype, "page_size": kv.page_size}
     shown |= {"machine and version": " ".join(machine)}
-    return open_offload_tiers(prefix_config, tier_configs, cache, spec, fingerprint.digest(), shown)
+    return open_offload_tiers(prefix_config, tier_configs, cache, model.spec, fingerprint.digest(), shown)
 
 
 def open_offload_tiers(

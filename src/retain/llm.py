@@ -65,7 +65,9 @@ class LLM:
         self.dtype = pool_dtype(c.dtype)
         self.kv_dtype = pool_dtype(c.slot_dtype)
         backend = kernels.load(c.backend, self.device)
-        loaded = factory.load_model(resolve_model(model), backend, self.dtype, c.weights, progress, self.device)
+        path = resolve_model(model)
+        limit = c.max_model_len
+        loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device, limit)
         self.spec = loaded.spec
         self.weight_bytes = loaded.weight_bytes
         self.tokenizer = Tokenizer.open(loaded.path)
@@ -90,7 +92,7 @@ class LLM:
         )
         selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
         if prefix_config and (tier_configs or selective):
-            offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, self.spec, loaded.path)
+            offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, loaded)
             self.cache.set_offloader(offloader)
         self.engine = Engine(loaded.runner, self.cache, drafter)
         if self.device.type != "cpu":
@@ -153,7 +155,10 @@ class LLM:
         check_weights(weights, self.config.dtype)
         if model and not self.tokenizer.has_same_vocab(Tokenizer.open(path)):
             raise ValueError(f"{model} has another vocabulary than {self.config.model}, so it cannot draft for it")
-        return factory.load_model(path, self.cache.backend, self.dtype, weights, device=self.device)
+        limit = self.max_model_len
+        return factory.load_model(
+            path, self.cache.backend, self.dtype, weights, device=self.device, context_limit=limit
+        )
 
     def _load_draft_model(self, model: str, weights: str) -> tuple[Runner, KVCacheManager]:
         """Load a model beside this one, with a cache for as many tokens."""

@@ -16,6 +16,7 @@ from retain.kernels.rope import Rope
 from retain.models.family_config import FamilyConfig, check_supported
 
 ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0}
+LONGROPE_TYPES = ("longrope", "su")  # the second name is of old files
 
 
 def get_rope_parameters(
@@ -125,11 +126,48 @@ def get_whole_head_rope(
 
 
 def get_partial_rope(
-    head_dim: int, config: Mapping[str, Any], defaults: Mapping[str, Any] = ROPE_DEFAULTS, interleaved: bool = False
+    head_dim: int,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any] = ROPE_DEFAULTS,
+    interleaved: bool = False,
+    context_limit: int | None = None,
 ) -> Rope:
-    """Return the Rope of a family that rotates a share of each head, `partial_rotary_factor`. Raises ValueError."""
+    """Return the Rope of a family that rotates a share of each head, `partial_rotary_factor`. Raises ValueError.
+
+    `context_limit`: that of the engine, which a family gives if its configs have frequencies for each kind of context
+    (`longrope`).
+    """
     params = get_rope_parameters(config, defaults=defaults)
-    return get_rope(int(head_dim * get_rotated_share(params)), params, interleaved)
+    dim = int(head_dim * get_rotated_share(params))
+    if context_limit is not None and (params["rope_type"] in LONGROPE_TYPES or "short_factor" in params):
+        return get_longrope(dim, params, config["max_position_embeddings"], context_limit)
+    return get_rope(dim, params, interleaved)
+
+
+def get_longrope(dim: int, params: Mapping[str, Any], full_context: int, context_limit: int) -> Rope:
+    """Return LongRoPE (arXiv 2402.13753): a factor for each frequency, from one of two lists.
+
+    `long_factor` if the engine's context is longer than the original one, else `short_factor`. transformers chooses by
+    the length of each text, so that the angles of cached keys would change under a text that grows; vLLM chooses as we
+    do. `full_context`: that of the model, `max_position_embeddings`. Raises ValueError.
+    """
+    original = get_original_context(params)
+    kind = "long" if context_limit > original else "short"
+    factors = params[f"{kind}_factor"]
+    if not (isinstance(factors, list) and len(factors) == dim // 2 and all(map(_is_positive, factors))):
+        raise ValueError(f"{kind}_factor is {quote(factors)}, not a list of {dim // 2} numbers above 0")
+    freqs = params["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [n/2]
+    attention_factor = params.get("attention_factor")
+    if attention_factor is None:
+        attention_factor = params.get(f"{kind}_mscale")
+    if attention_factor is None:
+        factor = params.get("factor") or full_context / original
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return Rope(1.0 / (torch.tensor(factors, dtype=torch.float32) * freqs), attention_factor=float(attention_factor))
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
 
 
 def get_rotated_share(params: Mapping[str, Any]) -> float:

@@ -36,13 +36,18 @@ class Weights:
         prefix: str = "",
         on_read: Callable[[int], None] = lambda num_elements: None,
         vector_dtype: torch.dtype | None = None,
+        context_limit: int | None = None,
     ):
-        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read."""
+        """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read.
+
+        `context_limit`: the longest text of the engine, by default the model's own.
+        """
         self.checkpoint = checkpoint
         self.dtype = dtype
         self.quantization = quantization
         self.prefix = prefix
         self.vector_dtype = vector_dtype or dtype
+        self.context_limit = context_limit
         self.config = FamilyConfig(checkpoint.config)
         self._on_read = on_read
         self._names = checkpoint.names()
@@ -156,6 +161,7 @@ def open_weights(
     quantization: str = "auto",
     progress: bool = False,
     vector_dtype: torch.dtype | None = None,
+    context_limit: int | None = None,
 ) -> Weights:
     """Open the model at `path` (see Weights for the options). `progress` shows a bar if stderr is a terminal.
 
@@ -165,7 +171,7 @@ def open_weights(
     check_weights(quantization, str(dtype).removeprefix("torch."))
     checkpoint = open_checkpoint(path)
     if not (progress and sys.stderr.isatty()):
-        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype)
+        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype, context_limit=context_limit)
     from tqdm import tqdm
 
     num_tensors = len(checkpoint.names())
@@ -176,4 +182,6 @@ def open_weights(
         if bar.n >= num_tensors:
             bar.close()
 
-    return Weights(checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype)
+    return Weights(
+        checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype, context_limit=context_limit
+    )

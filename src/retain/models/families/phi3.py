@@ -1,6 +1,8 @@
 """Phi-3, Phi-4: Llama with q, k and v in one matrix, gate and up in another (arXiv 2404.14219).
 
-The extended contexts of `longrope` are not supported.
+Of the two lists of factors of `longrope`, an engine uses one: the short one if its context (`max_model_len`) is at most
+the original one, else the long one, as in vLLM. transformers chooses by each text, so a short text in a long context
+differs from it.
 """
 
 from __future__ import annotations
@@ -53,5 +55,6 @@ def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
     s = spec_from_config(w.config)
-    rope = get_partial_rope(s.kv_cache.attention(0).k_dim, w.config, ROPE_DEFAULTS)
+    limit = w.context_limit or s.max_position_embeddings
+    rope = get_partial_rope(s.kv_cache.attention(0).k_dim, w.config, ROPE_DEFAULTS, context_limit=limit)
     return llama.build_decoder(w, s, llama.OptionalTensors(), build_layer, rope)
