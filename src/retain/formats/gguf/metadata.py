@@ -81,6 +81,23 @@ def expert_config(meta: GGUFMetadata) -> HFConfig:
     return {"num_experts": num_experts, "num_experts_per_tok": meta.get_positive("expert_used_count")}
 
 
+def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list[str]:
+    """Return the type of each layer: a bool of a list, or one full layer in so many, `every` where the file is silent.
+
+    Without a window all layers are full. Raises ValueError for a list of another length.
+    """
+    layers = meta.get_positive("block_count")
+    pattern: Any = meta.entries.get(f"{meta.arch}.attention.sliding_window_pattern")
+    if hasattr(pattern, "tolist"):
+        is_sliding = [bool(x) for x in pattern.tolist()]
+        if len(is_sliding) != layers:
+            raise ValueError(f"attention.sliding_window_pattern is for {len(is_sliding)} layers, there are {layers}")
+    else:
+        period = meta.get_positive("attention.sliding_window_pattern", every)
+        is_sliding = [(i + 1) % period != 0 for i in range(layers)]
+    return ["sliding_attention" if x and window else "full_attention" for x in is_sliding]
+
+
 def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
     """Return `rope_scaling` of config.json."""
     kind = meta.get("rope.scaling.type", "none")
@@ -93,9 +110,13 @@ def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
         if meta.get("rope.scaling.attn_factor", 1.0) != 1:
             raise UnsupportedError("yarn with an attn_factor of its own is not supported")
         scaling["original_max_position_embeddings"] = meta.get_positive("rope.scaling.original_context_length")
-        for key in ("beta_fast", "beta_slow"):
-            if beta := meta.get(f"rope.scaling.yarn_{key}", 0.0):
-                scaling[key] = beta
+        if meta.get("rope.scaling.yarn_ext_factor", 1.0) != 1:
+            raise UnsupportedError("yarn with an ext_factor of its own is not supported")
+        for key, hf_key in (("attn_factor", "attention_factor"), ("beta_fast",) * 2, ("beta_slow",) * 2):
+            if value := meta.get(f"rope.scaling.yarn_{key}", 0.0):
+                scaling[hf_key] = value
+        if all_dim := meta.get("rope.scaling.yarn_log_multiplier", 0.0):
+            scaling |= {"mscale": 1.0, "mscale_all_dim": all_dim}
     return scaling
 
 

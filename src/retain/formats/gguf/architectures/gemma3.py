@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, read_layer_types
 
 NORM_TENSORS = {
     "post_attention_norm": "post_attention_layernorm",
@@ -22,20 +20,12 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     layers = c["num_hidden_layers"]
     heads = c["num_attention_heads"]
     dim = c["head_dim"]
-    pattern: Any = meta.entries.get("gemma3.attention.sliding_window_pattern")
-    if hasattr(pattern, "tolist"):  # whether each layer is sliding
-        is_sliding = [bool(x) for x in pattern.tolist()]
-        if len(is_sliding) != layers:
-            raise ValueError(f"attention.sliding_window_pattern is for {len(is_sliding)} layers, there are {layers}")
-    else:
-        every = meta.get_positive("attention.sliding_window_pattern", 6)
-        is_sliding = [(i + 1) % every != 0 for i in range(layers)]
     del c["hidden_act"]
     return c | {
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
         "sliding_window": window,
-        "layer_types": ["sliding_attention" if x and window else "full_attention" for x in is_sliding],
+        "layer_types": read_layer_types(meta, window, every=6),
         # Not in the file. Gemma scales by the head dim, except in the 27B model, the only one with 62 layers.
         "query_pre_attn_scalar": c["hidden_size"] // heads if layers == 62 else dim,
         "attn_logit_softcapping": meta.get("attn_logit_softcapping", 0.0) or None,

@@ -11,17 +11,14 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, 
 
 GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_PREFIX = "model.layers.{}"
-LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
+ATTENTION = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
     "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
 }
+PROJECTIONS = ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+LAYER_TENSORS = PROJECTIONS | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 EXPERT_TENSORS = {
     "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj",
@@ -29,19 +26,29 @@ EXPERT_TENSORS = {
 }
 QKV_BIASES = frozenset(("attn_q", "attn_k", "attn_v"))
 ATTENTION_BIASES = QKV_BIASES | {"attn_output"}
+PROJECTION_BIASES = ATTENTION_BIASES | {"ffn_gate", "ffn_up", "ffn_down"}
 QK_NORM_TENSORS = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 
 
 def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
-    """Return the config of Llama and the families like it. The file has no flags: tensors say whether there are biases.
+    """Return the config of Llama and the families like it, which rotate whole heads. Raises ValueError."""
+    c = make_partial_rope_config(meta, model_type)
+    if c.pop("partial_rotary_factor") != 1:
+        raise UnsupportedError(f"heads of which a part is rotated are not supported in the architecture {meta.arch}")
+    return c
 
-    `attention.sliding_window` is left to the families that have one: llama.cpp and transformers read it in no other.
+
+def make_partial_rope_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
+    """Return the config of a family like Llama that rotates a share of each head.
+
+    The file has no flags: tensors say whether there are biases. `attention.sliding_window` is left to the families
+    that have one: llama.cpp and transformers read it in no other.
     """
     c = common_config(meta)
     heads = c["num_attention_heads"]
-    hidden = c["hidden_size"]
-    dim = meta.get_positive("attention.key_length", max(1, hidden // heads))
-    if meta.get_positive("attention.value_length", dim) != dim or meta.get_positive("rope.dimension_count", dim) != dim:
+    dim = meta.get_positive("attention.key_length", max(1, c["hidden_size"] // heads))
+    rotated = meta.get_positive("rope.dimension_count", dim)
+    if meta.get_positive("attention.value_length", dim) != dim or rotated > dim:
         raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
     return c | {
         "model_type": model_type,
@@ -50,6 +57,7 @@ def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": read_rope_scaling(meta),
+        "partial_rotary_factor": rotated / dim,
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in meta.tensor_shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in meta.tensor_shapes,
@@ -72,6 +80,6 @@ ARCHITECTURE = Architecture(
     GLOBAL_TENSORS,
     LAYER_PREFIX,
     LAYER_TENSORS,
-    biases=ATTENTION_BIASES | {"ffn_gate", "ffn_up", "ffn_down"},
+    biases=PROJECTION_BIASES,
     row_order=pair_halves,
 )
