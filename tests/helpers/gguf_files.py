@@ -19,7 +19,8 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
 from retain.processing.detokenizer import unicode_to_bytes
-from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
+from tests.helpers.gguf_dense import DENSE_ARCHS, PERMUTED, dense_metadata, permute_rows
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 FLOAT_TYPES = [t for t in GGMLQuantizationType if t.name not in ("I8", "I16", "I32", "I64", "F64")]
 GGUF_ARCHS = {
@@ -32,6 +33,7 @@ GGUF_ARCHS = {
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
     "mpt": "mpt",
+    **DENSE_ARCHS,
 }
 BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
 # 128 tokens: 110 single bytes, 15 merges, and three control tokens.
@@ -85,7 +87,7 @@ SENTENCEPIECE_VOCABULARY: dict[str, Any] = {
 }
 
 
-def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
+def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
     """Create a tiny checkpoint without the options that a GGUF file of its architecture cannot store."""
     if model_type == "gemma3_text":  # files store no other pattern
         return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
@@ -93,6 +95,11 @@ def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
         return tiny_checkpoint(model_type, norm_topk_prob=True)
     if model_type == "qwen2":
         return tiny_checkpoint(model_type, use_sliding_window=False)
+    if model_type == "granite":  # float32 in a file
+        return tiny_checkpoint(model_type, attention_multiplier=0.25)
+    if model_type == "ministral3":  # the converter requires the scales of YaRN
+        rope = CONFIGS[model_type]["rope_parameters"]
+        return tiny_checkpoint(model_type, rope_parameters={**rope, "mscale": 1.0, "mscale_all_dim": 1.0})
     return tiny_checkpoint(model_type)
 
 
@@ -174,6 +181,8 @@ def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
 
 def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json to metadata."""
+    if arch in DENSE_ARCHS.values():
+        return {f"{arch}.{key}": value for key, value in dense_metadata(arch, c).items()}
     hidden = c.get("hidden_size") or c.get("n_embd") or c["d_model"]
     heads = c.get("num_attention_heads") or c.get("n_head") or c["n_heads"]
     values = {
@@ -214,9 +223,8 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
 def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> NDArray[np.float32]:
     """Convert a tensor to llama.cpp's layout."""
     a = x.float().numpy()
-    if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
-        heads = c["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-        a = a.reshape(heads, 2, a.shape[0] // heads // 2, *a.shape[1:]).swapaxes(1, 2).reshape(a.shape)
+    if arch in PERMUTED:
+        a = permute_rows(name, a, c)
     if arch == "gemma3" and name.endswith("norm.weight"):
         a = a + 1
     if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):

@@ -1,0 +1,34 @@
+"""Granite 3, and the dense models of Granite 4 without Mamba layers."""
+
+from __future__ import annotations
+
+from retain.formats.errors import UnsupportedError
+from retain.formats.gguf.architecture import Architecture
+from retain.formats.gguf.architectures import llama
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+
+
+def make_config(meta: GGUFMetadata) -> HFConfig:
+    """Return the config of Granite. A missing multiplier is 1, that of attention 1 / sqrt(head_dim).
+
+    Files of Granite say by `rope.scaling.finetuned` whether there is rope at all.
+    """
+    c = llama.make_config(meta, "granite")
+    if not meta.get("rope.scaling.finetuned", True):
+        raise UnsupportedError("Granite without rope is not supported")
+    return c | {
+        "attention_multiplier": meta.get("attention.scale", 0.0) or c["head_dim"] ** -0.5,
+        "embedding_multiplier": meta.get("embedding_scale", 0.0) or 1.0,
+        "residual_multiplier": meta.get("residual_scale", 0.0) or 1.0,
+        "logits_scaling": meta.get("logit_scale", 0.0) or 1.0,  # logits are divided by it, unlike in Cohere's files
+    }
+
+
+ARCHITECTURE = Architecture(
+    make_config,
+    llama.GLOBAL_TENSORS,
+    llama.LAYER_PREFIX,
+    llama.LAYER_TENSORS,
+    biases=llama.PROJECTION_BIASES,
+    row_order=llama.pair_halves,
+)
