@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Regex, pre_tokenizers
 
 from retain.models.resolve import resolve_model
-from retain.processing.gguf_tokenizer import _build_sentencepiece
+from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, _build_sentencepiece
 from retain.processing.tokenizer import Tokenizer, wrap_errors
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY
 from tests.helpers.tokenizers import (
@@ -168,6 +169,10 @@ EXPECTED_WORDS = {
     "qwen2": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", "\n\n", "  ", " x", "?!\n"],
     "gpt-2": ["I", "'", "LL", " pay", " 12345", "\n\n  ", " x", "?!", "\n"],
     "tekken": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", "\n\n", "  ", " x", "?!\n"],
+    "refact": ["I", "'", "LL", " pay", " ", "1", "2", "3", "4", "5", "\n\n  ", " x", "?!", "\n"],
+    "seed-coder": ["I", "'LL", " pay", " ", "1", "2", "3", "4", "5", "\n\n", "  ", " x", "?!", "\n"],
+    "gpt-4o": ["I'LL", " pay", " ", "123", "45", "\n\n", "  ", " x", "?!\n"],
+    "glm4": ["I", "'LL", " pay", " ", "123", "45", "\n\n", "  ", " x", "?!\n"],
 }
 
 
@@ -179,13 +184,64 @@ def test_text_is_split_into_words_by_the_rule_of_pre(tmp_path: Path, pre: str) -
     assert [text[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(text)] == EXPECTED_WORDS[pre]
 
 
-def test_llama3_keeps_words_that_are_tokens(tmp_path: Path) -> None:
+def read_rules_of_transformers() -> dict[str, pre_tokenizers.PreTokenizer]:
+    """Return how transformers splits text, by `pre`: its table for GGUF files, and its tokenizers of two models."""
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.models.cohere.tokenization_cohere import CohereTokenizer
+    from transformers.models.gpt2.tokenization_gpt2 import GPT2Tokenizer
+
+    rules = {pre: pre_tokenizers.Split(Regex(regex), "isolated") for pre, regex in GGUF_PRE_TOKENIZER_SPLITS.items()}
+    for pre, kind in (("command-r", CohereTokenizer), ("gpt-2", GPT2Tokenizer)):
+        rules[pre] = kind(vocab={"a": 0, "b": 1}, merges=[]).backend_tokenizer.pre_tokenizer
+    return rules
+
+
+def test_words_equal_those_of_transformers() -> None:
+    rules, rng = read_rules_of_transformers(), random.Random(0)
+    shared = [pre for pre in rules if pre in PRE_TOKENIZERS]
+    assert len(shared) > 20 and {"command-r", "gpt-2", "gpt-4o", "qwen35", "dbrx", "tekken"} <= set(shared)
+    splitters = {}
+    for pre in shared:
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre].patterns]
+        splitters[pre] = pre_tokenizers.Sequence(splits)
+    for _ in range(300):
+        text = "".join(rng.choices(TEXT_FRAGMENTS, k=8))
+        for pre in shared:
+            ours, theirs = ([span for _, span in x.pre_tokenize_str(text)] for x in (splitters[pre], rules[pre]))
+            assert ours == theirs, (pre, text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "ids"), [("llama-bpe", 2), ("tekken", 2), ("gpt-2", 3), ("dbrx", 3), ("glm4", 3), ("qwen2", 3)]
+)
+def test_some_rules_keep_words_that_are_tokens_and_add_bos(tmp_path: Path, pre: str, ids: int) -> None:
     tokens = list(BYTE_LEVEL_VOCABULARY["tokenizer.ggml.tokens"])
     tokens[-4] = "cat"  # no merge leads to it
-    for pre, length in (("llama-bpe", 2), ("gpt-2", 3)):
-        vocabulary = BYTE_LEVEL_VOCABULARY | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": pre}
-        path = write_tokenizer_file(tmp_path, vocabulary, extra={"tokenizer.ggml.merges": []})
-        assert len(Tokenizer.open(path).encode("cat")) == length  # Llama 3 adds bos
+    vocabulary = BYTE_LEVEL_VOCABULARY | {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.pre": pre}
+    path = write_tokenizer_file(tmp_path, vocabulary, extra={"tokenizer.ggml.merges": []})
+    assert len(Tokenizer.open(path).encode("cat")) == ids
+
+
+def test_phi3_puts_a_space_before_every_part_and_its_tokens_swallow_white_space(tmp_path: Path) -> None:
+    """As its tokenizer.json: a normalizer writes the space, and most added tokens have `rstrip`."""
+    tokens = [*SENTENCEPIECE_VOCABULARY["tokenizer.ggml.tokens"], "<|user|>", "<|endoftext|>"]
+    lists = {
+        f"tokenizer.ggml.{k}": list(SENTENCEPIECE_VOCABULARY[f"tokenizer.ggml.{k}"]) for k in ("scores", "token_type")
+    }
+    lists["tokenizer.ggml.scores"] += [-1000.0] * 2
+    lists["tokenizer.ggml.token_type"] += [3, 3]
+    vocabulary = {**SENTENCEPIECE_VOCABULARY, **lists, "tokenizer.ggml.tokens": tokens}
+    expected = {
+        "phi3": "▁▁the▁cat<|user|>▁the▁cat<|endoftext|>▁▁sat",
+        "llama": "▁the▁cat<|user|><0x0A>▁▁the▁cat<|endoftext|>▁sat",
+    }
+    for arch, words in expected.items():
+        extra = {"general.architecture": arch, "tokenizer.ggml.add_bos_token": False}
+        k = Tokenizer.open(write_tokenizer_file(tmp_path, vocabulary, extra))
+        ids = k.encode(" the cat<|user|>\n  the cat<|endoftext|> sat")
+        assert "".join(tokens[i] for i in ids) == words
+        assert k.decode(k.encode("the cat")) == "the cat"
+        assert b"".join(map(k.token_bytes, k.encode_continuation("the cat"))) == b"the cat"
 
 
 def merge_by_rank(text: str, rank: dict[str, int]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from operator import methodcaller
 from typing import Any
@@ -27,25 +28,59 @@ CONTROL = 3
 USER_DEFINED = 4
 CACHE_VERSION = 1  # changes when the same metadata gives another tokenizer
 
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
+QWEN35_PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
+SEED_PATTERN = QWEN2_PATTERN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}]+")
 TEKKEN_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# Patterns that split text into words, by `tokenizer.ggml.pre`; "" is GPT-2's own rule. SmolLM2 was trained with each
-# digit split off, which differs for several spaces or newlines before a digit. transformers reads its GGUF file with
-# GPT-2's rule; this table does too, for equal ids.
-PRE_TOKENIZER_PATTERNS: Mapping[str, str] = (
-    dict.fromkeys(("default", "gpt-2", "smollm", "mpt", "olmo", "jais", "phi-2", "stablelm2-gpt2", "dolly-v2"), "")
-    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3"), LLAMA3_PATTERN)
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN2_PATTERN)
-    | {"tekken": TEKKEN_PATTERN}
+GPT4O_PATTERN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+
+@dataclass(frozen=True)
+class PreTokenizer:
+    """How text is split into words: by one pattern after another."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a word that is a token stays whole
+    adds_bos: bool = False  # where the file does not say
+
+
+GPT2 = PreTokenizer((GPT2_PATTERN,))
+DIGITS = PreTokenizer((r"\p{N}", GPT2_PATTERN))  # each digit apart
+LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), ignore_merges=True, adds_bos=True)
+CL100K = PreTokenizer((LLAMA3_PATTERN,))  # of GPT-4
+QWEN2 = PreTokenizer((QWEN2_PATTERN,))
+# By `tokenizer.ggml.pre`, after llama.cpp's src/llama-vocab.cpp. SmolLM2 was trained with each digit split off, which
+# differs for several spaces or newlines before a digit. transformers reads its GGUF file with GPT-2's rule; this table
+# does too, for equal ids. Models that use a name are in a comment where it is another's.
+PRE_TOKENIZERS: Mapping[str, PreTokenizer] = (
+    dict.fromkeys(("default", "gpt-2", "smollm", "mpt", "olmo", "jais", "phi-2", "stablelm2-gpt2", "dolly-v2"), GPT2)
+    | dict.fromkeys(("granite-docling", "trillion", "a.x-4.0", "mellum"), GPT2)
+    | dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "minerva-7b"), DIGITS)  # refact: Granite 3
+    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"), LLAMA3)
+    | dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), CL100K)  # dbrx: Olmo 2, Phi-4; smaug: SmolLM3
+    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), QWEN2)
+    | dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), PreTokenizer((GPT4O_PATTERN,)))  # gpt-oss, Phi-4 mini
+    | {
+        "qwen35": PreTokenizer((QWEN35_PATTERN,)),
+        "seed-coder": PreTokenizer((SEED_PATTERN,)),
+        "tekken": PreTokenizer((TEKKEN_PATTERN,), ignore_merges=True, adds_bos=True),
+    }
+)
+# Added tokens of Phi-3 that keep the white space behind them; all others swallow it.
+PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
 def build_tokenizer(reader: GGUFReader) -> Tokenizer:
@@ -77,23 +112,19 @@ def _values_per_token(values: Any, tokens: Sequence[str]) -> list[Any]:
 
 def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZER_PATTERNS:
+    if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(
-            f"the pre-tokenizer {quote(pre)} is not supported: only {', '.join(sorted(PRE_TOKENIZER_PATTERNS))} are"
+            f"the pre-tokenizer {quote(pre)} is not supported: only {', '.join(sorted(PRE_TOKENIZERS))} are"
         )
     merges = [(a, b) for a, _, b in (m.partition(" ") for m in metadata.get("tokenizer.ggml.merges", ()))]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    pattern = PRE_TOKENIZER_PATTERNS[pre]
-    # In Llama 3, a word that is a token stays whole, even if no merges lead to it.
-    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=pattern is LLAMA3_PATTERN))
-    if pattern:
-        split = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        core.pre_tokenizer = pre_tokenizers.Sequence([split, words])
-    else:
-        core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rule = PRE_TOKENIZERS[pre]
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
+    splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.pre_tokenizer = pre_tokenizers.Sequence([*splits, to_bytes])
     core.decoder = decoders.ByteLevel()
-    _add_special_tokens(core, tokens, get_token_types(metadata, tokens))
+    _add_special_tokens(core, tokens, get_token_types(metadata, tokens), swallowing=False)
     return core
 
 
@@ -132,13 +163,17 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
         )
     )
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    if metadata.get("tokenizer.ggml.add_space_prefix", True):
+    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    is_phi3 = metadata.get("general.architecture") == "phi3"
+    if adds_space and not is_phi3:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    else:  # Phi-3 adds the space to every part between control tokens, even if it begins with one
+        prepend = [normalizers.Prepend("▁")] if adds_space else []
+        core.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
+    if adds_space:
         steps.append(decoders.Strip(content=" ", left=1))
-    else:
-        core.normalizer = normalizers.Replace(" ", "▁")
     core.decoder = decoders.Sequence(steps)
-    _add_special_tokens(core, tokens, types)
+    _add_special_tokens(core, tokens, types, swallowing=is_phi3)
     return core
 
 
@@ -171,14 +206,18 @@ def _derive_merges(ranked_tokens: list[str], vocabulary: Mapping[str, int]) -> I
             yield parts[0], parts[1]
 
 
-def _add_special_tokens(core: Tokenizer, tokens: list[str], token_types: list[int]) -> None:
-    """Add control and user-defined tokens, which match the text as they are, before it is split into words."""
+def _add_special_tokens(core: Tokenizer, tokens: list[str], token_types: list[int], swallowing: bool) -> None:
+    """Add control and user-defined tokens, which match the text as they are, before it is split into words.
+
+    `swallowing`: those of Phi-3, most of which take the white space behind them with them.
+    """
     special = []
     user_defined = []
     for token, token_type in zip(tokens, token_types, strict=True):
+        added = AddedToken(token, normalized=False, rstrip=swallowing and token not in PHI3_KEEPING)
         if token and token_type in (UNKNOWN, CONTROL):
-            special.append(AddedToken(token, normalized=False))
+            special.append(added)
         elif token_type == USER_DEFINED and token.strip("▁"):
-            user_defined.append(AddedToken(token, normalized=False))
+            user_defined.append(added)
     core.add_special_tokens(special)
     core.add_tokens(user_defined)
