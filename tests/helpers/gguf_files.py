@@ -9,6 +9,8 @@ The converter's changes to tensors are implemented here independently, after lla
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -87,7 +89,7 @@ SENTENCEPIECE_VOCABULARY: dict[str, Any] = {
 }
 
 
-def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
+def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
     """Create a tiny checkpoint without the options that a GGUF file of its architecture cannot store."""
     if model_type == "gemma3_text":  # files store no other pattern
         return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
@@ -106,30 +108,31 @@ def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
 def write_gguf(
     path: Path,
     checkpoint: TinyCheckpoint,
-    ggml_type: str = "F32",
+    ggml_type: str | Sequence[str] = "F32",
     vocabulary: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
     tensors: dict[str, NDArray[Any]] | None = None,
     split_max_tensors: int = 0,
 ) -> Path:
-    """Write a checkpoint with matrices of `ggml_type`. `extra` replaces metadata; None removes a key.
+    """Write a checkpoint with matrices of `ggml_type`, or of several types in turn.
 
-    In parts of `split_max_tensors`, where it is not 0.
+    `extra` replaces metadata; None removes a key. In parts of `split_max_tensors`, where it is not 0.
     """
     arch = GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = {**config_to_metadata(arch, checkpoint.config), **(vocabulary or {}), **(extra or {})}
+    types = cycle([ggml_type] if isinstance(ggml_type, str) else ggml_type)
     w = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     for key, value in meta.items():
         if value is not None:
             add_metadata(w, key, value)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
     converted = {n: convert_tensor(arch, n, checkpoint.read(n), checkpoint.config) for n in checkpoint.names()}
-    for name, x in stack_experts(split_stacks(converted)).items():
+    for name, x in sorted(stack_experts(split_stacks(converted)).items()):
         stem, _, leaf = (name, "", "weight") if name.endswith(".sinks") else name.rpartition(".")
         gguf_stem = names.get_name(stem)
         assert gguf_stem, name
         is_vector = x.ndim == 1 or leaf == "bias" or gguf_stem.endswith("ffn_gate_inp")  # routers stay exact
-        tensor_type = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType[ggml_type]
+        tensor_type = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType[next(types)]
         w.add_tensor(f"{gguf_stem}.{leaf}", gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
     for name, values in (tensors or {}).items():
         w.add_tensor(name, values)
