@@ -95,7 +95,13 @@ VARIANTS: dict[str, list[Changes]] = {
         {"routed_scaling_factor": 1.5, "conv_bias": True, "num_dense_layers": 0},
     ],
     "granitemoehybrid": [
-        {"position_embedding_type": "rope", "attention_bias": True, "num_local_experts": 0, "mamba_d_head": 16},
+        {
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "num_local_experts": 0,
+            "num_experts_per_tok": 0,
+            "mamba_d_head": 16,
+        },
         {
             "mamba_n_groups": 1,
             "mamba_d_conv": 3,

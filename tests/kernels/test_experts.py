@@ -39,16 +39,19 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def make_experts(router: Router, kind: str = "float32", biases: bool = False, act: str = "silu") -> Experts:
+def make_experts(
+    router: Router, kind: str = "float32", biases: bool = False, act: str = "silu", is_gated: bool = True
+) -> Experts:
     convert: dict[str, Any] = {
         "float32": torch.Tensor.float, "bfloat16": torch.Tensor.bfloat16, "int8": quantize_int8, "int4": quantize_int4
     }  # fmt: skip
-    gate_up: Weight = convert[kind](random(N * 2 * I, E, seed=1) / E**0.5)
+    rows = N * 2 * I if is_gated else N * I
+    gate_up: Weight = convert[kind](random(rows, E, seed=1) / E**0.5)
     down: Weight = convert[kind](random(N * E, I, seed=2) / I**0.5)
-    experts = Experts(N, gate_up, down, router, act)
+    experts = Experts(N, gate_up, down, router, act, is_gated=is_gated)
     if not biases:
         return experts
-    return replace(experts, gate_up_bias=random(N * 2 * I, seed=3), down_bias=random(N * E, seed=4))
+    return replace(experts, gate_up_bias=random(rows, seed=3), down_bias=random(N * E, seed=4))
 
 
 def words(scores: list[float], router: Router) -> dict[int, float]:
@@ -116,8 +119,8 @@ class MixtureProgram:
 @pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
 def test_cpu_equals_the_reference(router: Router, kind: str, num_tokens: int) -> None:
-    act = "swiglu_oai" if router.top_k == 4 else "silu"
-    experts = make_experts(router, kind, biases=num_tokens == 5, act=act)
+    act = {4: "swiglu_oai", 1: "relu2"}.get(router.top_k, "silu")
+    experts = make_experts(router, kind, biases=num_tokens == 5, act=act, is_gated=act != "relu2")
     ids = torch.arange(num_tokens)
     expected = MixtureProgram(reference, experts, num_tokens).run(ids)
     tolerance = 1e-5 if kind == "float32" else 0.06  # activations are rounded, too
@@ -130,9 +133,10 @@ def test_cpu_equals_the_reference(router: Router, kind: str, num_tokens: int) ->
             assert torch.equal(alone, found[::7]), f"{isa}: a token's bits depend on its company"
 
 
-def test_a_mixture_is_the_sum_of_its_experts() -> None:
-    """Each expert by itself, without a router."""
-    experts = make_experts(ROUTERS["normalized"], biases=True)
+@pytest.mark.parametrize("act", ["silu", "relu2"])
+def test_a_mixture_is_the_sum_of_its_experts(act: str) -> None:
+    """Each expert by itself, without a router. Those of squared ReLU have no gates."""
+    experts = make_experts(ROUTERS["normalized"], biases=True, act=act, is_gated=act != "relu2")
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     x, scores = random(6, E, seed=8), random(6, N, seed=9)
     weights = ExpertWeights(experts, experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
@@ -141,8 +145,11 @@ def test_a_mixture_is_the_sum_of_its_experts() -> None:
     for t in range(len(x)):
         expected = torch.zeros(E)
         for e, share in words(scores[t].tolist(), experts.router).items():
-            gate_up = experts.gate_up.view(N, 2 * I, E)[e] @ x[t] + experts.gate_up_bias.view(N, -1)[e]
-            hidden = torch.nn.functional.silu(gate_up[:I]) * gate_up[I:]
+            gate_up = experts.gate_up.view(N, -1, E)[e] @ x[t] + experts.gate_up_bias.view(N, -1)[e]
+            if act == "relu2":
+                hidden = gate_up.clamp(min=0) ** 2
+            else:
+                hidden = torch.nn.functional.silu(gate_up[:I]) * gate_up[I:]
             expected += share * (experts.down.view(N, E, I)[e] @ hidden + experts.down_bias.view(N, -1)[e])
         torch.testing.assert_close(found[t], expected, atol=1e-5, rtol=1e-4)
 

@@ -14,7 +14,7 @@ from retain.formats.config_limits import check_config
     [
         ("num_experts", 10**9),
         ("num_local_experts", "8"),
-        ("num_experts_per_tok", 0),
+        ("num_experts_per_tok", -1),
         ("top_k_experts", True),
         ("moe_intermediate_size", 2**30),
         ("global_head_dim", 2**30),
@@ -33,6 +33,17 @@ from retain.formats.config_limits import check_config
         ("linear_num_value_heads", 2**24),
         ("linear_key_head_dim", 2**16),
         ("full_attention_interval", 0),
+        ("mamba_d_state", 2**12),
+        ("mamba_d_head", "many"),
+        ("mamba_n_groups", 0),
+        ("mamba_n_heads", 2**20),
+        ("mamba_expand", 2**20),
+        ("mamba_d_conv", 128),
+        ("ssm_state_size", 2**12),
+        ("mamba_num_heads", 2**20),
+        ("conv_kernel", 128),
+        ("n_routed_experts", -1),
+        ("n_groups", 2**20),
         ("norm_eps", 0),
     ],
 )
@@ -47,3 +58,10 @@ def test_impossible_numbers_are_refused(key: str, value: Any) -> None:
 @pytest.mark.parametrize("key", ["num_experts", "hidden_size_per_layer_input", "num_kv_shared_layers"])
 def test_a_model_may_have_none(key: str) -> None:
     check_config({key: 0})
+
+
+def test_a_model_has_a_bounded_number_of_layers() -> None:
+    for key, value in (("hybrid_override_pattern", "M" * 5000), ("layers_block_type", ["mlp"] * 5000)):
+        with pytest.raises(ValueError, match=f"^{key} has 5000 layers, more than 4096$"):
+            check_config({key: value})
+    check_config({"hybrid_override_pattern": "M*-E", "mamba_d_head": "auto"})

@@ -187,6 +187,9 @@ class RenamedCheckpoint:
         ("opt", "model.decoder.", "decoder."),
         ("gpt_neox", "gpt_neox.", ""),
         ("gpt_neox", "lm_head", "embed_out"),  # files on the hub
+        ("nemotron_h", "model.", "backbone."),  # files on the hub
+        ("nemotron_h", "model.", ""),
+        ("granitemoehybrid", "model.", ""),
     ],
 )
 def test_other_tensor_names_load_the_same_model(family: str, old: str, new: str) -> None:
@@ -283,6 +286,45 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("qwen3_5_text", {"linear_num_value_heads": 6}, "do not fit its config"),
         ("lfm2", {"conv_L_cache": 4}, "do not fit its config: a convolution has a weight [64, 1, 3], but [64, 1, 4]"),
         ("gpt_neox", {"rope_scaling": {"type": "longrope"}}, "rope type 'longrope' is not supported"),
+        ("granitemoehybrid", {"mamba_d_state": 20}, "heads of 20 numbers is not supported: only multiples of 8"),
+        ("granitemoehybrid", {"mamba_n_groups": 3}, "8 heads of Mamba-2 cannot share 3 groups"),
+        ("granitemoehybrid", {"mamba_n_groups": 1}, "do not fit its config: a convolution has a weight [224, 1, 4]"),
+        ("granitemoehybrid", {"mamba_n_heads": 16}, "do not fit its config: in_proj, norm and conv1d of Mamba-2 have"),
+        (
+            "granitemoehybrid",
+            {"mamba_d_head": 8},
+            "8 heads of Mamba-2 with 8 numbers are not mamba_expand x hidden_size",
+        ),
+        (
+            "granitemoehybrid",
+            {"mamba_n_heads": 3},
+            "3 heads of Mamba-2 with 42 numbers are not mamba_expand x hidden_size",
+        ),
+        ("granitemoehybrid", {"mamba_d_conv": 3}, "do not fit its config: a convolution has a weight [224, 1, 4]"),
+        ("granitemoehybrid", {"mamba_proj_bias": True}, "no tensor 'model.layers.0.mamba.in_proj.bias'"),
+        ("granitemoehybrid", {"time_step_limit": [1.0, 0.5]}, "time_step_limit is [1.0, 0.5], not two numbers"),
+        ("granitemoehybrid", {"time_step_limit": 3}, "time_step_limit is 3, not two numbers"),
+        ("granitemoehybrid", {"time_step_limit": [[], {}]}, "time_step_limit is [[], {}], not two numbers"),
+        (
+            "granitemoehybrid",
+            {"layer_types": ["conv"] * 4},
+            "is not supported: one of linear_attention, full_attention",
+        ),
+        ("granitemoehybrid", {"num_local_experts": 5}, "has the shape [6, 64, 64], not that of 5 experts"),
+        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size=16 is not supported (only None)"),
+        ("nemotron_h", {"sliding_window": 16}, "sliding_window=16 is not supported (only None)"),
+        (
+            "nemotron_h",
+            {"layer_types": None, "hybrid_override_pattern": "M*X"},
+            "is not supported: one of linear_attention",
+        ),
+        ("nemotron_h", {"layer_types": None, "hybrid_override_pattern": 5}, "the types of layers are 5, not a list"),
+        ("nemotron_h", {"layer_types": None}, "no tensor 'model.layers.1.mixer.gate."),
+        ("nemotron_h", {"layer_types": [[], {}]}, "is not supported: one of linear_attention"),
+        ("nemotron_h", {"n_routed_experts": 16}, "has the shape [8, 32, 64], not that of 16 experts"),
+        ("nemotron_h", {"n_group": 3}, "do not fit its config"),
+        ("nemotron_h", {"n_routed_experts": 0}, "has the shape [8, 32, 64], not that of 0 experts"),
+        ("nemotron_h", {"mlp_hidden_act": "quick_gelu"}, "activation 'quick_gelu' is not supported"),
     ],
 )
 def test_unsupported_configs_raise_one_line_errors(family: str, changes: Changes, message: str) -> None:

@@ -91,6 +91,7 @@ MEANINGLESS = {
     "deepseek_v3": ["model.layers.3.eh_proj.weight", "model.layers.3.self_attn.q_a_proj.weight"],
     "glm4_moe": ["model.layers.3.shared_head.norm.weight"],
     "glm4_moe_lite": ["model.layers.3.embed_tokens.weight", "model.layers.3.mlp.gate.weight"],
+    "nemotron_h": ["mtp.layers.0.norm.weight", "mtp.layers.0.mixer.q_proj.weight"],
     "qwen3_5_text": ["mtp.fc.weight", "model.visual.merger.norm.weight"],
     "gpt_neox": [f"gpt_neox.layers.1.attention.{n}" for n in ("bias", "masked_bias", "rotary_emb.inv_freq")],
 }

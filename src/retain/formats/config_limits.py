@@ -43,7 +43,6 @@ OPTIONAL_SIZES = {
     "n_inner": 2**24,
     "sliding_window": 2**31 - 1,
     "sliding_window_pattern": MAX_LAYERS,
-    "num_experts_per_tok": MAX_EXPERTS,
     "top_k_experts": MAX_EXPERTS,
     "moe_intermediate_size": 2**24,
     "global_head_dim": 2**16,
@@ -88,6 +87,7 @@ OTHER_VALUES = (
 SIZES_OR_NONE = {
     "num_experts": MAX_EXPERTS,
     "num_local_experts": MAX_EXPERTS,
+    "num_experts_per_tok": MAX_EXPERTS,
     "n_routed_experts": MAX_EXPERTS,
     "hidden_size_per_layer_input": MAX_WIDTH,
     "num_kv_shared_layers": MAX_LAYERS,
