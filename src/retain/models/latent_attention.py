@@ -134,7 +134,7 @@ def load_attention(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Attention:
     sizes = read_sizes(c)
     bias = c["attention_bias"]
     kv = load_linear(w, "kv_a_proj_with_mqa", bias=bias)
-    rows = torch.arange(sizes.key)
+    rows = torch.arange(kv.weight.shape[0])
     kv_norm = RMSNorm(w["kv_a_layernorm.weight"][None], NORM_EPS, first=sizes.rope)
     key_weight, value_weight = split_heads(w.load_matrix("kv_b_proj.weight"), sizes, w.dtype)
     projection = LatentProjection(
