@@ -101,7 +101,7 @@ def load_mamba2(w: Weights, cache: int, c: Mamba2Config) -> Mamba2Mixer:
     if found != (n + channels + c.num_heads, n, channels):
         expected = [n + channels + c.num_heads, n, channels]
         raise WidthError(f"in_proj, norm and conv1d of Mamba-2 have {list(found)} rows, but {expected} are expected")
-    z, x, b, c_rows, dt = torch.arange(found[0]).split([n, n, keys, keys, c.num_heads])
+    z, x, b, c_rows, dt = torch.split(torch.arange(found[0]), [n, n, keys, keys, c.num_heads])
     qkv = torch.cat((c_rows, b, x))
     return Mamba2Mixer(
         cache=cache,
