@@ -337,6 +337,8 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
         ("nemotron_h", {"layer_types": None}, "no tensor 'model.layers.1.mixer.gate."),
         ("nemotron_h", {"layer_types": [[], {}]}, "is not supported: one of linear_attention"),
         ("nemotron_h", {"n_routed_experts": 16}, "has the shape [8, 32, 64], not that of 16 experts"),
+        ("nemotron_h", {"layer_types": ["mlp"] * 4}, "a model without layers of Mamba-2 or attention is not supported"),
+        ("nemotron_h", {"layer_types": []}, "a model without layers of Mamba-2 or attention is not supported"),
         ("nemotron_h", {"n_group": 3}, "do not fit its config"),
         ("nemotron_h", {"n_routed_experts": 0}, "has the shape [8, 32, 64], not that of 0 experts"),
         ("nemotron_h", {"mlp_hidden_act": "quick_gelu"}, "activation 'quick_gelu' is not supported"),

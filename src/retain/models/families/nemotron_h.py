@@ -66,12 +66,15 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     caches = read_caches(c)
+    layers = tuple(cache for layer_type in read_layer_types(c) for cache in caches[layer_type])
+    if not layers:
+        raise ValueError("a model without layers of Mamba-2 or attention is not supported")
     return ModelSpec(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=tuple(cache for layer_type in read_layer_types(c) for cache in caches[layer_type]),
+        layers=layers,
         attention=AttentionParams(c["head_dim"] ** -0.5),
     )
 
