@@ -26,6 +26,7 @@ CASES = {
     "shuffled": AttentionCase((30,), ((12, 9),), shuffled=True, shared_pages=False),
     "alibi": AttentionCase((20, 1), ((6, 4), (33, 40)), alibi=True, shared_pages=False),
     "values of another size": AttentionCase((1, 70), ((6, 7), (33, 3)), D=40, V=24, shared_pages=False),
+    "as MLA is cached": AttentionCase((1, 5), ((2, 1), (1, 2)), D=576, V=512, R=20, S=16, shared_pages=False),
     "sinks": AttentionCase((1, 3, 0), ((40, 41), (5, 0), (2, 2)), sinks=True, shared_pages=False),
     "sinks, tiles": AttentionCase((200,), ((20, 18),), S=16, R=4, sinks=True, softcap=2.0, shared_pages=False),
     "softcap, int8": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=torch.int8, softcap=0.5, shared_pages=False),
