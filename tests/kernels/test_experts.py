@@ -14,7 +14,7 @@ from torch import Tensor
 from retain.kernels import cpu, reference
 from retain.kernels.api import CPU, Backend, Batch, GroupInputs, Tables
 from retain.kernels.experts import Experts, Router
-from retain.kernels.quantized import quantize_int4, quantize_int8
+from retain.kernels.quantized import Int6, quantize_int4, quantize_int8
 from retain.kernels.reference.experts import ExpertWeights, mix_experts, route
 from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import Weight
@@ -39,11 +39,18 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def to_int6(x: Tensor) -> Int6:
+    groups = x.unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 31).half()
+    return Int6((groups / scale[..., None]).round().to(torch.int8).flatten(-2), scale)
+
+
 def make_experts(
     router: Router, kind: str = "float32", biases: bool = False, act: str = "silu", is_gated: bool = True
 ) -> Experts:
     convert: dict[str, Any] = {
-        "float32": torch.Tensor.float, "bfloat16": torch.Tensor.bfloat16, "int8": quantize_int8, "int4": quantize_int4
+        "float32": torch.Tensor.float, "bfloat16": torch.Tensor.bfloat16, "int8": quantize_int8, "int4": quantize_int4,
+        "int6": to_int6,
     }  # fmt: skip
     rows = N * 2 * I if is_gated else N * I
     gate_up: Weight = convert[kind](random(rows, E, seed=1) / E**0.5)
@@ -116,7 +123,7 @@ class MixtureProgram:
 
 
 @each_router
-@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4", "int6"])
 @pytest.mark.parametrize("num_tokens", [1, 5, 70])
 def test_cpu_equals_the_reference(router: Router, kind: str, num_tokens: int) -> None:
     act = {4: "swiglu_oai", 1: "relu2"}.get(router.top_k, "silu")

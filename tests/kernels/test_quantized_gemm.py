@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu
-from retain.kernels.quantized import IQ4, MXFP4, Codebook4, quantize_int4, quantize_int8
+from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWeight, quantize_int4, quantize_int8
 from retain.kernels.weight import Weight
 
 pytestmark = [
@@ -15,19 +15,34 @@ pytestmark = [
     pytest.mark.usefixtures("isa"),
 ]
 
-CODEBOOKS: dict[str, type[Codebook4]] = {"iq4": IQ4, "mxfp4": MXFP4}
-WEIGHT_DTYPES = ["float32", "bfloat16", "int8", "int4", *CODEBOOKS]
+# Nothing is quantized to these: numbers are drawn, with the smallest and the largest.
+STORED_KINDS: dict[str, type[QuantizedWeight]] = {
+    "iq4": IQ4,
+    "mxfp4": MXFP4,
+    "nvfp4": NVFP4,
+    "int5": Int5,
+    "int6": Int6,
+}
+WEIGHT_DTYPES = ["float32", "bfloat16", "int8", "int4", *STORED_KINDS]
 
 
 def make_weight(dtype: str, out: int, columns: int) -> Weight:
     rng = torch.Generator().manual_seed(out + columns)
     w = torch.randn(out, columns, generator=rng)
-    if codebook := CODEBOOKS.get(dtype):
-        q = torch.randint(16, (out, columns), generator=rng, dtype=torch.uint8)
-        return codebook(q, w[:, : columns // 32].half())
+    if kind := STORED_KINDS.get(dtype):
+        return draw_numbers(kind, w)
     if dtype == "int4":
         return quantize_int4(w)
     return quantize_int8(w) if dtype == "int8" else w.to(getattr(torch, dtype))
+
+
+def draw_numbers(kind: type[QuantizedWeight], w: Tensor) -> QuantizedWeight:
+    """A matrix of a kind with every number that it has; `w` [out, in] gives scales and shifts."""
+    q = torch.randint(16, w.shape, generator=torch.Generator().manual_seed(w.numel()), dtype=torch.uint8)
+    scale = w[:, : w.shape[1] // kind.GROUP].half()
+    if kind is Int5:
+        return Int5(2 * q + (w > 0), scale, w[:, -scale.shape[1] :].half())
+    return Int6((4 * q + w.abs().mul(8).byte() % 4).to(torch.int8) - 32, scale) if kind is Int6 else kind(q, scale)
 
 
 def round_activations(x: Tensor, dtype: str) -> Tensor:
@@ -97,7 +112,7 @@ def test_non_finite_inputs_propagate(dtype: str, value: float) -> None:
     assert not run_linear(weight, x).isfinite().any()
 
 
-@pytest.mark.parametrize("dtype", ["int8", "int4", *CODEBOOKS])
+@pytest.mark.parametrize("dtype", ["int8", "int4", *STORED_KINDS])
 def test_zeros_and_extremes(dtype: str) -> None:
     weight = make_weight(dtype, 16, 64)
     assert torch.equal(run_linear(weight, torch.zeros(2, 64)), torch.zeros(2, 16))

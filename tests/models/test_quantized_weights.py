@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from retain.kernels.quantized import Int4, Int8, is_quantizable, quantize_int4, quantize_int8
+from retain.kernels.quantized import (
+    IQ4,
+    MXFP4,
+    NVFP4,
+    Int4,
+    Int5,
+    Int6,
+    Int8,
+    QuantizedWeight,
+    is_quantizable,
+    quantize_int4,
+    quantize_int8,
+)
 from retain.kernels.weight import Weight, concat_rows, scale_rows, select_rows
 
 NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
@@ -41,6 +53,19 @@ def is_nearest_quantization(x: Tensor, m: Int4 | Int8, lowest: int, highest: int
     return all((error <= (x - other.dequantize()).abs() + x.abs().max() * 2**-20).all() for other in others)
 
 
+def make_int5(x: Tensor) -> Int5:
+    """An Int5 of which numbers mean nothing."""
+    return Int5((x.abs() * 9).byte() % 32, x[:, ::32].half(), x[:, 1::32].half())
+
+
+def make_int6(x: Tensor) -> Int6:
+    """An Int6 of which numbers mean nothing."""
+    return Int6((x * 9).clamp(-32, 31).to(torch.int8), x[:, ::16].half())
+
+
+MAKERS = [Tensor.clone, quantize_int4, quantize_int8, make_int5, make_int6]
+
+
 def matrices_equal(a: Weight, b: Weight) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
         return torch.equal(a, b)
@@ -51,12 +76,20 @@ def test_dequantize_number_by_number() -> None:
     q = torch.arange(128).reshape(2, 64)
     scale, shift = torch.tensor([[0.5, -2.0], [3.0, 0.0]]).half(), torch.tensor([[1.0, -1.5], [0.0, 7.0]]).half()
     four, eight = Int4((q % 16).byte(), scale, shift), Int8((q - 128).to(torch.int8), scale)
-    assert four.shape == eight.shape == (2, 64)
+    five, six = Int5((q % 32).byte(), scale, shift), Int6((q % 64 - 32).to(torch.int8), torch.cat((scale, shift), 1))
+    iq4, mxfp4 = (kind((q % 16).byte(), scale) for kind in (IQ4, MXFP4))
+    nvfp4 = NVFP4((q % 16).byte(), six.scale)
+    assert {m.shape for m in (four, five, six, eight, iq4, mxfp4, nvfp4)} == {(2, 64)}
     for o in range(2):
         for i in range(64):
             s, m = scale[o, i // 32], shift[o, i // 32]
             assert four.dequantize()[o, i] == s * (q[o, i] % 16) + m
             assert eight.dequantize()[o, i] == s * (q[o, i] - 128)
+            assert five.dequantize()[o, i] == s * (q[o, i] % 32) + m
+            assert six.dequantize()[o, i] == six.scale[o, i // 16] * (q[o, i] % 64 - 32)
+            assert iq4.dequantize()[o, i] == s * IQ4.CODEBOOK[q[o, i] % 16]
+            assert mxfp4.dequantize()[o, i] == s * MXFP4.CODEBOOK[q[o, i] % 16]
+            assert nvfp4.dequantize()[o, i] == six.scale[o, i // 16] * MXFP4.CODEBOOK[q[o, i] % 16]
     assert four.dequantize().dtype == torch.float32
     assert torch.equal(four.dequantize(torch.bfloat16), four.dequantize().bfloat16())
     assert torch.equal(eight.dequantize(torch.bfloat16), eight.dequantize().bfloat16())
@@ -122,7 +155,7 @@ def test_rejects_unrepresentable_numbers_and_shapes(make: type, large: float) ->
         make(random_matrix(2, 40))
 
 
-@pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
+@pytest.mark.parametrize("kind", MAKERS)
 def test_select_rows(kind: type) -> None:
     x = kind(random_matrix(6, 64))
     dense = x if isinstance(x, Tensor) else x.dequantize()
@@ -134,7 +167,7 @@ def test_select_rows(kind: type) -> None:
         select_rows(x, torch.tensor([6]))
 
 
-@pytest.mark.parametrize("kind", [Tensor.clone, quantize_int4, quantize_int8])
+@pytest.mark.parametrize("kind", MAKERS)
 def test_scale_rows(kind: type) -> None:
     x, by = kind(random_matrix(3, 64)), torch.tensor([1.0, 0.3, -2.0])
     before, after = ((m if isinstance(m, Tensor) else m.dequantize()) for m in (x, scale_rows(x, by)))
@@ -143,8 +176,8 @@ def test_scale_rows(kind: type) -> None:
 
 
 def test_concat_of_one_kind_keeps_it() -> None:
-    for kind in (quantize_int4, quantize_int8):
-        parts = [kind(random_matrix(n, 64, seed=n)) for n in (2, 3, 1)]
+    for kind in (quantize_int4, quantize_int8, make_int5, make_int6):
+        parts: list[QuantizedWeight] = [kind(random_matrix(n, 64, seed=n)) for n in (2, 3, 1)]
         whole = concat_rows(parts)
         assert type(whole) is type(parts[0])
         assert torch.equal(whole.dequantize(), torch.cat([m.dequantize() for m in parts]))
@@ -159,10 +192,14 @@ def test_concat_of_several_kinds_has_the_widest() -> None:
         quantize_int8(random_matrix(3, 64, seed=1)),
         random_matrix(1, 64, seed=2).bfloat16(),
     )
-    for parts in ([four, eight], [eight, four, four]):
+    five, six = make_int5(random_matrix(2, 64, seed=3)), make_int6(random_matrix(2, 64, seed=4))
+    whole = concat_rows([four, five])
+    assert isinstance(whole, Int5)
+    assert torch.equal(whole.dequantize(), torch.cat([four.dequantize(), five.dequantize()]))
+    for parts in ([four, eight], [eight, four, four], [four, six], [six, five]):
         whole = concat_rows(parts)
         assert isinstance(whole, Int8)
-        expected = [quantize_int8(m.dequantize()) if isinstance(m, Int4) else m for m in parts]
+        expected = [m if isinstance(m, Int8) else quantize_int8(m.dequantize()) for m in parts]
         assert torch.equal(whole.dequantize(), torch.cat([m.dequantize() for m in expected]))
     for parts in ([four, dense], [dense, eight, four]):
         whole = concat_rows(parts)

@@ -1,4 +1,4 @@
-"""The weight matrix of a linear layer or an embedding: dense, or quantized in groups of 32 inputs that share a scale.
+"""The weight matrix of a linear layer or an embedding: dense, or quantized in groups of inputs that share a scale.
 
 Decoding reads mostly weights, so they stay as small as in their file. `dequantize` defines the values; each backend
 packs them in a layout of its own.
@@ -13,88 +13,84 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
-GROUP_SIZE = 32  # adjacent inputs that share a scale
+GROUP_SIZE = 32  # adjacent inputs whose activations share a scale; of most kinds the weights do, too
 NOT_FINITE = "the scale of a group of weights is not finite in float16; use wider weights"
 
 
 @dataclass(frozen=True, eq=False)
-class Int4:
-    """A matrix w = scale * q + shift; q takes one byte a number here."""
+class QuantizedWeight:
+    """A matrix w = scale * number(q), of a kind. q takes one byte a number here."""
 
-    q: Tensor  # uint8 [out, in], 0 to 15
-    scale: Tensor  # float16 [out, in / 32]
-    shift: Tensor  # float16 [out, in / 32]
+    GROUP: ClassVar[int] = GROUP_SIZE  # adjacent inputs that share a scale
 
-    @property
-    def shape(self) -> torch.Size:
-        """Return (out, in)."""
-        return self.q.shape
-
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
-        numbers = _split_groups(self.q.float()).mul_(_expand_groups(self.scale)).add_(_expand_groups(self.shift))
-        return numbers.flatten(-2).to(dtype)
-
-    def select_rows(self, index: Tensor) -> Int4:
-        """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
-        return Int4(self.q[index], self.scale[index], self.shift[index])
-
-    def scale_rows(self, factors: Tensor) -> Int4:
-        """Multiply each row by its factor, float32 [out]; round scales and shifts again."""
-        return Int4(self.q, *(_to_float16(x.float() * factors[:, None]) for x in (self.scale, self.shift)))
-
-
-@dataclass(frozen=True, eq=False)
-class Int8:
-    """A matrix w = scale * q."""
-
-    q: Tensor  # int8 [out, in], -127 to 127; a file may contain -128
-    scale: Tensor  # float16 [out, in / 32]
+    q: Tensor  # int8 or uint8 [out, in]
+    scale: Tensor  # float16 [out, in / GROUP]
 
     @property
     def shape(self) -> torch.Size:
         """Return (out, in)."""
         return self.q.shape
 
-    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
-        return _split_groups(self.q.float()).mul_(_expand_groups(self.scale)).flatten(-2).to(dtype)
-
-    def select_rows(self, index: Tensor) -> Int8:
-        """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
-        return Int8(self.q[index], self.scale[index])
-
-    def scale_rows(self, factors: Tensor) -> Int8:
-        """Multiply each row by its factor, float32 [out]; round scales again."""
-        return Int8(self.q, _to_float16(self.scale.float() * factors[:, None]))
-
-
-@dataclass(frozen=True, eq=False)
-class Codebook4:
-    """A matrix w = scale * CODEBOOK[q] of a file; nothing is quantized to it here. q takes one byte a number."""
-
-    CODEBOOK: ClassVar[tuple[int, ...]]
-
-    q: Tensor  # uint8 [out, in], 0 to 15
-    scale: Tensor  # float16 [out, in / 32]
-
-    @property
-    def shape(self) -> torch.Size:
-        """Return (out, in)."""
-        return self.q.shape
+    def numbers(self) -> Tensor:
+        """Return the numbers that q stands for: float32 [out, in]."""
+        return self.q.float()
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
-        numbers = torch.tensor(self.CODEBOOK, dtype=torch.float32)[self.q.long()]
-        return _split_groups(numbers).mul_(_expand_groups(self.scale)).flatten(-2).to(dtype)
+        return self._scale_numbers().flatten(-2).to(dtype)
 
     def select_rows(self, index: Tensor) -> Self:
         """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
-        return replace(self, q=self.q[index], scale=self.scale[index])
+        return replace(self, **{name: x[index] for name, x in vars(self).items()})
 
     def scale_rows(self, factors: Tensor) -> Self:
         """Multiply each row by its factor, float32 [out]; round scales again."""
         return replace(self, scale=_to_float16(self.scale.float() * factors[:, None]))
+
+    def _scale_numbers(self) -> Tensor:
+        return _split_groups(self.numbers(), self.GROUP).mul_(_expand_groups(self.scale))
+
+
+@dataclass(frozen=True, eq=False)
+class ShiftedWeight(QuantizedWeight):
+    """A matrix w = scale * q + shift."""
+
+    shift: Tensor  # float16 [out, in / GROUP]
+
+    def scale_rows(self, factors: Tensor) -> Self:
+        """Multiply each row by its factor, float32 [out]; round scales and shifts again."""
+        return replace(super().scale_rows(factors), shift=_to_float16(self.shift.float() * factors[:, None]))
+
+    def _scale_numbers(self) -> Tensor:
+        return super()._scale_numbers().add_(_expand_groups(self.shift))
+
+
+class Int4(ShiftedWeight):
+    """A matrix w = scale * q + shift; q is uint8, 0 to 15."""
+
+
+class Int5(ShiftedWeight):
+    """A matrix w = scale * q + shift of a file; q is uint8, 0 to 31. Nothing is quantized to it here."""
+
+
+class Int6(QuantizedWeight):
+    """A matrix w = scale * q of a file; q is int8, -32 to 31. Nothing is quantized to it here."""
+
+    GROUP = 16
+
+
+class Int8(QuantizedWeight):
+    """A matrix w = scale * q; q is int8, -127 to 127. A file may contain -128."""
+
+
+class Codebook4(QuantizedWeight):
+    """A matrix w = scale * CODEBOOK[q] of a file; q is uint8, 0 to 15. Nothing is quantized to it here."""
+
+    CODEBOOK: ClassVar[tuple[int, ...]]
+
+    def numbers(self) -> Tensor:
+        """Return the numbers that q stands for: float32 [out, in]."""
+        return torch.tensor(self.CODEBOOK, dtype=torch.float32)[self.q.long()]
 
 
 class IQ4(Codebook4):
@@ -109,8 +105,14 @@ class MXFP4(Codebook4):
     CODEBOOK = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 
-QuantizedWeight = Int4 | Int8 | Codebook4
-Kind = torch.dtype | type[Int4] | type[Int8] | type[Codebook4]  # of a matrix; a dtype is that of a dense one
+class NVFP4(Codebook4):
+    """The numbers of MXFP4 in groups of 16."""
+
+    GROUP = 16
+    CODEBOOK = MXFP4.CODEBOOK
+
+
+Kind = torch.dtype | type[QuantizedWeight]  # of a matrix; a dtype is that of a dense one
 
 
 def quantize_int4(weight: Tensor) -> Int4:
@@ -141,17 +143,31 @@ def quantize_int8(weight: Tensor) -> Int8:
 
 
 def to_kind(dense: Tensor, kind: Kind) -> Tensor | QuantizedWeight:
-    """Convert a dense matrix; to int8 where a codebook is asked for. Raises ValueError as quantize_int8 does."""
+    """Convert a dense matrix; to int8 where a kind is asked for to which nothing is quantized.
+
+    Raises ValueError as quantize_int8 does.
+    """
     if isinstance(kind, torch.dtype):
         return dense.to(kind)
     return quantize_int4(dense) if kind is Int4 else quantize_int8(dense)
 
 
 def widest_kind(kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of stacked matrices: their own where it is one, else Int8, or the dtype of a dense one."""
+    """Return the kind of stacked matrices: one that keeps the values of all, else Int8, or the dtype of a dense one."""
     if len(set(kinds)) == 1:
         return kinds[0]
+    if {*kinds} == {Int4, Int5}:
+        return Int5
     return next((kind for kind in kinds if isinstance(kind, torch.dtype)), Int8)
+
+
+def widen(weight: QuantizedWeight, kind: type[QuantizedWeight]) -> QuantizedWeight:
+    """Convert a matrix to a kind: an Int4 to an Int5 with the same values, others to the nearest Int8."""
+    if isinstance(weight, kind):
+        return weight
+    if isinstance(weight, Int4) and kind is Int5:
+        return Int5(weight.q, weight.scale, weight.shift)
+    return quantize_int8(weight.dequantize())
 
 
 def is_quantizable(weight: Tensor) -> bool:
@@ -166,21 +182,11 @@ def concat_matrices(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | Qua
     """
     if len(weights) == 1:
         return weights[0]
-    if dense := [w for w in weights if isinstance(w, Tensor)]:
-        return torch.cat([w if isinstance(w, Tensor) else w.dequantize(dense[0].dtype) for w in weights])
-    int4 = [w for w in weights if isinstance(w, Int4)]
-    if len(int4) == len(weights):
-        return Int4(
-            q=torch.cat([w.q for w in int4]),
-            scale=torch.cat([w.scale for w in int4]),
-            shift=torch.cat([w.shift for w in int4]),
-        )
-    if isinstance(first := weights[0], Codebook4):
-        same = [w for w in weights if isinstance(w, type(first))]
-        if len(same) == len(weights):
-            return replace(first, q=torch.cat([w.q for w in same]), scale=torch.cat([w.scale for w in same]))
-    int8 = [w if isinstance(w, Int8) else quantize_int8(w.dequantize()) for w in weights if not isinstance(w, Tensor)]
-    return Int8(q=torch.cat([w.q for w in int8]), scale=torch.cat([w.scale for w in int8]))
+    kind = widest_kind([w.dtype if isinstance(w, Tensor) else type(w) for w in weights])
+    if isinstance(kind, torch.dtype):
+        return torch.cat([w if isinstance(w, Tensor) else w.dequantize(kind) for w in weights])
+    parts = [widen(w, kind) for w in weights if not isinstance(w, Tensor)]
+    return kind(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 def check_finite(x: Tensor) -> Tensor:
@@ -205,9 +211,9 @@ def _expand_groups(x: Tensor) -> Tensor:
     return x.float().unsqueeze(-1)
 
 
-def _split_groups(x: Tensor) -> Tensor:
-    """Reshape [out, in] to [out, n, 32]."""
-    return x.reshape(x.shape[0], x.shape[1] // GROUP_SIZE, GROUP_SIZE)
+def _split_groups(x: Tensor, size: int = GROUP_SIZE) -> Tensor:
+    """Reshape [out, in] to [out, n, size]."""
+    return x.reshape(x.shape[0], x.shape[1] // size, size)
 
 
 def _to_groups(weight: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ from weakref import ref
 
 from torch import Tensor
 
-from retain.kernels.quantized import Codebook4, Int4, Int8, concat_matrices
+from retain.kernels.quantized import QuantizedWeight, concat_matrices
 from retain.kernels.stored_weight import StoredWeight, concat_stored
 
-Weight = Tensor | Int4 | Int8 | Codebook4 | StoredWeight  # a Tensor is dense, [out, in]
-
-
-UnpackedWeight = Tensor | Int4 | Int8 | Codebook4
+Weight = Tensor | QuantizedWeight | StoredWeight  # a Tensor is dense, [out, in]
+UnpackedWeight = Tensor | QuantizedWeight
 T = TypeVar("T")
 
 

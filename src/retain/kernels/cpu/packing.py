@@ -10,13 +10,14 @@ from torch import Tensor
 import retain.kernels.cpu._C as _C
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
-from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, Int4, Int8, Kind
+from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
 from retain.kernels.stored_weight import BlockRows, StoredRows, StoredWeight
 from retain.kernels.weight import UnpackedWeight, Weight, unpack
 
-DTYPE_CODES: dict[Kind, int] = {torch.float32: 0, torch.bfloat16: 1, Int8: 2, Int4: 3, IQ4: 4, MXFP4: 5}
-# That C++ unpacks: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4.
-GGML_TYPES = frozenset((2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39))
+KINDS: tuple[Kind, ...] = (torch.float32, torch.bfloat16, Int8, Int4, IQ4, MXFP4, Int5, Int6, NVFP4)
+DTYPE_CODES = {kind: code for code, kind in enumerate(KINDS)}
+# That C++ unpacks: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4.
+GGML_TYPES = frozenset((2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39, 40))
 RELEASE_BYTES = 2**25  # of a mapped file, after which its memory is given back
 
 
@@ -106,7 +107,7 @@ def _pack_unpacked(weight: UnpackedWeight, first: int, packed: PackedWeight) -> 
     else:
         numbers = weight.q.contiguous()
         scale = weight.scale.contiguous()
-        shift = weight.shift.contiguous() if isinstance(weight, Int4) else None
+        shift = weight.shift.contiguous() if isinstance(weight, ShiftedWeight) else None
     offset = first // TILE_ROWS * _C.packed_bytes(1, columns, code)
     data = packed.data.data_ptr() + offset
     _C.pack(numbers.data_ptr(), _data_ptr(scale), _data_ptr(shift), data, rows, columns, code)

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels.quantized import GROUP_SIZE, Codebook4, Int4, Int8
+from retain.kernels.quantized import GROUP_SIZE, Codebook4, Int4, Int8, QuantizedWeight
 from retain.kernels.triton import weight_kernels
 from retain.kernels.weight import Weight, unpack
 
@@ -59,7 +59,7 @@ class PackedMatrix:
 
 
 def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedMatrix:
-    """Copy a matrix to the device: quantized ones in their bits, but those of a codebook in 8 bits; others in `dtype`.
+    """Copy a matrix to the device: Int4 and Int8 in their bits, IQ4 and MXFP4 in 8 bits, others in `dtype`.
 
     Raises ValueError for blocks of a file with scales that are not finite in float16.
     """
@@ -75,9 +75,11 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             return PackedMatrix(weight.shape, 4, words, _join(scale, shift).squeeze(-1))
         case Int8(q, scale):
             return _pack_int8(weight.shape, q.to(device), scale.to(device))
-        case Codebook4() as matrix:
+        case Codebook4() as matrix if matrix.GROUP == GROUP_SIZE:
             codebook = torch.tensor(matrix.CODEBOOK, dtype=torch.int8, device=device)
             return _pack_int8(weight.shape, codebook[matrix.q.to(device).long()], matrix.scale.to(device))
+        case QuantizedWeight() as matrix:
+            return matrix.dequantize(dtype).to(device)
 
 
 def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedMatrix:

@@ -55,8 +55,8 @@ static INLINE void split_factors(const uint8_t* b, float d, float m, float* scal
   }
 }
 
-// N numbers in BYTES; GROUP numbers share a scale. Where the native format has a codebook, `decode` gives places in it. NATIVE is the format of a tile that holds q, scale and shift as they
-// are; float32 where there is none.
+// N numbers in BYTES; GROUP numbers share a scale. NATIVE is the format of a tile that holds q, scale and shift as they
+// are; float32 where there is none. Where it has a codebook, `decode` gives places in it.
 template <int N_, int BYTES_, int GROUP_, int ZERO_, bool HAS_SHIFT_, WeightFormat NATIVE_>
 struct Layout {
   static constexpr int N = N_, BYTES = BYTES_, GROUP = GROUP_, ZERO = ZERO_;
@@ -84,7 +84,7 @@ static INLINE void add_fifth_bits(const uint8_t* high, int8_t* q) {
   for (int i = 0; i < 32; ++i) q[i] |= int8_t((high[i / 8] >> i % 8 & 1) << 4);
 }
 
-struct Q5_0 : Layout<32, 22, 32, 16, false, WeightFormat::int8> {
+struct Q5_0 : Layout<32, 22, 32, 16, false, WeightFormat::int5> {
   static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
     scale[0] = load_half(b);
     split_nibbles(b + 6, 16, q);
@@ -92,7 +92,7 @@ struct Q5_0 : Layout<32, 22, 32, 16, false, WeightFormat::int8> {
   }
 };
 
-struct Q5_1 : Layout<32, 24, 32, 0, true, NONE> {
+struct Q5_1 : Layout<32, 24, 32, 0, true, WeightFormat::int5> {
   static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
     scale[0] = load_half(b);
     shift[0] = load_half(b + 2);
@@ -126,7 +126,7 @@ struct Q2_K : Layout<256, 84, 16, 0, true, NONE> {
   }
 };
 
-struct Q3_K : Layout<256, 110, 16, 4, false, NONE> {
+struct Q3_K : Layout<256, 110, 16, 4, false, WeightFormat::int6> {
   static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
     const uint8_t* factors = b + 96;
     const float d = load_half(b + 108);
@@ -147,7 +147,7 @@ struct Q4_K : Layout<256, 144, 32, 0, true, WeightFormat::int4> {
   }
 };
 
-struct Q5_K : Layout<256, 176, 32, 0, true, NONE> {
+struct Q5_K : Layout<256, 176, 32, 0, true, WeightFormat::int5> {
   static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float* shift) {
     split_factors(b + 4, load_half(b), load_half(b + 2), scale, shift);
     for (int c = 0; c < 4; ++c) split_nibbles(b + 48 + 32 * c, 32, q + 64 * c);
@@ -156,7 +156,7 @@ struct Q5_K : Layout<256, 176, 32, 0, true, NONE> {
   }
 };
 
-struct Q6_K : Layout<256, 210, 16, 32, false, NONE> {
+struct Q6_K : Layout<256, 210, 16, 32, false, WeightFormat::int6> {
   static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
     const float d = load_half(b + 208);
     for (int g = 0; g < 16; ++g) scale[g] = d * float(int8_t(b[192 + g]));
@@ -192,6 +192,18 @@ struct MXFP4 : Layout<32, 17, 32, 0, false, WeightFormat::mxfp4> {
   static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
     scale[0] = float_of(b[0] < 2 ? 0x00200000u << b[0] : uint32_t(b[0] - 1) << 23);
     split_nibbles(b + 1, 16, q);
+  }
+};
+
+// Scales are floats of 8 bits without a sign: 4 of the exponent, 3 of the mantissa. Halved as the codebook is doubled.
+struct NVFP4 : Layout<64, 36, 16, 0, false, WeightFormat::nvfp4> {
+  static INLINE void decode(const uint8_t* b, int8_t* q, float* scale, float*) {
+    for (int g = 0; g < 4; ++g) {
+      const int exponent = b[g] >> 3 & 15, mantissa = (b[g] & 7) + (exponent ? 8 : 0);
+      const float unit = float_of(uint32_t((exponent ? exponent : 1) - 11 + 127) << 23);
+      scale[g] = b[g] == 127 ? 0 : unit * float(mantissa);  // 127 is not a number
+      split_nibbles(b + 4 + 8 * g, 8, q + 16 * g);
+    }
   }
 };
 
@@ -255,24 +267,10 @@ static INLINE bool quantize_int4(const float* x, int8_t* q, uint16_t* scale, uin
   return is_finite(*scale) && is_finite(*shift) && !has_lanes(unordered);
 }
 
-static INLINE uint32_t load32(const void* p) {
-  uint32_t u;
-  __builtin_memcpy(&u, p, 4);
-  return u;
-}
-
-// Writes 32 quantized numbers of one row into a group of its tile. `lane` is the row's place in the tile.
-template <WeightFormat F>
-static INLINE void store_group(const int8_t* q, uint16_t scale, uint16_t shift, char* group, int lane) {
-  uint32_t* to = reinterpret_cast<uint32_t*>(group) + lane;
-  uint16_t* scales = reinterpret_cast<uint16_t*>(group + group_number_bytes(F)) + lane;
-  scales[0] = scale;
-  if constexpr (F == WeightFormat::int8) {
-    for (int j = 0; j < QUANT_GROUP / 4; ++j) to[j * TILE_OUT] = load32(q + 4 * j) ^ 0x80808080;  // plus 128
-  } else {
-    if constexpr (F == WeightFormat::int4) scales[TILE_OUT] = shift;
-    for (int j = 0; j < QUANT_GROUP / 8; ++j) to[j * TILE_OUT] = load32(q + 8 * j) | load32(q + 8 * j + 4) << 4;
-  }
+// Whether a format holds the numbers of a type as they are.
+template <class B>
+static constexpr bool keeps(WeightFormat f) {
+  return B::NATIVE != NONE && (f == B::NATIVE || (f == WeightFormat::int5 && B::NATIVE == WeightFormat::int4));
 }
 
 // Packs one row of blocks. Returns whether all scales and shifts are finite.
@@ -283,18 +281,28 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
   bool finite = true;
   for (int begin = 0; begin < in; begin += B::N, block += B::BYTES) {
     B::decode(block, q, scale, shift);
-    if constexpr (F == B::NATIVE && F != NONE) {
+    auto store = [&](int g, const uint16_t* s, uint16_t m) {
+      store_group(F, reinterpret_cast<uint8_t*>(q) + g * QUANT_GROUP, s, m,
+                  tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
+    };
+    if constexpr (keeps<B>(F)) {
+      if (!has_shift(F))
+        for (int8_t& number : q) number -= B::ZERO;
       for (int g = 0; g < B::N / QUANT_GROUP; ++g) {
-        if (F == WeightFormat::int8)
-          for (int i = 0; i < QUANT_GROUP; ++i) q[g * QUANT_GROUP + i] -= B::ZERO;
-        const uint16_t s = float_to_half(scale[g]), m = float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]);
-        finite &= is_finite(s) && (F != WeightFormat::int4 || is_finite(m));
-        store_group<F>(q + g * QUANT_GROUP, s, m, tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
+        constexpr int SCALES = scales_per_group(F);
+        uint16_t s[SCALES];
+        for (int i = 0; i < SCALES; ++i) {
+          s[i] = float_to_half(scale[g * SCALES + i]);
+          finite &= is_finite(s[i]);
+        }
+        const uint16_t m = has_shift(F) ? float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]) : 0;
+        finite &= is_finite(m);
+        store(g, s, m);
       }
       continue;
     }
     if constexpr (has_codebook(B::NATIVE))
-      for (int8_t& number : q) number = int8_t(codebook_of(B::NATIVE)[int(number)] - 128);
+      for (int8_t& number : q) number = int8_t(codebook_of(B::NATIVE)[int(number)] - excess(B::NATIVE));
     dequantize<B>(q, scale, shift, x);
     if (F == WeightFormat::float32) {
       float* to = reinterpret_cast<float*>(tile) + begin * TILE_OUT + lane;
@@ -306,13 +314,21 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
     } else {
       for (int g = 0; g < B::N / QUANT_GROUP; ++g) {
         const float* numbers = x + g * QUANT_GROUP;
+        int8_t* to = q + g * QUANT_GROUP;
         uint16_t s, m = 0;
-        finite &= F == WeightFormat::int8 ? quantize_int8(numbers, q, &s) : quantize_int4(numbers, q, &s, &m);
-        store_group<F>(q, s, m, tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
+        finite &= F == WeightFormat::int8 ? quantize_int8(numbers, to, &s) : quantize_int4(numbers, to, &s, &m);
+        store(g, &s, m);
       }
     }
   }
   return finite;
+}
+
+// Packs a row in a format that only some types are converted to. Returns false for others.
+template <class B, WeightFormat F>
+static bool pack_kept_row(const uint8_t* block, int in, char* tile, int lane) {
+  if constexpr (keeps<B>(F)) return pack_row<B, F>(block, in, tile, lane);
+  return false;
 }
 
 template <class B>
@@ -325,11 +341,11 @@ static bool pack_rows(const BlockRows& rows, int begin, int end, const PackedWei
       case WeightFormat::bfloat16: finite &= pack_row<B, WeightFormat::bfloat16>(block, w.in, tile, lane); break;
       case WeightFormat::int8: finite &= pack_row<B, WeightFormat::int8>(block, w.in, tile, lane); break;
       case WeightFormat::int4: finite &= pack_row<B, WeightFormat::int4>(block, w.in, tile, lane); break;
-      case WeightFormat::iq4:
-      case WeightFormat::mxfp4:  // no other type is converted to these
-        if constexpr (has_codebook(B::NATIVE))
-          finite &= w.format == B::NATIVE && pack_row<B, B::NATIVE>(block, w.in, tile, lane);
-        break;
+      case WeightFormat::int5: finite &= pack_kept_row<B, WeightFormat::int5>(block, w.in, tile, lane); break;
+      case WeightFormat::int6: finite &= pack_kept_row<B, WeightFormat::int6>(block, w.in, tile, lane); break;
+      case WeightFormat::iq4: finite &= pack_kept_row<B, WeightFormat::iq4>(block, w.in, tile, lane); break;
+      case WeightFormat::mxfp4: finite &= pack_kept_row<B, WeightFormat::mxfp4>(block, w.in, tile, lane); break;
+      case WeightFormat::nvfp4: finite &= pack_kept_row<B, WeightFormat::nvfp4>(block, w.in, tile, lane); break;
     }
   }
   return finite;
@@ -350,6 +366,7 @@ bool pack_blocks(const BlockRows& rows, int begin, int end, const PackedWeight& 
     case GgmlType::IQ4_NL: return pack_rows<IQ4_NL>(rows, begin, end, w, tile, lane);
     case GgmlType::IQ4_XS: return pack_rows<IQ4_XS>(rows, begin, end, w, tile, lane);
     case GgmlType::MXFP4: return pack_rows<MXFP4>(rows, begin, end, w, tile, lane);
+    case GgmlType::NVFP4: return pack_rows<NVFP4>(rows, begin, end, w, tile, lane);
   }
   return false;
 }

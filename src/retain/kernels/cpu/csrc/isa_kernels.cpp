@@ -89,6 +89,9 @@ void packed_gemm(const PackedWeight& w, int begin, int end, const char* prepared
     case WeightFormat::int4: return gemm_tiles<WeightFormat::int4>(w, begin, end, prepared, rows, out);
     case WeightFormat::iq4: return gemm_tiles<WeightFormat::iq4>(w, begin, end, prepared, rows, out);
     case WeightFormat::mxfp4: return gemm_tiles<WeightFormat::mxfp4>(w, begin, end, prepared, rows, out);
+    case WeightFormat::int5: return gemm_tiles<WeightFormat::int5>(w, begin, end, prepared, rows, out);
+    case WeightFormat::int6: return gemm_tiles<WeightFormat::int6>(w, begin, end, prepared, rows, out);
+    case WeightFormat::nvfp4: return gemm_tiles<WeightFormat::nvfp4>(w, begin, end, prepared, rows, out);
   }
 }
 

@@ -146,7 +146,7 @@ struct HoleTables {
 void punch(const Pool&, const EvictionLists&, const HoleTables&, int n);
 
 // A weight matrix before packing (pack.cpp). `numbers` is [out, in] in float32 or bfloat16, or in 8 bits if quantized.
-// Quantized matrices have float16 scales [out, in / 32], int4 has shifts too.
+// Quantized matrices have float16 scales of their groups, [out, n], and some have shifts too.
 struct UnpackedWeight {
   const void* numbers;
   const uint16_t *scale, *shift;

@@ -25,17 +25,9 @@ static void pack_tile(const UnpackedWeight& unpacked, const PackedWeight& w, int
     }
     const uint8_t* q = static_cast<const uint8_t*>(unpacked.numbers) + row * w.in;
     for (int g = 0; g < w.num_groups(); ++g, q += QUANT_GROUP) {
-      char* group = tile + g * group_bytes(w.format);
-      uint8_t* to = reinterpret_cast<uint8_t*>(group) + 4 * o;
-      uint16_t* scales = reinterpret_cast<uint16_t*>(group + group_number_bytes(w.format)) + o;
-      scales[0] = unpacked.scale[row * w.num_groups() + g];
-      if (w.format == WeightFormat::int8) {
-        for (int i = 0; i < QUANT_GROUP; ++i) to[i / 4 * 4 * TILE_OUT + i % 4] = q[i] ^ 0x80;  // signed, plus 128
-        continue;
-      }
-      if (w.format == WeightFormat::int4) scales[TILE_OUT] = unpacked.shift[row * w.num_groups() + g];
-      for (int i = 0; i < QUANT_GROUP; i += 8)
-        for (int j = 0; j < 4; ++j) to[i / 8 * 4 * TILE_OUT + j] = uint8_t(q[i + j] | q[i + j + 4] << 4);
+      const int64_t group = row * w.num_groups() + g;
+      store_group(w.format, q, unpacked.scale + group * scales_per_group(w.format),
+                  has_shift(w.format) ? unpacked.shift[group] : 0, tile + g * group_bytes(w.format), o);
     }
   }
 }

@@ -8,11 +8,15 @@
 //   int4       for each group of 32 inputs [4][16][4] bytes: inputs 8i .. 8i+3 in low nibbles, 8i+4 .. 8i+7 in high;
 //              then scale [16] and shift [16] in float16:   w = scale * q + shift
 //   iq4, mxfp4 as int4, but q is a place in a codebook, and there is no shift:   w = scale * codebook[q]
+//   nvfp4      as mxfp4, with two scales [16]: of the first and the last 16 inputs of the group
+//   int5       as int4, and a plane [16][4] of bytes before the scales: bit i has the fifth bits of inputs 4i .. 4i+3
+//   int6       the nibbles of q + 32; two planes [16][4] of bytes, in which inputs 0 .. 15 and 16 .. 31 have two bits
+//              each; two scales, as nvfp4:   w = scale * q
 //   int8       for each group of 32 inputs [8][16][4] bytes: q + 128, because the instruction multiplies unsigned by
 //              signed numbers; then scale [16] in float16:   w = scale * q
 //
 // Scales follow the numbers of their group, because one core reads one stream nearly twice as fast as two.
-// For int4 and int8, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
+// For quantized weights, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
 // integers. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
 // on the other tokens or on the chunk size. packed_tile_gemm.h has the same products on tiles, with the same bits.
 #pragma once
@@ -52,15 +56,18 @@ INLINE void quantize(const float* x, int8_t* q, ActivationGroup& group) {
   }
   const float maximum = reduce_max<WIDTH>(maxima), scale = maximum / 127 + reduce_sum<WIDTH>(zero);
   const float inverse = maximum > 0 ? 127 / maximum : 0.0f;
-  I total = {};
-  for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
-    const I n = round_to_int(load<WIDTH>(x + i) * inverse);
-    total += n;
-    store_bytes(q + i, n);
+  int32_t sums[2] = {};  // of halves
+  for (int h = 0; h < 2; ++h) {
+    I total = {};
+    for (int i = h * QUANT_GROUP / 2; i < (h + 1) * QUANT_GROUP / 2; i += WIDTH) {
+      const I n = round_to_int(load<WIDTH>(x + i) * inverse);
+      total += n;
+      store_bytes(q + i, n);
+    }
+    for (int l = 0; l < WIDTH; ++l) sums[h] += total[l];
   }
-  int32_t sum = 0;
-  for (int l = 0; l < WIDTH; ++l) sum += total[l];
-  group = {scale, scale * float(sum), -128 * sum};
+  const int32_t sum = sums[0] + sums[1];
+  group = {scale, scale * float(sum), -128 * sum, {-32 * sums[0], -32 * sums[1]}};
 }
 
 INLINE void prepare_row(const PackedWeight& w, const float* x, char* row) {
@@ -120,46 +127,79 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
 #endif
 }
 
+// Unpacks the numbers of inputs 8 i .. 8 i + 3 and of the four behind them, for the outputs of one vector.
+template <WeightFormat FORMAT>
+INLINE void unpack_numbers(const uint8_t* group, int i, Bytes& low, Bytes& high) {
+  const Bytes x = load_bytes(group + i * STEP_BYTES);
+  low = low_nibbles(x), high = high_nibbles(x);
+  if constexpr (has_codebook(FORMAT)) {
+    low = look_up(codebook_of(FORMAT), low);
+    high = look_up(codebook_of(FORMAT), high);
+  }
+  if constexpr (high_bits(FORMAT) > 0) {
+    constexpr int MASK = ((1 << high_bits(FORMAT)) - 1) << 4;
+    const HighBits first = find_high_bits(FORMAT, 2 * i), second = find_high_bits(FORMAT, 2 * i + 1);
+    const Bytes plane = load_bytes(group + first.at);  // both are in the same one
+    low = merge_bits(low, shift_bits(plane, 4 - first.bit), MASK);
+    high = merge_bits(high, shift_bits(plane, 4 - second.bit), MASK);
+  }
+}
+
+// Adds products with numbers of a format.
+template <WeightFormat FORMAT>
+INLINE I dot_numbers(I sum, const Bytes& x, const char* a) {
+  return excess(FORMAT) < 128 ? dot_narrow(sum, x, a) : dot(sum, x, a);
+}
+
+// What the sum of products of a group starts from, or of a half of it.
+template <WeightFormat FORMAT>
+INLINE int32_t offset_of(const ActivationGroup& x, int half) {
+  return has_shift(FORMAT) ? 0 : scales_per_group(FORMAT) == 2 ? x.half_offsets[half] : x.offset;
+}
+
 template <WeightFormat FORMAT, int TILES, int ROWS>
 INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
-  constexpr bool INT4 = FORMAT == WeightFormat::int4, NIBBLES = has_nibbles(FORMAT);
-  constexpr int STEP = 4 * TILE_OUT, STEPS = group_number_bytes(FORMAT) / STEP;  // bytes of a step; steps of a group
+  constexpr int PARTS = scales_per_group(FORMAT), STEPS = QUANT_GROUP / (has_nibbles(FORMAT) ? 8 : 4) / PARTS;
   const char* group = tile;
   const int64_t stride = w.activation_bytes(), tile_stride = w.tile_bytes();
   const char* a = rows;
   const ActivationGroup* groups = groups_of(w, rows);  // of the first row
   for (int g = 0; g < w.num_groups(); ++g) {
-    I group_sum[TILES][ROWS];
     auto group_of_row = [&](int r) -> const ActivationGroup& {
       const char* row_group = reinterpret_cast<const char*>(groups + g) + r * stride;
       return *reinterpret_cast<const ActivationGroup*>(row_group);
     };
-    EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = INT4 ? I{} : splat(group_of_row(r).offset);
     const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * vector * WIDTH;
-    EACH(i, STEPS) {
-      Bytes x[TILES];
-      EACH(t, TILES) x[t] = load_bytes(b + i * STEP + t * tile_stride);
-      if constexpr (NIBBLES) {
-        Bytes low[TILES], high[TILES];
-        EACH(t, TILES) low[t] = low_nibbles(x[t]), high[t] = high_nibbles(x[t]);
-        if constexpr (has_codebook(FORMAT)) EACH(t, TILES) {
-            low[t] = look_up(codebook_of(FORMAT), low[t]);
-            high[t] = look_up(codebook_of(FORMAT), high[t]);
+    EACH(part, PARTS) {
+      I group_sum[TILES][ROWS];
+      EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = splat(offset_of<FORMAT>(group_of_row(r), part));
+      EACH(step, STEPS) {
+        const int i = part * STEPS + step;
+        auto add = [&](const Bytes (&x)[TILES], int first) __attribute__((always_inline)) {
+          EACH(r, ROWS) EACH(t, TILES) {
+            group_sum[t][r] = dot_numbers<FORMAT>(group_sum[t][r], x[t], a + r * stride + first);
           }
-        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], low[t], a + r * stride + 8 * i);
-        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], high[t], a + r * stride + 8 * i + 4);
-      } else {
-        EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = dot(group_sum[t][r], x[t], a + r * stride + 4 * i);
+        };
+        if constexpr (has_nibbles(FORMAT)) {
+          Bytes low[TILES], high[TILES];
+          EACH(t, TILES) unpack_numbers<FORMAT>(b + t * tile_stride, i, low[t], high[t]);
+          add(low, 8 * i);
+          add(high, 8 * i + 4);
+        } else {
+          Bytes x[TILES];
+          EACH(t, TILES) x[t] = load_bytes(b + i * STEP_BYTES + t * tile_stride);
+          add(x, 4 * i);
+        }
       }
-    }
-    EACH(t, TILES) {
-      const char* tile_scales = group + group_number_bytes(FORMAT) + t * tile_stride;
-      const float16* scales = reinterpret_cast<const float16*>(tile_scales) + vector * WIDTH;
-      const F scale = load<WIDTH>(scales);
-      EACH(r, ROWS) sum[t][r] += __builtin_convertvector(group_sum[t][r], F) * (scale * group_of_row(r).scale);
-      if constexpr (INT4) {
-        const F shift = load<WIDTH>(scales + TILE_OUT);
-        EACH(r, ROWS) sum[t][r] += shift * group_of_row(r).sum;
+      EACH(t, TILES) {
+        const char* tile_scales = group + group_number_bytes(FORMAT) + t * tile_stride;
+        const float16* scales = reinterpret_cast<const float16*>(tile_scales) + vector * WIDTH;
+        const F scale = load<WIDTH>(scales + part * TILE_OUT);
+        EACH(r, ROWS) sum[t][r] += __builtin_convertvector(group_sum[t][r], F) * (scale * group_of_row(r).scale);
+        if constexpr (has_shift(FORMAT)) {
+          const F shift = load<WIDTH>(scales + TILE_OUT);
+          EACH(r, ROWS) sum[t][r] += shift * group_of_row(r).sum;
+        }
       }
     }
     group += group_bytes(FORMAT);
@@ -236,12 +276,18 @@ INLINE float unpack_number(const PackedWeight& w, const char* tile, int o, int i
   const char* group = tile + i / QUANT_GROUP * group_bytes(w.format);
   const uint8_t* q = reinterpret_cast<const uint8_t*>(group);
   const float16* scales = reinterpret_cast<const float16*>(group + group_number_bytes(w.format)) + o;
-  const int k = i % QUANT_GROUP;
-  if (w.format == WeightFormat::int8) return to_float(scales[0]) * (int(q[k / 4 * 4 * TILE_OUT + 4 * o + k % 4]) - 128);
-  const uint8_t byte = q[k / 8 * 4 * TILE_OUT + 4 * o + k % 4];
-  const int number = k % 8 < 4 ? byte & 15 : byte >> 4;
-  if (has_codebook(w.format)) return to_float(scales[0]) * (codebook_of(w.format)[number] - 128);
-  return to_float(scales[0]) * number + to_float(scales[TILE_OUT]);
+  const int k = i % QUANT_GROUP, step = k / 4, lane = 4 * o + k % 4;
+  const float scale = to_float(scales[k * scales_per_group(w.format) / QUANT_GROUP * TILE_OUT]);
+  if (!has_nibbles(w.format)) return scale * (int(q[step * STEP_BYTES + lane]) - excess(w.format));
+  const uint8_t byte = q[step / 2 * STEP_BYTES + lane];
+  int number = step % 2 ? byte >> 4 : byte & 15;
+  if (has_codebook(w.format)) number = codebook_of(w.format)[number];
+  if (const int bits = high_bits(w.format)) {
+    const HighBits high = find_high_bits(w.format, step);
+    number |= (q[high.at + lane] >> high.bit & ((1 << bits) - 1)) << 4;
+  }
+  const float x = scale * (number - excess(w.format));
+  return has_shift(w.format) ? x + to_float(scales[TILE_OUT]) : x;
 }
 
 }  // namespace retain::RETAIN_ISA

@@ -1,8 +1,8 @@
 // Products with packed weights on tiles. A packed tile of 16 outputs is a tile of B for every 32 inputs.
 //
-// bfloat16: sums stay in tiles. int8 and int4: the sum of a group of 32 products is an exact integer; it leaves the tile
-// and is scaled and added on vectors, in the order of packed_gemm.h, so the bits are the same. The next group's product
-// is issued before the last one is added.
+// bfloat16: sums stay in tiles. Quantized weights: the sum of the products that share a scale is an exact integer; it
+// leaves the tile and is scaled and added on vectors, in the order of packed_gemm.h, so the bits are the same. The next
+// product is issued before the last one is added.
 #pragma once
 
 #include "packed_gemm.h"
@@ -64,7 +64,7 @@ INLINE void gemm_bfloat16(const PackedWeight& w, int begin, int end, const char*
   });
 }
 
-// ---- int8 and 4 bits --------------------------------------------------------------------------------------------
+// ---- quantized weights ------------------------------------------------------------------------------------------
 
 // Groups begin .. end - 1 of one tile of weights.
 struct GroupPanel {
@@ -75,48 +75,53 @@ struct GroupPanel {
 };
 
 template <WeightFormat FORMAT>
-INLINE void unpack_nibbles(const char* groups, int n, char* panel) {
+INLINE void unpack_panel(const char* groups, int n, char* panel) {
   for (int g = 0; g < n; ++g, groups += group_bytes(FORMAT), panel += group_number_bytes(WeightFormat::int8))
     for (int i = 0; i < 4; ++i) {
-      const Bytes x = load_bytes(reinterpret_cast<const uint8_t*>(groups) + 64 * i);
-      Bytes low = low_nibbles(x), high = high_nibbles(x);
-      if constexpr (has_codebook(FORMAT)) low = look_up(codebook_of(FORMAT), low), high = look_up(codebook_of(FORMAT), high);
+      Bytes low, high;
+      unpack_numbers<FORMAT>(reinterpret_cast<const uint8_t*>(groups), i, low, high);
       memcpy(panel + 128 * i, &low, 64);
       memcpy(panel + 128 * i + 64, &high, 64);
     }
 }
 
-// Tiles I, 2 + I and 4 + I are C, A and B of a group, for I = 0 and 1.
-INLINE void configure_groups(Tiles& tiles, int rows) {
-  const TileShape a = {rows, QUANT_GROUP}, b = {QUANT_GROUP / 4, TILE_ROW_BYTES}, c = {rows, TILE_ROW_BYTES};
+// Tiles I, 2 + I and 4 + I are C, A and B of a part, for I = 0 and 1. A part is the inputs that share a scale: a group,
+// or a half of it.
+template <WeightFormat FORMAT>
+INLINE void configure_parts(Tiles& tiles, int rows) {
+  constexpr int INPUTS = QUANT_GROUP / scales_per_group(FORMAT);
+  const TileShape a = {rows, INPUTS}, b = {INPUTS / 4, TILE_ROW_BYTES}, c = {rows, TILE_ROW_BYTES};
   tiles.configure({c, c, a, a, b, b, c, c});
 }
 
-template <int I>
-INLINE void multiply_group(Tiles& tiles, const GroupPanel& p, int g, const char* rows, int64_t stride, int32_t* c) {
+template <WeightFormat FORMAT, int I>
+INLINE void multiply_part(Tiles& tiles, const GroupPanel& p, int part, const char* rows, int64_t stride, int32_t* c) {
+  constexpr int PARTS = scales_per_group(FORMAT);
   tiles.zero<I>();
-  tiles.load<2 + I>(rows + g * QUANT_GROUP, stride);
-  tiles.load<4 + I>(p.numbers + (g - p.begin) * p.number_step, TILE_ROW_BYTES);
+  tiles.load<2 + I>(rows + part * (QUANT_GROUP / PARTS), stride);
+  tiles.load<4 + I>(p.numbers + (part - p.begin * PARTS) * (p.number_step / PARTS), TILE_ROW_BYTES);
   tiles.dot_int8<I, 2 + I, 4 + I>();
   tiles.store<I>(c, TILE_ROW_BYTES);
 }
 
 template <WeightFormat FORMAT, int ROWS>
-INLINE void add_group(const GroupPanel& p, int g, const ActivationGroup* groups, int64_t stride, const int32_t* c,
-                      F (&sum)[ROWS]) {
+INLINE void add_part(const GroupPanel& p, int part, const ActivationGroup* groups, int64_t stride, const int32_t* c,
+                     F (&sum)[ROWS]) {
+  constexpr int PARTS = scales_per_group(FORMAT);
+  const int g = part / PARTS, half = part % PARTS;
   const char* tile_scales = p.scales + (g - p.begin) * group_bytes(FORMAT);
   const float16* scales = reinterpret_cast<const float16*>(tile_scales);
-  const F scale = load<WIDTH>(scales);
+  const F scale = load<WIDTH>(scales + half * TILE_OUT);
   F shift = {};
-  if constexpr (FORMAT == WeightFormat::int4) shift = load<WIDTH>(scales + TILE_OUT);
+  if constexpr (has_shift(FORMAT)) shift = load<WIDTH>(scales + TILE_OUT);
 #pragma GCC unroll 16
   for (int r = 0; r < ROWS; ++r) {
     const char* row_group = reinterpret_cast<const char*>(groups + g) + r * stride;
     const ActivationGroup& x = *reinterpret_cast<const ActivationGroup*>(row_group);
     I group_sum = load_ints(c + r * TILE_OUT);
-    if constexpr (FORMAT != WeightFormat::int4) group_sum += splat(x.offset);
+    if constexpr (!has_shift(FORMAT)) group_sum += splat(offset_of<FORMAT>(x, half));
     sum[r] += __builtin_convertvector(group_sum, F) * (scale * x.scale);
-    if constexpr (FORMAT == WeightFormat::int4) sum[r] += shift * x.sum;
+    if constexpr (has_shift(FORMAT)) sum[r] += shift * x.sum;
   }
 }
 
@@ -128,13 +133,14 @@ INLINE void add_panel(Tiles& tiles, const PackedWeight& w, const GroupPanel& p, 
   const ActivationGroup* groups = groups_of(w, rows);
   F sum[ROWS];
   for (int r = 0; r < ROWS; ++r) sum[r] = sums[r];
-  multiply_group<0>(tiles, p, p.begin, rows, stride, c[0]);
-  for (int g = p.begin; g < p.end; g += 2) {
-    if (g + 1 < p.end) multiply_group<1>(tiles, p, g + 1, rows, stride, c[1]);
-    add_group<FORMAT>(p, g, groups, stride, c[0], sum);
-    if (g + 1 == p.end) break;
-    if (g + 2 < p.end) multiply_group<0>(tiles, p, g + 2, rows, stride, c[0]);
-    add_group<FORMAT>(p, g + 1, groups, stride, c[1], sum);
+  const int begin = p.begin * scales_per_group(FORMAT), end = p.end * scales_per_group(FORMAT);
+  multiply_part<FORMAT, 0>(tiles, p, begin, rows, stride, c[0]);
+  for (int i = begin; i < end; i += 2) {
+    if (i + 1 < end) multiply_part<FORMAT, 1>(tiles, p, i + 1, rows, stride, c[1]);
+    add_part<FORMAT>(p, i, groups, stride, c[0], sum);
+    if (i + 1 == end) break;
+    if (i + 2 < end) multiply_part<FORMAT, 0>(tiles, p, i + 2, rows, stride, c[0]);
+    add_part<FORMAT>(p, i + 1, groups, stride, c[1], sum);
   }
   for (int r = 0; r < ROWS; ++r) sums[r] = sum[r];
 }
@@ -147,7 +153,7 @@ INLINE void gemm_groups(const PackedWeight& w, int begin, int end, const char* r
   int configured = 0;
   auto configure = [&](int strip) {
     if (strip == configured) return;
-    configure_groups(tiles, strip);
+    configure_parts<FORMAT>(tiles, strip);
     configured = strip;
   };
   for_each_row_block(w, n, MAX_BLOCK_ROWS, [&](int first, int block) {
@@ -159,7 +165,7 @@ INLINE void gemm_groups(const PackedWeight& w, int begin, int end, const char* r
         const int panel_end = g + PANEL_GROUPS < w.num_groups() ? g + PANEL_GROUPS : w.num_groups();
         GroupPanel panel = {groups + group_number_bytes(FORMAT), groups, group_bytes(FORMAT), g, panel_end};
         if constexpr (has_nibbles(FORMAT)) {
-          unpack_nibbles<FORMAT>(groups, panel_end - g, unpacked);
+          unpack_panel<FORMAT>(groups, panel_end - g, unpacked);
           panel.numbers = unpacked, panel.number_step = group_number_bytes(WeightFormat::int8);
         }
         for (int r = 0; r < block; r += TILE_ROWS) {
@@ -190,6 +196,9 @@ INLINE bool gemm_by_tiles(const PackedWeight& w, int begin, int end, const char*
     case WeightFormat::int4: gemm_groups<WeightFormat::int4>(w, begin, end, rows, n, out); return true;
     case WeightFormat::iq4: gemm_groups<WeightFormat::iq4>(w, begin, end, rows, n, out); return true;
     case WeightFormat::mxfp4: gemm_groups<WeightFormat::mxfp4>(w, begin, end, rows, n, out); return true;
+    case WeightFormat::int5: gemm_groups<WeightFormat::int5>(w, begin, end, rows, n, out); return true;
+    case WeightFormat::int6: gemm_groups<WeightFormat::int6>(w, begin, end, rows, n, out); return true;
+    case WeightFormat::nvfp4: gemm_groups<WeightFormat::nvfp4>(w, begin, end, rows, n, out); return true;
   }
   return false;
 }

@@ -161,6 +161,10 @@ INLINE Bytes high_nibbles(Bytes x) { return _mm512_and_si512(_mm512_srli_epi16(x
 INLINE Bytes look_up(const uint8_t* codebook, Bytes places) {
   return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)codebook)), places);
 }
+// low | (high & mask)
+INLINE Bytes merge_bits(Bytes low, Bytes high, int mask) {
+  return _mm512_ternarylogic_epi32(low, high, _mm512_set1_epi8(char(mask)), 0xf8);
+}
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
@@ -173,6 +177,9 @@ INLINE Bytes low_nibbles(Bytes x) { return _mm256_and_si256(x, _mm256_set1_epi8(
 INLINE Bytes high_nibbles(Bytes x) { return _mm256_and_si256(_mm256_srli_epi16(x, 4), _mm256_set1_epi8(15)); }
 INLINE Bytes look_up(const uint8_t* codebook, Bytes places) {
   return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)codebook)), places);
+}
+INLINE Bytes merge_bits(Bytes low, Bytes high, int mask) {
+  return _mm256_or_si256(low, _mm256_and_si256(high, _mm256_set1_epi8(char(mask))));
 }
 // Two products overflow 16 bits where x is above 127, so the top bit of x is multiplied separately.
 INLINE I dot(I sum, Bytes x, const char* a) {
@@ -198,6 +205,7 @@ INLINE Bytes load_bytes(const uint8_t* p) { return vld1q_u8(p); }
 INLINE Bytes low_nibbles(Bytes x) { return vandq_u8(x, vdupq_n_u8(15)); }
 INLINE Bytes high_nibbles(Bytes x) { return vshrq_n_u8(x, 4); }
 INLINE Bytes look_up(const uint8_t* codebook, Bytes places) { return vqtbl1q_u8(vld1q_u8(codebook), places); }
+INLINE Bytes merge_bits(Bytes low, Bytes high, int mask) { return vorrq_u8(low, vandq_u8(high, vdupq_n_u8(mask))); }
 INLINE I dot(I sum, Bytes x, const char* a) {
   int32_t four;
   memcpy(&four, a, 4);
@@ -231,12 +239,26 @@ INLINE Bytes look_up(const uint8_t* codebook, Bytes places) {
   for (uint8_t& b : places.data) b = codebook[b];
   return places;
 }
+INLINE Bytes merge_bits(Bytes low, const Bytes& high, int mask) {
+  for (int i = 0; i < 4 * WIDTH; ++i) low.data[i] |= high.data[i] & mask;
+  return low;
+}
 INLINE I dot(I sum, const Bytes& x, const char* a) {
   for (int l = 0; l < WIDTH; ++l)
     for (int j = 0; j < 4; ++j) sum[l] += x.data[4 * l + j] * int8_t(a[j]);
   return sum;
 }
 #endif
+
+// Shifts by `left` bits, to the right if it is negative. Bits of other bytes may come in, so mask the result.
+INLINE Bytes shift_bits(Bytes x, int left) {
+  typedef uint16_t U16 __attribute__((vector_size(sizeof(Bytes))));
+  U16 y;
+  memcpy(&y, &x, sizeof y);
+  y = left >= 0 ? y << left : y >> -left;
+  memcpy(&x, &y, sizeof x);
+  return x;
+}
 
 #ifdef RETAIN_DOT_NARROW
 #undef RETAIN_DOT_NARROW

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#define INLINE inline __attribute__((always_inline))
+#include "weight_format.h"
 
 namespace retain {
 
@@ -81,54 +81,10 @@ struct StridedRows {
   DType dtype;
 };
 
-// The number format of a packed weight matrix (packed_gemm.h draws the layouts).
-enum class WeightFormat : int { float32, bfloat16, int8, int4, iq4, mxfp4 };
-constexpr int TILE_OUT = 16;     // outputs of a tile
-constexpr int QUANT_GROUP = 32;  // inputs that share a scale
-constexpr int MAX_PADDED_ROWS = 16;  // kernels compute rows of activations in multiples of at most that many
-
-INLINE int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
-
-// Formats of four bits a number. int4 has numbers 0 to 15 and a shift; in the others they are places in a codebook.
-INLINE constexpr bool has_nibbles(WeightFormat f) { return f >= WeightFormat::int4; }
-INLINE constexpr bool has_codebook(WeightFormat f) { return f > WeightFormat::int4; }
-// The numbers of codebooks, plus 128: those of IQ4_NL and IQ4_XS, and those of MXFP4 (doubled: 0, 0.5, 1, 1.5, 2, ...).
-constexpr uint8_t IQ4_CODEBOOK[16] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
-constexpr uint8_t MXFP4_CODEBOOK[16] = {128, 129, 130, 131, 132, 134, 136, 140, 128, 127, 126, 125, 124, 122, 120, 116};
-INLINE constexpr const uint8_t* codebook_of(WeightFormat f) {
-  return f == WeightFormat::iq4 ? IQ4_CODEBOOK : MXFP4_CODEBOOK;
-}
-
-// Bytes of one quantization group in a tile: its numbers alone, and its numbers followed by its scales.
-INLINE constexpr int group_number_bytes(WeightFormat f) { return QUANT_GROUP * TILE_OUT / (has_nibbles(f) ? 2 : 1); }
-INLINE constexpr int group_bytes(WeightFormat f) {
-  return group_number_bytes(f) + TILE_OUT * (f == WeightFormat::int4 ? 4 : 2);
-}
-
-// A weight matrix [out, in] in tiles.
-struct PackedWeight {
-  const char* data;  // aligned to a cache line
-  int out, in;
-  WeightFormat format;
-
-  INLINE int num_tiles() const { return (out + TILE_OUT - 1) / TILE_OUT; }
-  INLINE int num_groups() const { return in / QUANT_GROUP; }
-  INLINE int64_t tile_bytes() const {
-    if (format == WeightFormat::float32) return int64_t(in) * TILE_OUT * 4;
-    if (format == WeightFormat::bfloat16) return round_up(in, 2) * TILE_OUT * 2;
-    return int64_t(num_groups()) * group_bytes(format);
-  }
-  // Bytes of one row of activations, prepared for a product with this matrix.
-  INLINE int64_t activation_bytes() const {
-    if (format == WeightFormat::float32) return round_up(int64_t(in) * 4, 64);
-    if (format == WeightFormat::bfloat16) return round_up(int64_t(in) * 2 + 2, 64);
-    return round_up(in + int64_t(num_groups()) * 12, 64);
-  }
-};
-
 // ggml's types of blocks that pack_blocks unpacks, by their numbers in GGUF files.
 enum class GgmlType : int {
-  Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39
+  Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q2_K = 10, Q3_K, Q4_K, Q5_K, Q6_K, IQ4_NL = 20, IQ4_XS = 23, MXFP4 = 39,
+  NVFP4
 };
 
 // Rows of a matrix in ggml's blocks.
@@ -136,12 +92,6 @@ struct BlockRows {
   const uint8_t* data;
   int64_t row_bytes;
   GgmlType type;
-};
-
-// One group of 32 quantized activations, x = scale * q.
-struct ActivationGroup {
-  float scale, sum;  // sum of x
-  int32_t offset;    // -128 * sum of q, because int8 weights are stored 128 too high
 };
 
 struct NormParams {
