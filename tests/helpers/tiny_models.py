@@ -95,7 +95,7 @@ GRANITE_HYBRID: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
     "embedding_multiplier": 2.0,
     "attention_multiplier": 0.3,
-    "residual_multiplier": 0.7,
+    "residual_multiplier": 0.5,  # a power of two: scales of quantized rows are rounded
     "logits_scaling": 0.5,
     "num_local_experts": 6,
     "num_experts_per_tok": 2,
