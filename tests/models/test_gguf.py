@@ -132,7 +132,7 @@ def test_llama_biases_are_put_back_in_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma3_text", "gpt2", "phi3"])
 def test_transformers_reads_the_same_tensors_and_config(tmp_path: Path, model_type: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -142,7 +142,9 @@ def test_transformers_reads_the_same_tensors_and_config(tmp_path: Path, model_ty
     )
     theirs = load_gguf_checkpoint(str(path))["config"]
     with torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(AutoConfig.for_model(**theirs))
+        empty = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(**{"pad_token_id": 0, **theirs})
+        )  # of Phi-3: 32000
     state = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=empty)["tensors"]
     ours = GGUFCheckpoint(path)
     assert ours.names() == state.keys()
