@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -126,6 +128,25 @@ def test_selected_rows_are_packed_in_their_order() -> None:
     weight, index = StoredWeight.from_rows(make_rows("Q4_K", 20, 3)), torch.arange(19, -1, -2)
     assert torch.equal(weight.select_rows(index).dequantize(), weight.dequantize()[index])
     assert torch.equal(pack(weight.select_rows(index)), pack(weight.select_rows(index).unpack()))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_columns_are_put_in_order_in_whole_groups(name: str) -> None:
+    """Groups of 32 columns move with their scales, also inside of blocks of 256; smaller pieces cannot."""
+    weight = StoredWeight.from_rows(make_rows(name, 20, 3))
+    index = torch.arange(512).view(8, 2, 32).transpose(0, 1).flatten()
+    ordered = weight.select_columns(index)
+    assert ordered is not None and ordered.shape == weight.shape
+    assert torch.equal(ordered.dequantize(), weight.dequantize()[:, index])
+    rows = torch.arange(19, -1, -2)
+    assert torch.equal(ordered.select_rows(rows).dequantize(), weight.dequantize()[rows][:, index])
+    assert torch.equal(pack(ordered), pack(ordered.unpack()))
+    assert not torch.equal(pack(ordered), pack(weight))
+    exact, ordered_exact = (replace(w, kind=torch.float32).dequantize() for w in (weight, ordered))
+    assert torch.equal(ordered_exact, exact[:, index])
+    for size in (16, 24):
+        assert weight.select_columns(torch.arange(480).view(-1, 2, size).transpose(0, 1).flatten()) is None
+    assert weight.select_columns(torch.arange(512).roll(8)) is None
 
 
 def test_memory_of_the_file_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,25 @@ def concat_matrices(weights: Sequence[Tensor | QuantizedWeight]) -> Tensor | Qua
     return kind(**{name: torch.cat([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
+def keeps_groups(index: Tensor) -> bool:
+    """Return whether an order of columns, int64 [in], moves whole groups."""
+    if len(index) % GROUP_SIZE:
+        return False
+    groups = index.view(-1, GROUP_SIZE)
+    is_run = torch.equal(groups, groups[:, :1] + torch.arange(GROUP_SIZE))
+    return is_run and not (groups[:, 0] % GROUP_SIZE).any()
+
+
+def select_columns(weight: Tensor | QuantizedWeight, index: Tensor) -> Tensor | QuantizedWeight:
+    """Return the columns of index int64 [in], in this order. A quantized matrix needs an order that keeps_groups."""
+    if isinstance(weight, Tensor):
+        return weight[:, index]
+    groups = index[::GROUP_SIZE] // GROUP_SIZE
+    if isinstance(weight, Int4):
+        return Int4(weight.q[:, index], weight.scale[:, groups], weight.shift[:, groups])
+    return replace(weight, q=weight.q[:, index], scale=weight.scale[:, groups])
+
+
 def check_finite(x: Tensor) -> Tensor:
     """Return scales or shifts unchanged. Raises ValueError if one is infinite or NaN, as all its products would be."""
     if not torch.isfinite(x).all():

@@ -15,7 +15,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.ggml_blocks import convert_blocks, stored_kind
-from retain.kernels.quantized import Kind, QuantizedWeight, concat_matrices, widest_kind
+from retain.kernels.quantized import (
+    Kind,
+    QuantizedWeight,
+    concat_matrices,
+    keeps_groups,
+    select_columns,
+    widest_kind,
+)
 
 
 def keep_rows(begin: int, end: int) -> None:
@@ -113,6 +120,37 @@ class FileRows:
 
 
 @dataclass(frozen=True, eq=False)
+class OrderedColumns:
+    """Rows of a matrix whose columns are put in another order, in whole groups."""
+
+    rows: StoredRows
+    columns: Tensor  # int64 [in]: the place in `rows` of each column
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """See StoredRows."""
+        return self.rows.shape
+
+    @property
+    def kind(self) -> Kind:
+        """See StoredRows."""
+        return self.rows.kind
+
+    @property
+    def release(self) -> Callable[[int, int], None]:
+        """See StoredRows."""
+        return self.rows.release
+
+    def convert(self, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
+        """See StoredRows."""
+        return select_columns(self.rows.convert(begin, end, kind), self.columns)
+
+    def select(self, index: Tensor) -> OrderedColumns:
+        """See StoredRows."""
+        return OrderedColumns(self.rows.select(index), self.columns)
+
+
+@dataclass(frozen=True, eq=False)
 class StoredWeight:
     """A matrix [out, in] of a file, and the kind that it is to be converted to. `unpack` defines the values."""
 
@@ -146,6 +184,11 @@ class StoredWeight:
         """Return the rows of index int64 [n] of a matrix of one part: [n, in]. Raises IndexError."""
         (part,) = self.parts
         return StoredWeight((part.select(index),), self.kind)
+
+    def select_columns(self, index: Tensor) -> StoredWeight | None:
+        """Put the columns of a matrix of one part into the order of index int64 [in]; None where it splits groups."""
+        (part,) = self.parts
+        return StoredWeight((OrderedColumns(part, index),), self.kind) if keeps_groups(index) else None
 
 
 def concat_stored(weights: Sequence[StoredWeight]) -> StoredWeight:

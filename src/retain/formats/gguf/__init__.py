@@ -16,8 +16,8 @@ from torch import Tensor
 from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
-from retain.formats.gguf.architecture import load_architecture
-from retain.formats.gguf.metadata import GGUFMetadata, recover_llama3_scaling
+from retain.formats.gguf.architecture import load_architecture, split_name
+from retain.formats.gguf.metadata import GGUFMetadata
 from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
 from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
@@ -25,6 +25,7 @@ from retain.kernels.stored_weight import StoredWeight
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
+MAX_ROPE_FACTORS = 2**15  # half of the largest head
 
 
 class GGUFCheckpoint:
@@ -63,9 +64,12 @@ class GGUFCheckpoint:
             is_matrix = len(info.shape) == 2 and GGML_BLOCK_SIZES[info.ggml_type][0] > 1
             if not is_matrix or (stem in self._arch.transposed) != transposed:
                 return None
-            blocks = StoredWeight.from_rows(self._reader.block_rows(name, info))
-            order = self._arch.row_order(stem, info.shape[0], self.config)
-            return blocks if order is None else blocks.select_rows(order)
+            matrix = StoredWeight.from_rows(self._reader.block_rows(name, info))
+            if (order := self._arch.row_order(stem, info.shape[0], self.config)) is not None:
+                matrix = matrix.select_rows(order)
+            if (order := self._arch.column_order(stem, info.shape[1], self.config)) is not None:
+                return matrix.select_columns(order)
+            return matrix
 
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
@@ -76,33 +80,41 @@ class GGUFCheckpoint:
         for name, info in self._reader.tensors.items():
             if name == "rope_freqs.weight":
                 self._apply_rope_factors(info)
-            elif not name.endswith(IGNORED_TENSORS):
-                infos |= self._map_name(name, info)
+            elif not self._is_ignored(name):
+                found = self._map_name(name, info)
+                if twice := infos.keys() & found.keys():
+                    raise ValueError(f"the tensor {quote(sorted(twice)[0])} is there twice, once as {quote(name)}")
+                infos |= found
         self._names = frozenset(infos)
         return infos
 
+    def _is_ignored(self, name: str) -> bool:
+        """Return whether a tensor does not count, such as one of a layer that predicts further tokens."""
+        first = self.config["num_hidden_layers"]
+        predictors = range(first, first + self.config["num_nextn_predict_layers"])
+        return name.endswith(IGNORED_TENSORS) or split_name(name)[0] in map(str, predictors)
+
     def _map_name(self, name: str, info: TensorInfo) -> dict[str, tuple[str, TensorInfo]]:
         """Map a tensor, or each matrix of a tensor of all experts. Raises UnsupportedError for an unknown name."""
-        stem = name.split(".")[-2]
+        _, stem, _ = split_name(name)
         num_layers = self.config["num_hidden_layers"]
-        if expert_names := self._arch.expert_names(name, self.config.get("num_experts", 0), num_layers):
-            if info.shape[0] != len(expert_names):
-                raise ValueError(
-                    f"the tensor {quote(name)} has the shape {info.shape}, not of {len(expert_names)} experts"
-                )
-            return {hf_name: (stem, part) for hf_name, part in zip(expert_names, info.split(), strict=True)}
-        hf_name = self._arch.to_hf_name(name, num_layers)
-        if hf_name is None:
+        if hf_name := self._arch.to_hf_name(name, num_layers):
+            return {hf_name: (stem, info)}
+        num_experts = self.config.get("num_experts", 0)
+        names = self._arch.expert_names(name, num_experts, num_layers)
+        if not names:
             raise UnsupportedError(f"the tensor {quote(name)} is not known in a {self.config['model_type']} model")
-        return {hf_name: (stem, info)}
+        if info.shape[0] != num_experts:
+            raise ValueError(f"the tensor {quote(name)} has the shape {info.shape}, not of {num_experts} experts")
+        return {
+            hf_name: (stem, part) for hf_name, part in zip(names, info.split(len(names) // num_experts), strict=True)
+        }
 
     def _apply_rope_factors(self, info: TensorInfo) -> None:
-        """Put a tensor of divisors of the rope frequencies (Llama 3.1 and later) into the config."""
-        if "rope_scaling" not in self.config or self.config["rope_scaling"]:
-            raise UnsupportedError(f"rope_freqs.weight in a {self.config['model_type']} model with another scaling")
-        if len(info.shape) != 1 or 2 * info.shape[0] != self.config.get("head_dim"):
+        """Put a tensor of divisors of the rope frequencies into the config."""
+        if info.shape[0] > MAX_ROPE_FACTORS:
             raise ValueError(f"the tensor 'rope_freqs.weight' has the shape {info.shape}")
-        self.config["rope_scaling"] = recover_llama3_scaling(self._dequantize(info).float(), self.config["rope_theta"])
+        self.config |= self._arch.read_rope_factors(self._dequantize(info).float(), self.config)
 
     def _dequantize(self, info: TensorInfo) -> Tensor:
         return dequantize_blocks(self._reader.tensor_bytes(info), info.ggml_type, info.shape)

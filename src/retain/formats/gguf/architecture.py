@@ -14,8 +14,11 @@ from torch import Tensor
 
 from retain.files import quote
 from retain.formats.errors import UnsupportedError
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, read_llama3_rope_factors
 from retain.plugins import plugin_names
+
+# Of a tensor's stem and its number of rows: the place in the file of each row, int64 [rows]; None where they are equal.
+Order = Callable[[str, int, HFConfig], Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -32,36 +35,37 @@ class Architecture:
     biases: frozenset[str] | None = None  # tensors that may have a bias; None: all
     norm_offset: float = 0.0  # added to the weights of norms by the converter
     transposed: frozenset[str] = frozenset()  # matrices [in, out] in Hugging Face, [out, in] in llama.cpp
-    # Of the matrices of all experts, which llama.cpp stacks [n, out, in]; {} is the number of the expert.
-    expert_tensors: Mapping[str, str] = field(default_factory=dict)
-    bare: frozenset[str] = frozenset()  # tensors that are no `.weight` in Hugging Face
-    row_order: Callable[[str, int, HFConfig], Tensor | None] = lambda stem, rows, config: None  # None: as they are
+    # Of the matrices of all experts, which llama.cpp stacks [n, out, in]; {} is the number of the expert. Several names
+    # share the rows of each expert.
+    expert_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    whole_names: Mapping[str, str] = field(default_factory=dict)  # of a layer, with what follows the stem
+    row_order: Order = lambda stem, rows, config: None
+    column_order: Order = lambda stem, columns, config: None
+    values: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of numbers and shapes, by stem
+    # What a tensor of divisors of the rope frequencies changes in a config.
+    read_rope_factors: Callable[[Tensor, HFConfig], HFConfig] = read_llama3_rope_factors
 
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
         """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for an unknown name."""
-        stem, _, leaf = name.rpartition(".")
-        if leaf == "bias" and self.biases is not None and stem.split(".")[-1] not in self.biases:
+        layer, stem, leaf = split_name(name)
+        if layer and layer not in map(str, range(num_layers)):
             return None
-        if stem in self.global_tensors:
-            return f"{self.global_tensors[stem]}.{leaf}"
-        blk, _, rest = stem.partition(".")
-        number, _, stem = rest.partition(".")
-        if blk == "blk" and stem in self.layer_tensors and number in map(str, range(num_layers)):
-            hf_stem = f"{self.layer_prefix.format(number)}.{self.layer_tensors[stem]}"
-            if stem in self.bare:
-                return hf_stem if leaf == "weight" else None
-            return f"{hf_stem}.{leaf}"
-        return None
+        prefix = self.layer_prefix.format(layer)
+        if layer and (whole := self.whole_names.get(f"{stem}.{leaf}")):
+            return f"{prefix}.{whole}"
+        if leaf == "bias" and self.biases is not None and stem not in self.biases:
+            return None
+        if layer:
+            return f"{prefix}.{self.layer_tensors[stem]}.{leaf}" if stem in self.layer_tensors else None
+        return f"{self.global_tensors[stem]}.{leaf}" if stem in self.global_tensors else None
 
     def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:
         """Return the Hugging Face names of the matrices in a tensor of all experts; None for any other tensor."""
-        stem, _, leaf = name.rpartition(".")
-        blk, _, rest = stem.partition(".")
-        number, _, stem = rest.partition(".")
-        if blk != "blk" or stem not in self.expert_tensors or number not in map(str, range(num_layers)):
+        layer, stem, leaf = split_name(name)
+        if stem not in self.expert_tensors or layer not in map(str, range(num_layers)):
             return None
-        prefix = self.layer_prefix.format(number)
-        return [f"{prefix}.{self.expert_tensors[stem].format(e)}.{leaf}" for e in range(num_experts)]
+        prefix = self.layer_prefix.format(layer)
+        return [f"{prefix}.{part.format(e)}.{leaf}" for e in range(num_experts) for part in self.expert_tensors[stem]]
 
     def to_hf_tensor(self, stem: str, x: Tensor, config: HFConfig) -> Tensor:
         """Convert a tensor to Hugging Face's layout. Raises RuntimeError where it does not fit the config."""
@@ -69,8 +73,20 @@ class Architecture:
             return x.float() - self.norm_offset
         if stem in self.transposed and x.ndim == 2:
             return x.T.contiguous()
-        order = self.row_order(stem, len(x), config)
-        return x if order is None else x[order]
+        if (order := self.row_order(stem, len(x), config)) is not None:
+            x = x[order]
+        if x.ndim == 2 and (order := self.column_order(stem, x.shape[1], config)) is not None:
+            x = x[:, order]
+        return self.values[stem](x) if stem in self.values else x
+
+
+def split_name(name: str) -> tuple[str, str, str]:
+    """Split `blk.3.attn_q.weight` into `3`, `attn_q` and `weight`. The first is empty outside of layers."""
+    layer = ""
+    if name.startswith("blk."):
+        _, layer, name = (*name.split(".", 2), "")[:3]
+    stem, _, leaf = name.rpartition(".")
+    return layer, stem or leaf, leaf if stem else ""
 
 
 def list_architectures() -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -45,6 +45,21 @@ class GGUFMetadata:
         result: T = value
         return result
 
+    def get_per_layer(self, key: str, layers: int, default: T) -> list[T]:
+        """Return a value of the type of `default` for each layer; a value that is no list is that of all.
+
+        Raises ValueError for another type, or a list of fewer values.
+        """
+        value: Any = self.entries.get(f"{self.arch}.{key}")
+        if not hasattr(value, "tolist"):
+            return [self.get(key, default)] * layers
+        values: list[T] = value.tolist()
+        if len(values) < layers:
+            raise ValueError(f"{self.arch}.{key} is for {len(values)} layers, there are {layers}")
+        if any(type(x) is not type(default) for x in values):
+            raise ValueError(f"{self.arch}.{key} is not a list of values of type {type(default).__name__}")
+        return values[:layers]
+
     def get_positive(self, key: str, default: int = 0) -> int:
         """Return a number of at least 1; it is required unless there is a default. Raises ValueError."""
         value = self.get(key, default)
@@ -52,10 +67,21 @@ class GGUFMetadata:
             raise ValueError(f"{self.arch}.{key} is {value or 'missing or 0'}")
         return value
 
+    def with_values(self, values: Mapping[str, Any]) -> GGUFMetadata:
+        """Return the metadata with other values of some keys; None removes a key."""
+        changed = {f"{self.arch}.{key}": value for key, value in values.items()}
+        return replace(self, entries={**self.entries, **changed})
+
 
 def common_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the keys that all configs share. Raises ValueError for more layers than tensors, which bounds loops."""
+    """Return the keys that all configs share. Raises ValueError for more layers than tensors, which bounds loops.
+
+    The last layers may be heads that predict further tokens, which nothing here computes.
+    """
     layers = meta.get_positive("block_count")
+    predictors = meta.get("nextn_predict_layers", 0)
+    if not 0 <= predictors < layers:
+        raise ValueError(f"{meta.arch}.nextn_predict_layers is {predictors}, of {layers} layers")
     if layers > len(meta.tensor_shapes):
         raise ValueError(f"{meta.arch}.block_count is {layers}, but there are only {len(meta.tensor_shapes)} tensors")
     if "token_embd.weight" not in meta.tensor_shapes:
@@ -65,7 +91,8 @@ def common_config(meta: GGUFMetadata) -> HFConfig:
         "tie_word_embeddings": "output.weight" not in meta.tensor_shapes,
         "bos_token_id": meta.entries.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": meta.entries.get("tokenizer.ggml.eos_token_id"),
-        "num_hidden_layers": layers,
+        "num_hidden_layers": layers - predictors,
+        "num_nextn_predict_layers": predictors,
         "num_attention_heads": meta.get_positive("attention.head_count"),
         "hidden_size": meta.get_positive("embedding_length"),
         "intermediate_size": meta.get_positive("feed_forward_length"),
@@ -118,6 +145,20 @@ def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
         if all_dim := meta.get("rope.scaling.yarn_log_multiplier", 0.0):
             scaling |= {"mscale": 1.0, "mscale_all_dim": all_dim}
     return scaling
+
+
+def read_llama3_rope_factors(factors: Tensor, config: HFConfig) -> HFConfig:
+    """Return the `rope_scaling` that divisors of the rope frequencies stand for (Llama 3.1 and later)."""
+    if "rope_scaling" not in config or config["rope_scaling"]:
+        raise UnsupportedError(f"rope_freqs.weight in a {config['model_type']} model with another scaling")
+    check_rope_factors(factors, config.get("head_dim"))
+    return {"rope_scaling": recover_llama3_scaling(factors, config["rope_theta"])}
+
+
+def check_rope_factors(factors: Tensor, head_dim: int | None) -> None:
+    """Raise ValueError unless there is a divisor for each pair of elements of a head."""
+    if factors.ndim != 1 or 2 * len(factors) != head_dim:
+        raise ValueError(f"the tensor 'rope_freqs.weight' has the shape {tuple(factors.shape)}")
 
 
 def recover_llama3_scaling(factors: Tensor, theta: float) -> HFConfig | None:

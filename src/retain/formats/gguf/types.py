@@ -41,9 +41,16 @@ class TensorInfo:
     stop: int
     part: int = 0
 
-    def split(self) -> list[TensorInfo]:
-        """Return the places of the tensors [shape[1], ..] that this one stacks."""
-        n = self.shape[0]
+    def split(self, parts: int) -> list[TensorInfo]:
+        """Return the places of the tensors that this one stacks, each in so many parts of its first dimension.
+
+        Raises ValueError.
+        """
+        stacked, *shape = self.shape
+        if not shape or shape[0] % parts:
+            raise ValueError(f"a tensor of the shape {self.shape} is no stack of tensors in {parts} parts")
+        n = stacked * parts
         size = (self.stop - self.start) // n
         starts = [self.start + i * size for i in range(n)]
-        return [TensorInfo(self.ggml_type, self.shape[1:], start, start + size, self.part) for start in starts]
+        own = (shape[0] // parts, *shape[1:])
+        return [TensorInfo(self.ggml_type, own, start, start + size, self.part) for start in starts]

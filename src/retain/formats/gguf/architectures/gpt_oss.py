@@ -25,9 +25,8 @@ ARCHITECTURE = Architecture(
     llama.LAYER_TENSORS
     | {
         "post_attention_norm": "post_attention_layernorm",
-        "attn_sinks": "self_attn.sinks",
         "ffn_gate_inp": "mlp.router",
     },
     expert_tensors=llama.EXPERT_TENSORS,
-    bare=frozenset(("attn_sinks",)),
+    whole_names={"attn_sinks.weight": "self_attn.sinks"},
 )

@@ -20,9 +20,10 @@ ATTENTION = {
 PROJECTIONS = ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 LAYER_TENSORS = PROJECTIONS | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
 EXPERT_TENSORS = {
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
+    "ffn_gate_exps": ("mlp.experts.{}.gate_proj",),
+    "ffn_up_exps": ("mlp.experts.{}.up_proj",),
+    "ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+    "ffn_down_exps": ("mlp.experts.{}.down_proj",),
 }
 QKV_BIASES = frozenset(("attn_q", "attn_k", "attn_v"))
 ATTENTION_BIASES = QKV_BIASES | {"attn_output"}
