@@ -9,7 +9,7 @@ The converter's changes to tensors are implemented here independently, after lla
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,14 @@ from numpy.typing import NDArray
 
 from retain.processing.detokenizer import unicode_to_bytes
 from tests.helpers.gguf_dense import DENSE_ARCHS, PERMUTED, dense_metadata, permute_rows
+from tests.helpers.gguf_hybrids import (
+    NO_LEAF,
+    STORABLE,
+    convert_hybrid_tensors,
+    extra_tensors,
+    hybrid_metadata,
+    split_halves,
+)
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 FLOAT_TYPES = [t for t in GGMLQuantizationType if t.name not in ("I8", "I16", "I32", "I64", "F64")]
@@ -32,6 +40,7 @@ GGUF_ARCHS = {
     "qwen3_moe": "qwen3moe",
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
+    "gemma4_text": "gemma4",
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
     "mpt": "mpt",
@@ -89,8 +98,10 @@ SENTENCEPIECE_VOCABULARY: dict[str, Any] = {
 }
 
 
-def tiny_for_gguf(model_type: str) -> TinyCheckpoint:
+def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
     """Create a tiny checkpoint without the options that a GGUF file of its architecture cannot store."""
+    if model_type in STORABLE:
+        return tiny_checkpoint(model_type, **{**STORABLE[model_type], **changes})
     if model_type == "gemma3_text":  # files store no other pattern
         return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
     if model_type == "qwen3_moe":  # llama.cpp normalizes weights
@@ -111,15 +122,17 @@ def write_gguf(
     ggml_type: str | Sequence[str] = "F32",
     vocabulary: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
-    tensors: dict[str, NDArray[Any]] | None = None,
+    tensors: Mapping[str, NDArray[Any] | None] | None = None,
     split_max_tensors: int = 0,
 ) -> Path:
     """Write a checkpoint with matrices of `ggml_type`, or of several types in turn.
 
-    `extra` replaces metadata; None removes a key. In parts of `split_max_tensors`, where it is not 0.
+    `extra` and `tensors` replace what there is; None removes it. In parts of `split_max_tensors`, where it is not 0.
     """
     arch = GGUF_ARCHS[checkpoint.config["model_type"]]
-    meta = {**config_to_metadata(arch, checkpoint.config), **(vocabulary or {}), **(extra or {})}
+    meta = config_to_metadata(arch, checkpoint.config) | hybrid_metadata(arch, checkpoint.config)
+    meta |= {**(vocabulary or {}), **(extra or {})}
+    others = {**extra_tensors(arch, checkpoint.config), **(tensors or {})}
     types = cycle([ggml_type] if isinstance(ggml_type, str) else ggml_type)
     w = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     for key, value in meta.items():
@@ -127,20 +140,32 @@ def write_gguf(
             add_metadata(w, key, value)
     names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
     converted = {n: convert_tensor(arch, n, checkpoint.read(n), checkpoint.config) for n in checkpoint.names()}
-    for name, x in sorted(stack_experts(split_stacks(converted)).items()):
+    converted = split_stacks(converted) if arch == "gpt-oss" else converted
+    converted = convert_hybrid_tensors(arch, converted, checkpoint.config)
+    for name, x in sorted(stack_experts(converted).items()):
         stem, _, leaf = (name, "", "weight") if name.endswith(".sinks") else name.rpartition(".")
-        gguf_stem = names.get_name(stem)
+        gguf_stem = stem if stem.startswith("blk.") else names.get_name(stem)
         assert gguf_stem, name
         is_vector = x.ndim == 1 or leaf == "bias" or gguf_stem.endswith("ffn_gate_inp")  # routers stay exact
         tensor_type = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType[next(types)]
-        w.add_tensor(f"{gguf_stem}.{leaf}", gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
-    for name, values in (tensors or {}).items():
-        w.add_tensor(name, values)
+        gguf_name = f"{gguf_stem}.{leaf}".removesuffix(NO_LEAF)
+        if gguf_name in others:
+            continue
+        w.add_tensor(gguf_name, gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
+    for name, values in others.items():
+        if values is not None:
+            w.add_tensor(name, values)
     w.write_header_to_file()
     w.write_kv_data_to_file()
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def list_tensors(checkpoint: TinyCheckpoint) -> dict[str, NDArray[np.float32]]:
+    """Return the tensors of a checkpoint by the names that they have when they are read from a GGUF file."""
+    tensors = {name: checkpoint.read(name).numpy() for name in checkpoint.names()}
+    return split_stacks(tensors) if checkpoint.config["model_type"] == "gpt_oss" else split_halves(tensors)
 
 
 def split_stacks(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:

@@ -28,10 +28,11 @@ from tests.helpers.gguf_files import (
     BYTE_LEVEL_VOCABULARY,
     FLOAT_TYPES,
     GGUF_ARCHS,
-    split_stacks,
+    list_tensors,
     tiny_for_gguf,
     write_gguf,
 )
+from tests.helpers.gguf_hybrids import VARIANTS
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 # Values
@@ -87,7 +88,7 @@ def check_read_as_written(path: Path, checkpoint: TinyCheckpoint) -> None:
     """Compare the tensors, the spec and the logits of a written checkpoint with its own."""
     ours = open_checkpoint(write_gguf(path, checkpoint, vocabulary=BYTE_LEVEL_VOCABULARY))
     assert isinstance(ours, GGUFCheckpoint)
-    tensors = split_stacks({name: checkpoint.read(name).numpy() for name in checkpoint.names()})
+    tensors = list_tensors(checkpoint)
     assert ours.names() == tensors.keys()
     for name, x in tensors.items():
         assert torch.allclose(ours.read(name), torch.from_numpy(x), rtol=0, atol=1e-6), name
@@ -123,6 +124,11 @@ STORED_VARIANTS: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize(("model_type", "changes"), STORED_VARIANTS, ids=lambda x: "+".join(x))
 def test_variants_are_read_as_written(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
     check_read_as_written(tmp_path / "m.gguf", tiny_checkpoint(model_type, **changes))
+
+
+@pytest.mark.parametrize(("model_type", "changes"), VARIANTS, ids=lambda x: "+".join(x))
+def test_variants_of_hybrids_are_read_as_written(tmp_path: Path, model_type: str, changes: dict[str, Any]) -> None:
+    check_read_as_written(tmp_path / "m.gguf", tiny_for_gguf(model_type, **changes))
 
 
 def test_llama_biases_are_put_back_in_order(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -123,6 +124,12 @@ def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list
         period = meta.get_positive("attention.sliding_window_pattern", every)
         is_sliding = [(i + 1) % period != 0 for i in range(layers)]
     return ["sliding_attention" if x and window else "full_attention" for x in is_sliding]
+
+
+def get_share(part: int, whole: int) -> float:
+    """Return the share that gives `part` when it is multiplied by `whole` and rounded down."""
+    share = part / whole
+    return share if int(share * whole) == part else math.nextafter(share, 1)
 
 
 def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:

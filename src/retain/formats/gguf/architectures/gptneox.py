@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from retain.formats.gguf.architecture import Architecture
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, read_rope_scaling
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, get_share, read_rope_scaling
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
@@ -16,7 +16,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     return c | {
         "model_type": "gpt_neox",
         "layer_norm_eps": meta.get("attention.layer_norm_epsilon", 1e-5),
-        "rotary_pct": meta.get_positive("rope.dimension_count", dim) / dim,
+        "rotary_pct": get_share(meta.get_positive("rope.dimension_count", dim), dim),
         "rotary_emb_base": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": read_rope_scaling(meta),
         "use_parallel_residual": meta.get("use_parallel_residual", True),
