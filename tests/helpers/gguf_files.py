@@ -23,12 +23,14 @@ from numpy.typing import NDArray
 from retain.processing.detokenizer import unicode_to_bytes
 from tests.helpers.gguf_dense import DENSE_ARCHS, PERMUTED, dense_metadata, permute_rows
 from tests.helpers.gguf_hybrids import (
+    EXACT,
     NO_LEAF,
     STORABLE,
     convert_hybrid_tensors,
     extra_tensors,
     hybrid_metadata,
     split_halves,
+    split_qkvz,
 )
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
@@ -41,6 +43,9 @@ GGUF_ARCHS = {
     "gpt_oss": "gpt-oss",
     "gemma3_text": "gemma3",
     "gemma4_text": "gemma4",
+    "qwen3_next": "qwen3next",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
     "mpt": "mpt",
@@ -146,8 +151,8 @@ def write_gguf(
         stem, _, leaf = (name, "", "weight") if name.endswith(".sinks") else name.rpartition(".")
         gguf_stem = stem if stem.startswith("blk.") else names.get_name(stem)
         assert gguf_stem, name
-        is_vector = x.ndim == 1 or leaf == "bias" or gguf_stem.endswith("ffn_gate_inp")  # routers stay exact
-        tensor_type = GGMLQuantizationType.F32 if is_vector else GGMLQuantizationType[next(types)]
+        is_exact = x.ndim == 1 or leaf == "bias" or gguf_stem.endswith(EXACT)
+        tensor_type = GGMLQuantizationType.F32 if is_exact else GGMLQuantizationType[next(types)]
         gguf_name = f"{gguf_stem}.{leaf}".removesuffix(NO_LEAF)
         if gguf_name in others:
             continue
@@ -165,7 +170,12 @@ def write_gguf(
 def list_tensors(checkpoint: TinyCheckpoint) -> dict[str, NDArray[np.float32]]:
     """Return the tensors of a checkpoint by the names that they have when they are read from a GGUF file."""
     tensors = {name: checkpoint.read(name).numpy() for name in checkpoint.names()}
-    return split_stacks(tensors) if checkpoint.config["model_type"] == "gpt_oss" else split_halves(tensors)
+    if checkpoint.config["model_type"] == "gpt_oss":
+        return split_stacks(tensors)
+    for name in [n for n in tensors if n.endswith("in_proj_qkvz.weight")]:
+        qkv_and_z = split_qkvz(tensors.pop(name), checkpoint.config)
+        tensors |= {name.replace("qkvz", part): x for part, x in zip(("qkv", "z"), qkv_and_z, strict=True)}
+    return split_halves(tensors)
 
 
 def split_stacks(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:

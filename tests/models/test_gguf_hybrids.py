@@ -13,7 +13,9 @@ from retain.formats.gguf import GGUFCheckpoint
 from retain.models import load_family
 from retain.models.families.gemma4_text import get_ropes
 from retain.models.family_config import FamilyConfig
-from tests.helpers.gguf_files import tiny_for_gguf, write_gguf
+from retain.models.weights import Weights
+from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
+from tests.helpers.gguf_files import GGUF_ARCHS, tiny_for_gguf, write_gguf
 
 # Gemma 4
 
@@ -71,3 +73,101 @@ def test_gemma4_files_may_have_gates_apart_from_up_projections(tmp_path: Path) -
     both = {"blk.0.ffn_gate_exps.weight": np.zeros((6, 32, 64), np.float32)}
     with pytest.raises(ValueError, match="is there twice"):
         GGUFCheckpoint(write_gguf(tmp_path / "both.gguf", checkpoint, tensors=both))
+
+
+# Qwen3-Next and Qwen3.5
+
+
+def assert_equal(ours: GGUFCheckpoint, expected: GGUFCheckpoint) -> None:
+    assert ours.names() == expected.names()
+    assert all(torch.equal(ours.read(name), expected.read(name)) for name in expected.names())
+    family = load_family(ours.config["model_type"])
+    assert family.spec_from_config(ours.config) == family.spec_from_config(expected.config)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
+def test_layers_that_predict_further_tokens_are_read_past(tmp_path: Path, model_type: str) -> None:
+    checkpoint, arch = tiny_for_gguf(model_type), GGUF_ARCHS[model_type]
+    expected = GGUFCheckpoint(write_gguf(tmp_path / "without.gguf", checkpoint))
+    names = ("nextn.eh_proj", "nextn.enorm", "nextn.shared_head_norm", "attn_norm", "attn_q", "ffn_gate_exps")
+    tensors = {f"blk.4.{name}.weight": np.ones((2, 32), np.float32) for name in names}
+    extra = {f"{arch}.block_count": 5, f"{arch}.nextn_predict_layers": 1}
+    assert_equal(GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra, tensors=tensors)), expected)
+    with pytest.raises(ValueError, match=r"blk\.4\.nextn\.eh_proj"):
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, tensors=tensors))
+    for n in (5, 6):
+        extra[f"{arch}.nextn_predict_layers"] = n
+        with pytest.raises(ValueError, match="nextn_predict_layers is"):
+            GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra, tensors=tensors))
+
+
+def test_old_files_of_qwen3_next_have_one_projection(tmp_path: Path) -> None:
+    """Before the rows of q, k, v and z were sorted, they lay as in Hugging Face's."""
+    checkpoint = tiny_for_gguf("qwen3_next")
+    tensors: dict[str, Any] = {}
+    for i in (0, 2):
+        own = checkpoint.read(f"model.layers.{i}.linear_attn.in_proj_qkvz.weight").numpy()
+        tensors |= {f"blk.{i}.ssm_in.weight": own, f"blk.{i}.attn_qkv.weight": None, f"blk.{i}.attn_gate.weight": None}
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, tensors=tensors))
+    assert ours.names() == checkpoint.names()
+    text = random_tokens(20)
+    both = (build_model(Weights(c, torch.float32)) for c in (ours, checkpoint))
+    of_file, expected = (run_decoder(model, [text], [[20]])[0] for model in both)
+    torch.testing.assert_close(of_file, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
+def test_files_may_list_the_linear_layers(tmp_path: Path, model_type: str) -> None:
+    is_linear, arch = [True, False, False, True], GGUF_ARCHS[model_type]
+    types = ["linear_attention" if x else "full_attention" for x in is_linear]
+    checkpoint = tiny_for_gguf(model_type, layer_types=types)
+    extra = {
+        f"{arch}.attention.recurrent_layers": is_linear,
+        f"{arch}.attention.head_count_kv": [0 if x else 2 for x in is_linear],
+    }
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra))
+    assert ours.config["layer_types"] == types and ours.config["num_key_value_heads"] == 2
+    build_model(Weights(ours, torch.float32))
+
+
+def test_files_of_experts_may_lack_the_width_of_an_mlp(tmp_path: Path) -> None:
+    checkpoint = tiny_for_gguf("qwen3_5_moe_text")
+    expected = GGUFCheckpoint(write_gguf(tmp_path / "with.gguf", checkpoint))
+    without = write_gguf(tmp_path / "m.gguf", checkpoint, extra={"qwen35moe.feed_forward_length": None})
+    assert_equal(GGUFCheckpoint(without), expected)
+
+
+@pytest.mark.parametrize("ggml_type", ["Q8_0", "Q4_0"])
+def test_value_heads_that_split_groups_of_columns_become_dense(tmp_path: Path, ggml_type: str) -> None:
+    """Heads of 24 numbers share groups of 32: their order is undone in float32."""
+    checkpoint = tiny_for_gguf("qwen3_5_text", linear_value_head_dim=24)
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, ggml_type))
+    name = "model.layers.0.linear_attn.out_proj.weight"
+    assert ours.read_stored(name) is None and ours.read_stored(name.replace("out_proj", "in_proj_z")) is not None
+    step = checkpoint.read(name).abs().max() / (127 if ggml_type == "Q8_0" else 7)
+    assert torch.allclose(ours.read(name), checkpoint.read(name), rtol=0, atol=step)
+
+
+@pytest.mark.parametrize(
+    ("extra", "tensors", "message"),
+    [
+        ({"ssm.inner_size": 100}, {}, "no multiple of 6 heads"),
+        ({"ssm.group_count": 4}, {}, "6 value heads are no multiple of 4 key heads"),
+        ({"ssm.time_step_rank": None}, {}, "ssm.time_step_rank is missing or 0"),
+        ({"attention.head_count_kv": [0, 2, 0, 1]}, {}, "differs between layers"),
+        ({}, {"blk.0.ssm_a": np.array([-1, 0.5, -1, -1, -1, -1], np.float32)}, "ssm_a has numbers above 0"),
+        ({}, {"blk.0.ssm_a": np.array([-1, np.nan, -1, -1, -1, -1], np.float32)}, "ssm_a has numbers above 0"),
+        ({}, {"blk.0.ssm_conv1d.weight": np.ones((10, 4), np.float32)}, "damaged"),
+        ({}, {"blk.0.attn_qkv.bias": np.ones(10, np.float32)}, "attn_qkv.bias"),
+    ],
+)
+def test_damaged_files_of_qwen35_are_refused(
+    tmp_path: Path, extra: dict[str, Any], tensors: dict[str, Any], message: str
+) -> None:
+    metadata = {f"qwen35.{key}": value for key, value in extra.items()}
+    checkpoint = tiny_for_gguf("qwen3_5_text", linear_num_value_heads=6)
+    with pytest.raises(ValueError, match=message) as e:
+        ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=metadata, tensors=tensors))
+        for name in ours.names():
+            ours.read(name)
+    assert "\n" not in str(e.value)

@@ -51,7 +51,7 @@ class Architecture:
         if layer and layer not in map(str, range(num_layers)):
             return None
         prefix = self.layer_prefix.format(layer)
-        if layer and (whole := self.whole_names.get(f"{stem}.{leaf}")):
+        if layer and (whole := self.whole_names.get(name.removeprefix(f"blk.{layer}."))):
             return f"{prefix}.{whole}"
         if leaf == "bias" and self.biases is not None and stem not in self.biases:
             return None

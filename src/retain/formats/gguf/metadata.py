@@ -126,6 +126,14 @@ def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list
     return ["sliding_attention" if x and window else "full_attention" for x in is_sliding]
 
 
+def read_kv_heads(meta: GGUFMetadata) -> list[int]:
+    """Return the kv heads of each layer; 0 where a layer has no attention. Raises UnsupportedError for other counts."""
+    heads = meta.get_per_layer("attention.head_count_kv", meta.get_positive("block_count"), 0)
+    if len(set(heads) - {0}) > 1:
+        raise UnsupportedError(f"{meta.arch}.attention.head_count_kv differs between layers, which is not supported")
+    return heads
+
+
 def get_share(part: int, whole: int) -> float:
     """Return the share that gives `part` when it is multiplied by `whole` and rounded down."""
     share = part / whole

@@ -89,16 +89,19 @@ def read_layer_types(c: Mapping[str, Any]) -> list[str]:
 
 
 def load_projections(w: Weights, p: LinearAttention) -> tuple[Linear, Linear, Linear]:
-    """Load what gives [q | k | v], the gates and z. The file has rows of all of them for one key head after another."""
+    """Load what gives [q | k | v], the gates and z. A file may have rows of all of them for each key head in turn."""
     K = p.num_key_heads
     D = p.k_dim
     H = p.num_value_heads // K  # value heads of a key head
-    qkvz = load_linear(w, "in_proj_qkvz", bias=False)
     ba = load_linear(w, "in_proj_ba", bias=False)
+    b, a = (part.flatten() for part in torch.arange(ba.weight.shape[0]).view(K, 2, -1).unbind(1))
+    gates = ba.select(torch.cat((a, b)))
+    if "in_proj_qkv.weight" in w:  # of a GGUF file
+        return load_linear(w, "in_proj_qkv", bias=False), gates, load_linear(w, "in_proj_z", bias=False)
+    qkvz = load_linear(w, "in_proj_qkvz", bias=False)
     rows = torch.arange(qkvz.weight.shape[0]).view(K, -1)
     q, k, v, z = (part.flatten() for part in torch.split(rows, [D, D, H * p.v_dim, H * p.v_dim], dim=1))
-    b, a = (part.flatten() for part in torch.arange(ba.weight.shape[0]).view(K, 2, -1).unbind(1))
-    return qkvz.select(torch.cat((q, k, v))), ba.select(torch.cat((a, b))), qkvz.select(z)
+    return qkvz.select(torch.cat((q, k, v))), gates, qkvz.select(z)
 
 
 def load_linear_attention(w: Weights, cache: int, load_projections: LoadProjections) -> GatedDeltaNet:
