@@ -46,6 +46,8 @@ GGUF_ARCHS = {
     "qwen3_next": "qwen3next",
     "qwen3_5_text": "qwen35",
     "qwen3_5_moe_text": "qwen35moe",
+    "lfm2": "lfm2",
+    "lfm2_moe": "lfm2moe",
     "gpt2": "gpt2",
     "gpt_neox": "gptneox",
     "mpt": "mpt",

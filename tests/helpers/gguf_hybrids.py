@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from gguf import Keys
+from gguf import ExpertGatingFuncType, Keys
 from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
@@ -29,6 +29,7 @@ STORABLE: dict[str, dict[str, Any]] = {
         }
     },
 }
+STORABLE |= {family: {"rope_theta": 1000000.0} for family in ("lfm2", "lfm2_moe")}
 STORABLE |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), EVERY_SECOND)
 # Further changes to each of them that files can store.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -43,6 +44,8 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_5_text", {"linear_num_value_heads": 6, "linear_value_head_dim": 8, "partial_rotary_factor": 0.5}),
     ("qwen3_5_text", {"linear_num_key_heads": 4}),
     ("qwen3_5_moe_text", {"linear_num_value_heads": 6, "num_experts_per_tok": 3, "tie_word_embeddings": True}),
+    ("lfm2", {"conv_L_cache": 4, "tie_word_embeddings": False, "num_key_value_heads": 1, "rope_theta": 5000.0}),
+    ("lfm2_moe", {"use_expert_bias": False, "num_experts_per_tok": 3, "num_dense_layers": 0}),
     ("gemma4_text", {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": False}),
 ]
 EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")  # never quantized
@@ -214,14 +217,50 @@ def tile_value_heads(x: Array, c: dict[str, Any]) -> Array:
     return np.concatenate([heads[k * (values // keys) + i] for i in range(values // keys) for k in range(keys)])
 
 
+# LFM2
+
+
+def lfm2_metadata(c: dict[str, Any]) -> dict[str, Any]:
+    values = {
+        Keys.Attention.HEAD_COUNT_KV: [0 if t == "conv" else c["num_key_value_heads"] for t in c["layer_types"]],
+        Keys.Attention.LAYERNORM_RMS_EPS: c["norm_eps"],
+        Keys.Attention.LAYERNORM_EPS: None,
+        Keys.Rope.FREQ_BASE: c["rope_theta"],
+        Keys.ShortConv.L_CACHE: c.get("conv_L_cache", 3),
+    }
+    if "num_experts" in c:
+        values |= {
+            Keys.LLM.EXPERT_COUNT: c["num_experts"],
+            Keys.LLM.EXPERT_USED_COUNT: c["num_experts_per_tok"],
+            Keys.LLM.EXPERT_FEED_FORWARD_LENGTH: c["moe_intermediate_size"],
+            Keys.LLM.EXPERT_GATING_FUNC: int(ExpertGatingFuncType.SIGMOID),
+            Keys.LLM.LEADING_DENSE_BLOCK_COUNT: c["num_dense_layers"],
+        }
+    return values
+
+
+def convert_lfm2_tensor(name: str, x: Array, c: dict[str, Any]) -> list[tuple[str, Array]]:
+    if name.endswith("conv.conv.weight"):
+        return [(name, x.squeeze(1))]
+    if name.endswith("expert_bias"):
+        return [(f"{name}.bias", x)]
+    if ".experts." in name:
+        return [(name.removeprefix("model."), x)]
+    return [(name, x)]
+
+
 METADATA: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "gemma4": gemma4_metadata,
+    "lfm2": lfm2_metadata,
+    "lfm2moe": lfm2_metadata,
     "qwen3next": qwen_metadata,
     "qwen35": qwen_metadata,
     "qwen35moe": qwen_metadata,
 }
 CONVERTERS: dict[str, Converter] = {
     "gemma4": convert_gemma4_tensor,
+    "lfm2": convert_lfm2_tensor,
+    "lfm2moe": convert_lfm2_tensor,
     "qwen3next": convert_qwen3next_tensor,
     "qwen35": convert_qwen35_tensor,
     "qwen35moe": convert_qwen35_tensor,

@@ -171,3 +171,23 @@ def test_damaged_files_of_qwen35_are_refused(
         for name in ours.names():
             ours.read(name)
     assert "\n" not in str(e.value)
+
+
+# LFM2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "extra", "message"),
+    [
+        ("lfm2", {"attention.head_count_kv": [0, 2, 1, 0]}, "differs between layers"),
+        ("lfm2", {"attention.head_count_kv": [0, 0, 0, 0]}, "head_count_kv is missing or 0"),
+        ("lfm2", {"shortconv.l_cache": None}, "shortconv.l_cache is missing or 0"),
+        ("lfm2", {"attention.sliding_window": 8}, "sliding window"),
+        ("lfm2_moe", {"expert_gating_func": 1}, "only 2, sigmoid, is supported"),
+        ("lfm2_moe", {"expert_count": 2**20}, "expert_count is 1048576"),
+    ],
+)
+def test_other_layers_of_lfm2_are_refused(tmp_path: Path, model_type: str, extra: dict[str, Any], message: str) -> None:
+    metadata = {f"{GGUF_ARCHS[model_type]}.{key}": value for key, value in extra.items()}
+    with pytest.raises(ValueError, match=message):
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), extra=metadata))
