@@ -90,6 +90,12 @@ class LLM:
             load_gate=loaded.gate_loader(getattr(self.policy, "file", "")),
             device=self.device,
         )
+        if any(p.has_budget for p in self.allowed_policies) and self.spec.kv_cache.has_states:
+            log.warning(
+                "budgets apply to full attention, in %d of %d layers: windows and states keep what they need",
+                sum(window is None for window in self.spec.kv_cache.windows),
+                self.spec.num_layers,
+            )
         selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
         if prefix_config and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, loaded)

@@ -63,8 +63,8 @@ def write_tokenizer_folder(path: Path) -> Path:
     return path
 
 
-def save_tiny_smollm2(folder: Path) -> Path:
-    """Write a tiny model with the tokenizer and the chat template of SmolLM2.
+def save_tiny_smollm2(folder: Path, family: str = "llama") -> Path:
+    """Write a tiny model of a family with the tokenizer and the chat template of SmolLM2.
 
     For tests that need its tokens and not its knowledge: a token takes a tenth of the time or less.
     """
@@ -73,7 +73,7 @@ def save_tiny_smollm2(folder: Path) -> Path:
     config = {**tokenizer.special_tokens_map, "chat_template": tokenizer.chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     checkpoint = tiny_checkpoint(
-        "llama",
+        family,
         vocab_size=tokenizer.vocab_size,
         max_position_embeddings=8192,
         eos_token_id=sorted(tokenizer.stop_token_ids),

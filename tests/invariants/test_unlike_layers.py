@@ -83,7 +83,7 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
         engine.cache.check()
     assert request.output_tokens == expected
     assert request.row
-    layers = [layer for layer in range(spec.num_layers) if spec.kv_cache.cached_layer(layer) == layer]
+    layers = [layer for layer in range(spec.num_caches) if spec.kv_cache.cached_layer(layer) == layer]
     for layer, kept in zip(layers, request.row.positions(), strict=True):
         if spec.kv_cache.windows[layer] is None:
             assert kept == [sorted(lists.heads[layer, g].position_list) for g in range(len(kept))]

@@ -3,15 +3,21 @@
 import re
 import shutil
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
 
+from retain import LLM, SamplingParams
 from retain.engine import drafters
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES
+from retain.processing.input import GenerateRequest
+from retain.server.inspector.recorder import Inspector
 from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts
+from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.marks import slow
+from tests.helpers.tiny_models import CONFIGS
 from tests.server.conftest import API_KEYS, ENGINE_OPTIONS, HTTP, INSPECTOR_API_KEYS, run_server
 
 STORY = "Once upon a time there was a lamp that nobody could put out, and the people of the town came to see it. " * 4
@@ -113,6 +119,25 @@ def test_pool_stats_count_every_page_once(prefix_cache, drafter):
         assert set(page_rows[page_rows >= 0].tolist()) <= rows
         states |= {PAGE_STATES[s] for s in np.unique(page_states)}
     assert {"free", "full", "ring", "budgeted"} <= states and ("cached" in states) == (prefix_cache == "exact")
+
+
+def test_layers_of_a_hybrid_have_the_numbers_of_the_model(tmp_path, caplog):
+    """Those without attention have nothing to show. The start says that budgets are not for them."""
+    save_tiny_smollm2(tmp_path, "qwen3_5_text")
+    with closing(LLM(str(tmp_path), kv_memory="16MiB", max_model_len=256, kv_policy="h2o:budget=90%")) as llm:
+        assert "budgets apply to full attention, in 1 of 4 layers" in caplog.text
+        inspector = Inspector(llm)
+        (state,) = llm.input_processor.process(GenerateRequest("Once upon a time", SamplingParams(max_tokens=4)))
+        inspector.on_request(state.request, "ann")
+        llm.output_processor.add([state])
+        while llm.engine.has_unfinished_requests:
+            llm.output_processor.process(llm.engine.step())
+        full = [i for i, name in enumerate(CONFIGS["qwen3_5_text"]["layer_types"]) if name == "full_attention"]
+        shown = inspector.get_state("ann", is_operator=True)
+        assert shown["layers"] == full and shown["windows"] == [None] * len(full)
+        detail = [inspector.get_request_detail(state.request.id, "ann", layer) for layer in (*full, None)]
+        assert all(max(d["mass"]) > 0 and d["kept"][0] == 1 for d in detail)
+        assert len(inspector.get_token_detail(state.request.id, "ann", 0)["mass"]) == len(full)
 
 
 # ---- over HTTP -------------------------------------------------------------------------------------------------------

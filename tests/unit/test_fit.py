@@ -27,6 +27,7 @@ from retain.models.weights import Weights
 from retain.processing.examples import Example
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
 from tests.helpers.slots import read_pages
@@ -240,3 +241,15 @@ def test_data_that_cannot_be_fitted_is_one_line(
     result = run_cli(capsys, "fit", "--model", "random:tiny", "--data", data, "--out", out)
     assert_one_line_error(result, message)
     assert not out.exists()
+
+
+def test_a_model_with_states_is_refused_before_its_prompts_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder := tmp_path / "model").mkdir()
+    save_tiny_smollm2(folder, "lfm2")
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"prompt": "%s", "answer": "a long enough answer"}\n' % ("a b c " * 40) * 7)
+    out = tmp_path / "x.gate.safetensors"
+    result = run_cli(capsys, "fit", "--model", folder, "--data", data, "--out", out)
+    assert_one_line_error(result, "some layers cache states, with which no gate can be fitted")

@@ -16,6 +16,7 @@ from retain.tune.bound import Bound, Interval, parse_bound
 from retain.tune.measure import Journal, Measurer
 from retain.tune.tuner import Candidate, count_measurements, find_smallest, halve
 from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.marks import slow
 
 METRICS = st.fixed_dictionaries({m: st.floats(0.001, 4) for m in ("kl", "loss", "top1", "rouge")})
@@ -164,3 +165,14 @@ def test_a_file_that_is_no_journal_is_one_line(content: str, tmp_path: Path) -> 
 def test_bounds_are_plain_numbers() -> None:
     assert parse_bound("loss=1%") == Bound("loss", 0.01, is_relative=True)
     assert parse_bound("kl=0.02") == Bound("kl", 0.02, is_relative=False)
+
+
+@pytest.mark.slow
+def test_a_model_with_states_is_tuned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its layers with attention save memory. That the others do not is said at the start."""
+    save_tiny_smollm2(tmp_path, "lfm2")
+    path = tmp_path / "data.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": TEXT * 30 + str(i), "answer": TEXT}) for i in range(4)))
+    options = ("--data", path, "--within", "kl=9", "--num-items", 4, "--output-len", 4, "--max-prompt-len", 4000)
+    result = run_cli(capsys, "tune", "--model", tmp_path, *options, "--policies", "h2o", "--budgets", "30%")
+    assert result.code == 0 and result.out.startswith("h2o:budget=30%")

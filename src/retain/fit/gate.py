@@ -46,6 +46,8 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     model = DenseModel(open_weights(path, torch.float32, progress=True))
     if not model.full_layers:
         raise ValueError(f"{path.name}: all layers see a window, which needs no policy")
+    if model.spec.kv_cache.has_states:
+        raise ValueError(f"{path.name}: some layers cache states, with which no gate can be fitted")
     if model.spec.kv_cache.has_shared_caches:
         raise ValueError(f"{path.name}: some layers share a cache, for which no gate can be fitted")
     collector = Collector(model, config.target, _rereads(tokenizer))

@@ -179,6 +179,20 @@ class KVCacheSpec:
         return tuple(self.attention(i).window for i in range(len(self.layers)))
 
     @cached_property
+    def layer_numbers(self) -> tuple[int, ...]:
+        """For each cache, the number of its layer in the model, of those that cache something.
+
+        A layer of linear attention has three: of its convolution, then of tokens, then of states.
+        """
+        is_first = [not isinstance(layer, LinearTokensSpec | LinearStateSpec) for layer in self.layers]
+        return tuple(sum(is_first[: i + 1]) - 1 for i in range(len(is_first)))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model that cache something, or attend to what others cached."""
+        return len(set(self.layer_numbers))
+
+    @cached_property
     def groups(self) -> tuple[KVCacheGroupSpec, ...]:
         """The groups of layers that have a cache, in the order of their first layers."""
         return self._group(range(len(self.layers)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import itemgetter
 from typing import cast
 
 import numpy as np
@@ -49,7 +50,8 @@ def refuse_gates(file: str) -> GateWeights:
 class GroupPlanner:
     """Plan the pages of requests in the layers of one KV cache group.
 
-    A page has `page_size` slots, or `demoted_page_size` of demoted tokens; a block has `block_size` tokens.
+    A page has `page_size` slots, or `demoted_page_size` of demoted tokens (0: none demote); a block has `block_size`
+    tokens.
     """
 
     group: KVCacheGroupSpec
@@ -134,7 +136,7 @@ class GroupPlanner:
         return kept + self._demoted_pages(policy, length) + partial
 
     def _demoted_pages(self, policy: EvictionPolicy, length: int) -> int:
-        return -(-policy.demoted_slots(length) // self.demoted_page_size)
+        return -(-policy.demoted_slots(length) // self.demoted_page_size) if self.demoted_page_size else 0
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ class CapacityPlanner:
         c = self.config
         sizes = [(c.page_size, c.demoted_page_size)] * len(self.spec.groups)
         if self.pages:
-            demoted = [f.page_size for f in self.pages.demoted_formats] or [0] * len(sizes)
+            demoted = [f.page_size if f else 0 for f in self.pages.demoted_formats] or [0] * len(sizes)
             sizes = list(zip((f.page_size for f in self.pages.formats), demoted, strict=True))
         block_size = max(page_size for page_size, _ in sizes)
         return tuple(GroupPlanner(g, c, *x, block_size) for g, x in zip(self.spec.groups, sizes, strict=True))
@@ -190,13 +192,14 @@ class CapacityPlanner:
         return np.array([isinstance(layer, StateSpec) for layer in self.spec.layers])
 
     def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
-        """Return the sizes of the layers that have a cache, in their order in the model."""
+        """Return the sizes of the caches of layers, in their order in the model."""
+        numbers = self.spec.layer_numbers
         found = [
-            LayerSizes(layer, int(window), g.group.num_kv_heads, g.page_size, g.group.is_state)
+            (cache, LayerSizes(numbers[cache], int(window), g.group.num_kv_heads, g.page_size, g.group.is_state))
             for g in self.groups
-            for layer, window in zip(g.group.layers, g.windows(policy), strict=True)
+            for cache, window in zip(g.group.layers, g.windows(policy), strict=True)
         ]
-        return sorted(found, key=lambda sizes: sizes.layer)
+        return [sizes for _, sizes in sorted(found, key=itemgetter(0))]
 
     def effective_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
         """Return a resolved policy as this cache carries it out. Raises ValueError where it cannot.

@@ -57,9 +57,14 @@ class ModelSpec:
     attention: AttentionParams  # of every layer that has none of its own
 
     @property
-    def num_layers(self) -> int:
-        """Return L, the number of caches, shared ones included."""
+    def num_caches(self) -> int:
+        """Return the number of caches, shared ones included."""
         return len(self.layers)
+
+    @property
+    def num_layers(self) -> int:
+        """Return L, the layers of the model that cache something: one of linear attention has several caches."""
+        return self.kv_cache.num_layers
 
     @cached_property
     def kv_cache(self) -> KVCacheSpec:
@@ -123,7 +128,7 @@ class Attention:
         """Whether more than one layer attends to the cache, so that keys must stay as they are."""
         cache = self.spec.kv_cache
         own = cache.cached_layer(self.layer_idx)
-        return any(cache.cached_layer(i) == own for i in range(self.spec.num_layers) if i != self.layer_idx)
+        return any(cache.cached_layer(i) == own for i in range(self.spec.num_caches) if i != self.layer_idx)
 
     @cached_property
     def params(self) -> AttentionParams:
@@ -258,7 +263,7 @@ class Decoder:
     norm: Layer | None
     lm_head: Layer
     ropes: Sequence[Rope] = ()
-    num_layers: int | None = None  # None: as many as the spec has caches
+    num_layers: int | None = None  # None: those that cache something
     # By cache: of the layers that were emitted and have them, [G, D] each.
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 

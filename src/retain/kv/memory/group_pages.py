@@ -24,7 +24,8 @@ class GroupPages:
     """The pages of all groups. Formats are in the order of the groups."""
 
     formats: tuple[PageFormat, ...]
-    demoted_formats: tuple[PageFormat, ...]  # of tokens in fewer bits; empty where no policy demotes
+    # Of tokens in fewer bits, None of groups without attention; empty where no policy demotes.
+    demoted_formats: tuple[PageFormat | None, ...]
 
     @property
     def key_and_value_bytes(self) -> tuple[int, int]:
@@ -34,7 +35,7 @@ class GroupPages:
     @property
     def page_bytes(self) -> int:
         """The bytes of a page with the positions and masses that it has in every format."""
-        states = sum(f.slot_state_bytes for f in (*self.formats, *self.demoted_formats))
+        states = sum(f.slot_state_bytes for f in (*self.formats, *filter(None, self.demoted_formats)))
         return sum(self.key_and_value_bytes) + states
 
     @property
@@ -64,14 +65,14 @@ def divide_pages(
     num_heads = score_columns * min((g.num_kv_heads for g in spec.groups if not g.is_state), default=1)
     largest = max(_slot_bytes(g, dtype) for g in spec.groups)
     formats = []
-    demoted = []
+    demoted: list[PageFormat | None] = []
     for g in spec.groups:
         most = max(LARGEST_PAGE // page_size, 1)
         slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), int(log2(most)))
         columns = num_heads // g.num_kv_heads if score_columns > 1 and not g.is_state else 1
         formats.append(PageFormat(slots, _slot_dtype(g, dtype), g.k_dim, g.v_dim, columns))
         if demoted_dtype and g.is_state:
-            demoted.append(formats[-1])  # never used
+            demoted.append(None)
         elif demoted_dtype:
             fewer = slots_in_page(slots, g.k_dim, dtype, demoted_dtype, v_dim=g.v_dim)
             demoted.append(PageFormat(fewer, demoted_dtype, g.k_dim, g.v_dim, columns))

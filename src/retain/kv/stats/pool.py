@@ -13,9 +13,9 @@ from retain.kernels.api import NO_WINDOW
 from retain.kv.memory.block_tables import BlockTables
 from retain.types import Ints
 
-# free; held by the prefix cache only; in a row's unwindowed layer, sliding layer, or layer with a budget; in several
-# tables at once
-PAGE_STATES = ("free", "cached", "full", "ring", "budgeted", "shared")
+# free; held by the prefix cache only; in a row's unwindowed layer, sliding layer, layer with a budget, or layer without
+# attention; in several tables at once
+PAGE_STATES = ("free", "cached", "full", "ring", "budgeted", "state", "shared")
 PageStates = NDArray[np.int8]
 
 
@@ -51,7 +51,8 @@ def classify_pages(
     for t, row in [(tables, row) for tables in groups for row in tables.open_rows]:
         owned = t.owned(row)  # [L, G, n]
         unwindowed = PAGE_STATES.index("budgeted" if row in evicting else "full")
-        by_layer = np.where(t.window[row] < NO_WINDOW, PAGE_STATES.index("ring"), unwindowed)  # [L]
+        windowed = PAGE_STATES.index("state" if t.is_state else "ring")
+        by_layer = np.where(t.window[row] < NO_WINDOW, windowed, unwindowed)  # [L]
         pages = t.pages[row][owned]
         state[pages] = np.broadcast_to(by_layer[:, None, None], owned.shape)[owned]
         owner[pages] = row

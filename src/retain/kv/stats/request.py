@@ -8,7 +8,7 @@ from typing import Any
 
 from retain.kernels.api import NO_WINDOW
 
-STATE = "state"  # in place of the policy of layers without attention
+STATE = "state"  # the kind of layers without attention, and in place of their policy
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class RequestMemory:
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """A layer that has a cache: its number in the model, how far it sees, its kv heads, and slots of a page.
+    """A cache of a layer: the layer's number in the model, how far it sees, its kv heads, and slots of a page.
 
     `is_state`: it has no attention, and no policy or text makes what it caches larger or smaller.
     """
@@ -35,6 +35,11 @@ class LayerSizes:
     num_kv_heads: int
     page_size: int
     is_state: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What kind of layer it is: full, sliding or state."""
+        return STATE if self.is_state else "full" if self.window == NO_WINDOW else "sliding"
 
 
 def request_memory_stats(
@@ -62,7 +67,8 @@ def request_memory_stats(
         num_full_pages = sum(-(-num_tokens // s.page_size) * s.num_kv_heads for _, s in own)
         groups.append(
             {
-                "layers": [sizes.layer for _, sizes in own],
+                "layers": sorted({sizes.layer for _, sizes in own}),
+                "kind": own[0][1].kind,
                 "policy": own_policy,
                 "slots_peak": max(peaks),
                 "slots_end": max(memory.final_slots[i] for i, _ in own) if memory.final_slots else 0,

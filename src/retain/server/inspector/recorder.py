@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.engine.request import Request
+from retain.kernels.kv_cache_spec import StateSpec
 from retain.kv.eviction import policies
 from retain.kv.prefix.diagnosis import PrefixDiagnosis
 from retain.kv.stats.attention_trace import AttentionTrace
@@ -69,6 +70,9 @@ class Inspector:
 
     def __init__(self, llm: LLM):
         self.llm = llm
+        layers = llm.spec.kv_cache
+        attends = [not isinstance(layer, StateSpec) for layer in layers.layers]
+        self.caches = {n: i for i, n in enumerate(layers.layer_numbers) if attends[i]}  # by the numbers of layers
         self.live: dict[int, TrackedRequest] = {}
         self.finished: deque[TrackedRequest] = deque(maxlen=MAX_FINISHED)
         self.num_generated_tokens: Counter[str] = Counter()  # since the start, by the name of the key
@@ -84,7 +88,7 @@ class Inspector:
         self._key_names[request] = key_name
         if len(self.live) < MAX_LIVE:
             spec = self.llm.spec
-            request.attention_trace = AttentionTrace(spec.num_layers, spec.kv_cache.num_traced_heads)
+            request.attention_trace = AttentionTrace(spec.num_caches, spec.kv_cache.num_traced_heads)
             self.live[request.id] = TrackedRequest(request, key_name, request.attention_trace)
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
@@ -115,6 +119,7 @@ class Inspector:
         scheduler = self.llm.engine.scheduler
         stats = cache.pool_stats()
         page_states, page_rows = cache.classify_pages()
+        windows = cache.windows(self.llm.policy)
         tracked = self._requests_of_key(key_name)
         running, waiting = (
             [r for r in requests if is_operator or self._key_names.get(r) == key_name]
@@ -144,15 +149,15 @@ class Inspector:
             "snapshots": stats.num_snapshots,
             "snapshot_pages": stats.num_snapshot_pages,
             "prefix_misses": [m.summary for m in reversed(self.prefix_misses) if m.key_name == key_name],
-            "layers": self.llm.spec.num_layers,
+            "layers": list(self.caches),
             "heads": self.llm.spec.kv_cache.num_traced_heads,
-            "windows": [None if w > 2**30 else int(w) for w in cache.windows(self.llm.policy)],
+            "windows": [None if windows[i] > 2**30 else int(windows[i]) for i in self.caches.values()],
         }
 
     def get_request_detail(self, request_id: int, key_name: str, layer: int | None) -> dict[str, Any] | None:
         """Return a request with its tokens as text, the mass of each, and the fraction of heads that keep it.
 
-        Masses are those of one layer, or the mean over all. None if the key has no such request.
+        Masses are those of one layer, of `caches`, or the mean over all. None if the key has no such request.
         """
         tracked = self._find_request(request_id, key_name)
         if not tracked:
@@ -163,7 +168,7 @@ class Inspector:
             request.row.record_attention(trace, request.num_computed_tokens)
         for token in request.tokens[len(tracked.token_texts) :]:
             tracked.token_texts.append(self.llm.tokenizer.token_bytes(token).decode(errors="replace"))
-        mass, kept = trace.scores(layer)
+        mass, kept = trace.scores(None if layer is None else self.caches[layer])
         return {
             **self._summarize(tracked),
             "token_texts": tracked.token_texts,
@@ -172,13 +177,14 @@ class Inspector:
         }
 
     def get_token_detail(self, request_id: int, key_name: str, position: int) -> dict[str, Any] | None:
-        """Return the mass of one token in every layer and head, and where it is kept, both [L][G]."""
+        """Return the mass of one token in every layer that attends and head, and where it is kept, both [L][G]."""
         tracked = self._find_request(request_id, key_name)
         if not tracked or not 0 <= position < tracked.attention_trace.mass.shape[-1]:
             return None
         trace = tracked.attention_trace
-        mass = trace.mass[..., position]
-        kept = trace.is_kept[..., position]
+        attending = list(self.caches.values())
+        mass = trace.mass[attending, :, position]
+        kept = trace.is_kept[attending, :, position]
         return {"mass": np.round(mass.astype(float), 5).tolist(), "kept": kept.tolist()}
 
     def _requests_of_key(self, key_name: str) -> list[TrackedRequest]:

@@ -54,8 +54,8 @@ def add_routes(app: FastAPI, service: OpenAIServing, inspector: Inspector) -> No
     @app.get("/inspect/requests/{request_id}", include_in_schema=False, response_model=None)
     async def get_request(request_id: int, request: Request, layer: int | None = None) -> JSONResponse:
         key = request.state.key.name
-        if layer is not None and not 0 <= layer < inspector.llm.spec.num_layers:
-            raise APIError(400, f"layers are 0 to {inspector.llm.spec.num_layers - 1}", "layer")
+        if layer is not None and layer not in inspector.caches:
+            raise APIError(400, f"layer is one of {', '.join(map(str, inspector.caches))}", "layer")
         request.state.admission.admit(1)  # its work is as long as the request's text
         detail = await engine_thread.read(lambda: inspector.get_request_detail(request_id, key, layer))
         return await service.preparation.run(key, lambda: _json_or_404(detail))

@@ -71,7 +71,7 @@ function updateRequestList(state) {
   });
   if (selection.follow && state.requests.length) followRunning(state.requests);
   if ($("layer").options.length === 1) {
-    state.windows.forEach((w, i) => $("layer").add(new Option(w ? `${i} (sliding window of ${w}: masses not recorded)` : `${i}`, i)));
+    state.windows.forEach((w, i) => { const l = state.layers[i]; $("layer").add(new Option(w ? `${l} (sliding window of ${w}: masses not recorded)` : `${l}`, l)); });
   }
 }
 
