@@ -150,12 +150,21 @@ def change_tensors(path: Path, changes: dict[str, Tensor | None]) -> str:
 
 @pytest.mark.parametrize(
     ("method", "missing"),
-    [("awq", "qzeros"), ("awq", "scales"), ("gptq", "qweight"), ("ct-int4", "weight_scale"), ("fp8", "weight")],
+    [
+        *(("awq", "qzeros"), ("awq", "scales"), ("gptq", "qweight"), ("fp8", "weight")),
+        *(("ct-int4", "weight_scale"), ("ct-int4", "weight_shape"), ("ct-int4-zeros", "weight_shape")),
+    ],
 )
 def test_half_of_a_matrix_is_damage(tmp_path: Path, method: str, missing: str) -> None:
     write_quantized_folder(tmp_path, small(), method)
     message = change_tensors(tmp_path, {MATRIX.replace("weight", missing): None})
     assert f"damaged: the matrix '{MATRIX}' has" in message and f"but no {missing}" in message
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "ct-int4"])
+def test_a_matrix_that_is_there_twice_is_damage(tmp_path: Path, method: str) -> None:
+    write_quantized_folder(tmp_path, small(), method)
+    assert f"the tensor '{MATRIX}' is there twice" in change_tensors(tmp_path, {MATRIX: torch.ones(64, 128)})
 
 
 def test_a_scale_that_is_missing_is_damage(tmp_path: Path) -> None:

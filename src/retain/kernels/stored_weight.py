@@ -5,7 +5,7 @@ So a loader holds neither the unpacked numbers of a matrix nor more of the file 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -179,6 +179,15 @@ class StoredWeight:
         """Return the dense matrix [out, in] of the converted one, rounded to `dtype`."""
         matrix = self.unpack()
         return matrix.to(dtype) if isinstance(matrix, Tensor) else matrix.dequantize(dtype)
+
+    def chunks(self, num_elements: int) -> Iterator[Tensor | QuantizedWeight]:
+        """Convert about so many elements at a time, and give back what was read. Yields the rows in their order."""
+        step = max(num_elements // self.shape[1], 1)
+        for part in self.parts:
+            for begin in range(0, part.shape[0], step):
+                end = min(begin + step, part.shape[0])
+                yield part.convert(begin, end, self.kind)
+                part.release(begin, end)
 
     def select_rows(self, index: Tensor) -> StoredWeight:
         """Return the rows of index int64 [n] of a matrix of one part: [n, in]. Raises IndexError."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Generic, TypeVar
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from retain.kernels.quantized import QuantizedWeight, concat_matrices
@@ -13,6 +14,7 @@ from retain.kernels.stored_weight import StoredWeight, concat_stored
 
 Weight = Tensor | QuantizedWeight | StoredWeight  # a Tensor is dense, [out, in]
 UnpackedWeight = Tensor | QuantizedWeight
+CHUNK_ELEMENTS = 2**23  # 32 MiB in float32
 T = TypeVar("T")
 
 
@@ -42,6 +44,18 @@ class ConvertedWeights(Generic[T]):
 def unpack(weight: Weight) -> UnpackedWeight:
     """Convert blocks; return any other matrix as it is."""
     return weight.unpack() if isinstance(weight, StoredWeight) else weight
+
+
+def dense_chunks(weight: Weight) -> Iterator[Tensor]:
+    """Yield the rows of a matrix in float32, some at a time: all of them could exceed what loading may take."""
+    if isinstance(weight, StoredWeight):
+        chunks = weight.chunks(CHUNK_ELEMENTS)
+    else:
+        step = max(CHUNK_ELEMENTS // weight.shape[1], 1)
+        indices = (torch.arange(i, min(i + step, weight.shape[0])) for i in range(0, weight.shape[0], step))
+        chunks = (select_rows(weight, index) for index in indices)
+    for chunk in chunks:
+        yield chunk.float() if isinstance(chunk, Tensor) else chunk.dequantize()
 
 
 def select_rows(weight: Weight, index: Tensor) -> Weight:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.rope import Rope
-from retain.kernels.weight import unpack
+from retain.kernels.weight import dense_chunks
 from retain.models.layers import ClippedLinear, Layer, LayerNorm, Linear, PartNorms, RMSNorm
 
 LARGEST_EXPONENT = 8
@@ -72,13 +72,18 @@ def _output_moments(linear: Linear, norm: RMSNorm | LayerNorm | None) -> tuple[T
 
     Inputs, normalized ones before their weights, are taken to be independent, with mean 0 and variance 1.
     """
-    weight = unpack(linear.weight)
-    dense = (weight if isinstance(weight, Tensor) else weight.dequantize()).float()
-    mean = torch.zeros(len(dense)) if linear.bias is None else linear.bias.float()
-    if isinstance(norm, LayerNorm) and norm.bias is not None:
-        mean = mean + dense @ norm.bias.float()
-    scale = torch.ones(dense.shape[1]) if norm is None else norm.weight.float()
-    return (dense.square() @ scale.square()).double(), mean.double()
+    mean = torch.zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.float()
+    scale = torch.ones(linear.weight.shape[1]) if norm is None else norm.weight.float()
+    squares = scale.square()
+    variances = []
+    biases = []
+    for rows in dense_chunks(linear.weight):
+        variances.append(rows.square() @ squares)
+        if isinstance(norm, LayerNorm) and norm.bias is not None:
+            biases.append(rows @ norm.bias.float())
+    if biases:
+        mean = mean + torch.cat(biases)
+    return torch.cat(variances).double(), mean.double()
 
 
 def _mean_of_pairs(energy: Tensor, rope: Rope | None) -> Tensor:

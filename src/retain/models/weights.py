@@ -17,7 +17,7 @@ from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
 from retain.kernels.quantized import GROUP_SIZE, Int4, Int8, Kind, is_quantizable, to_kind
 from retain.kernels.stored_weight import StoredWeight
-from retain.kernels.weight import Weight
+from retain.kernels.weight import Weight, dense_chunks
 from retain.models.family_config import FamilyConfig, add_defaults
 
 
@@ -114,10 +114,15 @@ class Weights:
         return full
 
     def equal(self, name: str, other: str) -> bool:
-        """Return whether two tensors hold the same numbers. Raises ValueError where one is missing."""
-        a, b = (self.checkpoint.read(self.full_name(n)) for n in (name, other))
-        dtype = torch.promote_types(a.dtype, b.dtype)
-        return torch.equal(a.to(dtype), b.to(dtype))
+        """Return whether two matrices hold the same numbers. Raises ValueError where one is missing."""
+        a, b = (self._read_exact(self.full_name(n)) for n in (name, other))
+        if a.shape != b.shape:
+            return False
+        return all(torch.equal(x, y) for x, y in zip(dense_chunks(a), dense_chunks(b), strict=True))
+
+    def _read_exact(self, name: str) -> Weight:
+        stored = self.checkpoint.read_stored(name)
+        return self.checkpoint.read(name) if stored is None else replace(stored, kind=torch.float32)
 
     def uses(self, name: str) -> bool:
         """Return whether the checkpoint has a tensor of this full name, and somebody has asked for it."""

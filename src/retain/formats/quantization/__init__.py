@@ -38,10 +38,13 @@ RowsReader = Callable[[str, Mapping[str, Tensor]], FileRows]
 
 @dataclass(frozen=True)
 class Quantization:
-    """What the names of a matrix's tensors end in, with the end of its own name and the part; and what reads them."""
+    """What the names of a matrix's tensors end in, with the end of its own name and the part; and what reads them.
+
+    A matrix has all parts of one of the forms. Of those that lack equally many, the first is meant.
+    """
 
     endings: Mapping[str, tuple[str, str]]
-    required: frozenset[str]
+    forms: tuple[frozenset[str], ...]
     read_rows: RowsReader
     by_column: bool = False  # a row lies in all of a tensor
 
@@ -56,12 +59,12 @@ class Quantization:
                     break
         for name, parts in found.items():
             if name in names:
-                if parts.keys() & {"qweight", "weight_packed", "blocks"}:
-                    raise ValueError(f"the tensor {quote(name)} is there twice, once quantized")
                 parts[WEIGHT] = name
-            present = parts.keys() | ({WEIGHT} if "weight_packed" in parts else set())
-            if missing := sorted(self.required - present):
+            nearest = min(self.forms, key=lambda form: len(form - parts.keys()))
+            if missing := sorted(nearest - parts.keys()):
                 raise ValueError(f"the matrix {quote(name)} has {', '.join(sorted(parts))}, but no {missing[0]}")
+            if WEIGHT in parts and WEIGHT not in nearest:
+                raise ValueError(f"the tensor {quote(name)} is there twice, once quantized")
         return found
 
 
@@ -85,20 +88,20 @@ def _refuse(what: Any) -> str:
 
 def _read_mxfp4(config: Mapping[str, Any]) -> Quantization:
     endings = {"_blocks": ("", "blocks"), "_scales": ("", "scales")}
-    return Quantization(endings, frozenset(("blocks", "scales")), mxfp4.read_rows)
+    return Quantization(endings, (frozenset(("blocks", "scales")),), mxfp4.read_rows)
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantization:
     endings = {"_scale_inv": ("", "scale"), ".weight_scale": (".weight", "scale")}
     block = _read_block(config.get("weight_block_size"))
-    return Quantization(endings, frozenset((WEIGHT, "scale")), partial(fp8.read_rows, block=block))
+    return Quantization(endings, (frozenset((WEIGHT, "scale")),), partial(fp8.read_rows, block=block))
 
 
 def _read_awq(config: Mapping[str, Any]) -> Quantization:
     version = config.get("version") or config.get("checkpoint_format") or "gemm"
     if str(version).lower() != "gemm" or config.get("bits", 4) != 4:
         raise UnsupportedError(_refuse(f"awq, version {version} of {config.get('bits', 4)} bits"))
-    return Quantization(_endings(awq.PARTS), _required(awq.PARTS), awq.read_rows, by_column=True)
+    return Quantization(_endings(awq.PARTS), (_required(awq.PARTS),), awq.read_rows, by_column=True)
 
 
 def _read_gptq(config: Mapping[str, Any]) -> Quantization:
@@ -107,7 +110,7 @@ def _read_gptq(config: Mapping[str, Any]) -> Quantization:
     if version not in ("gptq", "gptq_v2") or bits not in (4, 8):
         raise UnsupportedError(_refuse(f"gptq, format {version} of {bits} bits"))
     read = partial(gptq.read_rows, zero_offset=1 if version == "gptq" else 0)
-    return Quantization(_endings(gptq.PARTS), _required(gptq.PARTS), read, by_column=True)
+    return Quantization(_endings(gptq.PARTS), (_required(gptq.PARTS),), read, by_column=True)
 
 
 def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
@@ -126,7 +129,8 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     if len(set(blocks)) > 1:
         raise UnsupportedError(_refuse("compressed-tensors, blocks of several shapes"))
     read = partial(compressed_tensors.read_rows, block=blocks[0] if blocks else None)
-    return Quantization(_endings(compressed_tensors.PARTS), frozenset((WEIGHT, "weight_scale")), read)
+    packed = frozenset(("weight_packed", "weight_scale", "weight_shape"))
+    return Quantization(_endings(compressed_tensors.PARTS), (packed, frozenset((WEIGHT, "weight_scale"))), read)
 
 
 def _endings(parts: Iterable[str]) -> dict[str, tuple[str, str]]:
