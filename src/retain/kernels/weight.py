@@ -53,7 +53,7 @@ def dense_chunks(weight: Weight) -> Iterator[Tensor]:
     else:
         step = max(CHUNK_ELEMENTS // weight.shape[1], 1)
         indices = (torch.arange(i, min(i + step, weight.shape[0])) for i in range(0, weight.shape[0], step))
-        chunks = (select_rows(weight, index) for index in indices)
+        chunks = (unpack(select_rows(weight, index)) for index in indices)
     for chunk in chunks:
         yield chunk.float() if isinstance(chunk, Tensor) else chunk.dequantize()
 
