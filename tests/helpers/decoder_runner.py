@@ -70,8 +70,11 @@ class ReferenceCache:
                 kv.pos.fill_(-1)
                 self.layers[layer] = kv, pages.view(num_requests, group.num_kv_heads, n)
 
-    def run(self, model: ReferenceModel, ids: Tensor, pos: Tensor, counts: Sequence[int]) -> Tensor:
-        """Return the logits [T, V] of a step with `counts` fresh tokens of each request, at positions `pos` [T]."""
+    def run(self, model: ReferenceModel, ids: Tensor, pos: Tensor, counts: Sequence[int], shift: int = 0) -> Tensor:
+        """Return the logits [T, V] of a step with `counts` fresh tokens of each request, at positions `pos` [T].
+
+        The model sees them at positions that are `shift` larger; their slots stay.
+        """
         starts = torch.tensor([0, *counts]).cumsum(0).int()
         rows = torch.arange(len(counts), dtype=torch.int32)
         request_of_token = rows.long().repeat_interleave(torch.tensor(counts))  # [T]
@@ -88,19 +91,24 @@ class ReferenceCache:
             groups.append(GroupInputs(kv, tables, slots[None].int()))  # slots [1, G, T]
         places = {layer: (i, 0) for i, layer in enumerate(self.layers)}
         layers = [places[self.spec.cached_layer(i)] for i in range(len(self.spec.layers))]
-        return model.program.run(Batch(groups, layers, ids, pos.int(), torch.arange(len(ids))))
+        return model.program.run(Batch(groups, layers, ids, (pos + shift).int(), torch.arange(len(ids))))
 
 
 @torch.inference_mode()
-def run_decoder(model: ReferenceModel, texts: Sequence[Tensor], steps: Sequence[Sequence[int]]) -> list[Tensor]:
-    """Compute the logits of every token of the texts. Each step computes the given number of tokens of each text."""
+def run_decoder(
+    model: ReferenceModel, texts: Sequence[Tensor], steps: Sequence[Sequence[int]], shift: int = 0
+) -> list[Tensor]:
+    """Compute the logits of every token of the texts. Each step computes the given number of tokens of each text.
+
+    Their positions begin at `shift`.
+    """
     cache = ReferenceCache(model.spec, len(texts), max(map(len, texts)), model.program.dtype)
     num_computed, logits = [0] * len(texts), [[] for _ in texts]
     for counts in steps:
         spans = [slice(n, n + count) for n, count in zip(num_computed, counts, strict=True)]
         pos = torch.cat([torch.arange(span.start, span.stop) for span in spans])
         ids = torch.cat([text[span] for text, span in zip(texts, spans, strict=True)])
-        step_logits = cache.run(model, ids, pos, counts)
+        step_logits = cache.run(model, ids, pos, counts, shift)
         for chunk, chunks in zip(step_logits.split(list(counts)), logits, strict=True):
             chunks.append(chunk)
         num_computed = [span.stop for span in spans]
