@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,14 +92,26 @@ def add_phi3(c: Config, values: dict[str, Any]) -> dict[str, Any]:
     """Phi3MiniModel writes its keys without TextModel: none of the head's size or of scaling."""
     size = int(c.get("partial_rotary_factor", 1.0) * c["hidden_size"]) // c["num_attention_heads"]
     kept = {key: value for key, value in values.items() if not key.endswith(("_length", "type", "factor"))}
+    rope = c.get("rope_scaling") or {}
+    original = rope.get("original_max_position_embeddings", c["max_position_embeddings"])
+    if "long_factor" in rope:
+        scale = c["max_position_embeddings"] / original
+        kept["rope.scaling.attn_factor"] = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
     return kept | {
         "context_length": c["max_position_embeddings"],
-        "rope.scaling.original_context_length": c["max_position_embeddings"],
+        "rope.scaling.original_context_length": original,
         "embedding_length": c["hidden_size"],
         "feed_forward_length": c["intermediate_size"],
         "rope.dimension_count": size,
         "attention.sliding_window": c.get("sliding_window") or 0,
     }
+
+
+def longrope_tensors(c: Config) -> dict[str, NDArray[np.float32]]:
+    """Return the lists of factors of long contexts, as Phi3MiniModel.generate_extra_tensors."""
+    rope = c.get("rope_scaling") or {}
+    keys = [key for key in ("long", "short") if f"{key}_factor" in rope]
+    return {f"rope_factors_{key}.weight": np.array(rope[f"{key}_factor"], np.float32) for key in keys}
 
 
 def add_granite(c: Config, values: dict[str, Any]) -> dict[str, Any]:

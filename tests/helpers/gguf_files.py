@@ -21,7 +21,7 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
 from retain.processing.detokenizer import unicode_to_bytes
-from tests.helpers.gguf_dense import DENSE_ARCHS, PERMUTED, dense_metadata, permute_rows
+from tests.helpers.gguf_dense import DENSE_ARCHS, PERMUTED, dense_metadata, longrope_tensors, permute_rows
 from tests.helpers.gguf_hybrids import (
     EXACT,
     NO_LEAF,
@@ -139,7 +139,7 @@ def write_gguf(
     arch = GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = config_to_metadata(arch, checkpoint.config) | hybrid_metadata(arch, checkpoint.config)
     meta |= {**(vocabulary or {}), **(extra or {})}
-    others = {**extra_tensors(arch, checkpoint.config), **(tensors or {})}
+    others = {**extra_tensors(arch, checkpoint.config), **longrope_tensors(checkpoint.config), **(tensors or {})}
     types = cycle([ggml_type] if isinstance(ggml_type, str) else ggml_type)
     w = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     for key, value in meta.items():

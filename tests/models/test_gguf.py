@@ -78,6 +78,10 @@ OLMO3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
     "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **YARN, "attention_factor": 1.25},
 }
+LONGROPE = {
+    **{"rope_type": "longrope", "original_max_position_embeddings": 64},
+    **{"long_factor": [1.5 + i for i in range(6)], "short_factor": [1.25] * 6},
+}
 MINISTRAL3_ROPE = {
     **{"rope_type": "yarn", "rope_theta": 500.0, **YARN, "beta_fast": 8.0, "beta_slow": 2.0},
     **{"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.25},
@@ -112,6 +116,7 @@ STORED_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("olmo3", {"layer_types": None, "rope_scaling": None}),
     ("olmo3", {"rope_parameters": OLMO3_ROPE, "rope_scaling": None, "rope_theta": None}),
     ("phi3", {"sliding_window": None, "partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    ("phi3", {"rope_scaling": LONGROPE, "partial_rotary_factor": 0.75}),
     ("ernie4_5", {"use_bias": True, "tie_word_embeddings": True}),
     ("granite", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "attention_multiplier": 0.25}),
     ("glm4", {"attention_bias": False, "partial_rotary_factor": 0.25}),

@@ -54,6 +54,20 @@ def test_first_files_of_phi3_have_the_window_of_their_model(
     assert read_config(tmp_path, checkpoint, {"attention.sliding_window": 9})["sliding_window"] == 9
 
 
+def test_long_contexts_of_phi3_are_read(tmp_path: Path) -> None:
+    lists = {"long_factor": [2.0 + i for i in range(8)], "short_factor": [1.25] * 8}
+    rope = {"rope_type": "longrope", "original_max_position_embeddings": 64, **lists}
+    scaling = read_config(tmp_path, tiny_checkpoint("phi3", rope_scaling=rope), {})["rope_scaling"]
+    assert {key: scaling[key] for key in rope} == rope
+    assert scaling["attention_factor"] == pytest.approx((1 + np.log(512 / 64) / np.log(64)) ** 0.5)
+    with pytest.raises(ValueError, match="original_context_length is missing"):
+        read_config(
+            tmp_path, tiny_checkpoint("phi3", rope_scaling=rope), {"rope.scaling.original_context_length": None}
+        )
+    with pytest.raises(ValueError, match=r"'rope_factors_long.weight' has the shape \(9,\)"):
+        read_config(tmp_path, tiny_checkpoint("phi3", rope_scaling={**rope, "long_factor": [1.0] * 9}), {})
+
+
 def test_missing_multipliers_of_granite_are_those_of_llama(tmp_path: Path) -> None:
     scales = ("attention.scale", "embedding_scale", "residual_scale", "logit_scale")
     for value in (None, 0.0):
@@ -117,8 +131,8 @@ def test_what_a_family_cannot_do_is_refused(
 @pytest.mark.parametrize(
     ("model_type", "name", "message"),
     [
-        ("phi3", "rope_factors_long.weight", "longrope"),
-        ("phi3", "rope_factors_short.weight", "longrope"),
+        ("llama", "rope_factors_long.weight", "not known in a llama model"),
+        ("phi3", "rope_factors_short.weight", "not known in a phi3 model"),
         ("phi3", "blk.0.attn_qkv.bias", "not known in a phi3 model"),
         ("glm4", "blk.2.nextn.eh_proj.weight", "not known in a glm4 model"),
         ("cohere2", "blk.0.attn_q.bias", "not known in a cohere2 model"),

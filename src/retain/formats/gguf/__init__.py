@@ -27,6 +27,8 @@ from retain.kernels.stored_weight import StoredWeight
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
 MAX_ROPE_FACTORS = 2**15  # half of the largest head
 
+LONGROPE_TENSORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+
 
 class GGUFCheckpoint:
     """A Checkpoint in a GGUF file, or in parts, of which `path` is any.
@@ -80,6 +82,8 @@ class GGUFCheckpoint:
         for name, info in self._reader.tensors.items():
             if name == "rope_freqs.weight":
                 self._apply_rope_factors(info)
+            elif name in LONGROPE_TENSORS:
+                self._apply_longrope_factors(name, info)
             elif not self._is_ignored(name):
                 found = self._map_name(name, info)
                 if twice := infos.keys() & found.keys():
@@ -115,6 +119,15 @@ class GGUFCheckpoint:
         if info.shape[0] > MAX_ROPE_FACTORS:
             raise ValueError(f"the tensor 'rope_freqs.weight' has the shape {info.shape}")
         self.config |= self._arch.read_rope_factors(self._dequantize(info).float(), self.config)
+
+    def _apply_longrope_factors(self, name: str, info: TensorInfo) -> None:
+        """Put one of two lists of divisors of the rope frequencies (long contexts of Phi-3) into the config."""
+        scaling = self.config.get("rope_scaling") or {}
+        if scaling.get("rope_type") != "longrope":
+            raise UnsupportedError(f"the tensor {quote(name)} is not known in a {self.config['model_type']} model")
+        if len(info.shape) != 1 or 2 * info.shape[0] > self.config["head_dim"]:
+            raise ValueError(f"the tensor {quote(name)} has the shape {info.shape}")
+        scaling[LONGROPE_TENSORS[name]] = self._dequantize(info).tolist()
 
     def _dequantize(self, info: TensorInfo) -> Tensor:
         return dequantize_blocks(self._reader.tensor_bytes(info), info.ggml_type, info.shape)

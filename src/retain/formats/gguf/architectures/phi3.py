@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import llama
 from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
@@ -13,12 +12,23 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
 
     The first files, of April 2024, lack the window of Phi-3's models of 4096 tokens; llama.cpp knew it (pull 8931).
     """
-    if "rope_factors_long.weight" in meta.tensor_shapes or "rope_factors_short.weight" in meta.tensor_shapes:
-        raise UnsupportedError("contexts extended by longrope (tensors rope_factors_long, _short) are not supported")
     c = llama.make_partial_rope_config(meta, "phi3")
+    if "rope_factors_long.weight" in meta.tensor_shapes:
+        c["rope_scaling"] = read_longrope(meta)
     is_first = c["max_position_embeddings"] == 4096 and c["num_hidden_layers"] in (32, 40)
     window = meta.get("attention.sliding_window", 2047 if is_first else 0)
     return c | {"sliding_window": window or None}
+
+
+def read_longrope(meta: GGUFMetadata) -> HFConfig:
+    """Return the `rope_scaling` of long contexts, less the lists of factors, which are tensors."""
+    scaling: HFConfig = {
+        "rope_type": "longrope",
+        "original_max_position_embeddings": meta.get_positive("rope.scaling.original_context_length"),
+    }
+    if attention_factor := meta.get("rope.scaling.attn_factor", 0.0):
+        scaling["attention_factor"] = attention_factor
+    return scaling
 
 
 ARCHITECTURE = Architecture(
