@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels import triton
-from retain.kernels.quantized import IQ4, MXFP4, QuantizedWeight, quantize_int4, quantize_int8
+from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWeight, quantize_int4, quantize_int8
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 if not triton.unavailable_reason():
@@ -25,12 +25,12 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def from_codebook(kind: type[IQ4 | MXFP4]) -> Callable[[Tensor], QuantizedWeight]:
+def from_codebook(kind: type[IQ4 | MXFP4 | NVFP4]) -> Callable[[Tensor], QuantizedWeight]:
     """What makes a matrix of a file's kind; the numbers mean nothing."""
 
     def make(x: Tensor) -> QuantizedWeight:
         q = (x * 1000).int().remainder(16).byte()
-        return kind(q, x[:, ::32].half() / 64)
+        return kind(q, x[:, :: kind.GROUP].half() / 64)
 
     return make
 
@@ -40,6 +40,9 @@ KINDS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": quantize_int8,
     "iq4": from_codebook(IQ4),
     "mxfp4": from_codebook(MXFP4),
+    "nvfp4": from_codebook(NVFP4),
+    "int5": lambda x: Int5((x * 1000).int().remainder(32).byte(), x[:, ::32].half() / 64, x[:, 1::32].half()),
+    "int6": lambda x: Int6((x * 1000).int().remainder(64).to(torch.int8) - 32, x[:, ::16].half() / 64),
 }
 
 
@@ -85,7 +88,7 @@ def test_products_equal_those_of_the_dense_matrix(
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8"])
+@pytest.mark.parametrize("kind", ["int4", "int8", "int5", "int6"])
 def test_other_rows_change_no_bit(kind: str) -> None:
     packed = pack(KINDS[kind](random(200, 1056) / 32))
     x = random(packed_weight.FEW_ROWS, 1056, seed=1).to(DEVICE)

@@ -4,7 +4,8 @@ Tiles of 128 outputs and 64 inputs (two groups, or four halves of 16) follow one
 an output in a tile has number i of each half, from the lowest bits on: of the four halves as nibbles, or, of 8 bits, of
 the two halves of a group as bytes; then the words of the first group of all 128 outputs are before those of the second.
 So two words in a register have adjacent numbers at equal places, which one mask takes out. A word of 32 bits has a
-group's scale and shift, or, without shifts, the scales of both groups: loads of 2 bytes cannot be asynchronous.
+group's scale and shift, or the scales of its halves, or, where a group has a single scale, those of both groups: loads
+of 2 bytes cannot be asynchronous.
 
 What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonProgram.experts).
 """
@@ -19,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels.quantized import GROUP_SIZE, Codebook4, Int4, Int8, QuantizedWeight
+from retain.kernels.quantized import GROUP_SIZE, Codebook4, Int4, QuantizedWeight, ShiftedWeight
 from retain.kernels.triton import weight_kernels
 from retain.kernels.weight import Weight, unpack
 
@@ -38,6 +39,7 @@ class PackedMatrix:
 
     shape: torch.Size  # (out, in)
     bits: int  # of a number
+    second: str  # what a group has beside its scale: "shift", "scale" (of its second half) or "nothing"
     words: Tensor  # int16 [rows of tiles, tiles of a row, 128, 16], or of 8 bits [rows of tiles, tiles, 2, 128, 16]
     scales: Tensor  # int32 [rows of tiles, tiles of a row, 1 or 2, 128]
 
@@ -59,7 +61,7 @@ class PackedMatrix:
 
 
 def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedMatrix:
-    """Copy a matrix to the device: Int4 and Int8 in their bits, IQ4 and MXFP4 in 8 bits, others in `dtype`.
+    """Copy a matrix to the device: Int4 in its bits, other quantized ones in 8 bits, dense ones in `dtype`.
 
     Raises ValueError for blocks of a file with scales that are not finite in float16.
     """
@@ -72,21 +74,27 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             halves = q.unflatten(-1, (2, -1)).int().movedim(-2, 3).flatten(2, 3)  # [.., 4, 128, 16]
             shifts = torch.arange(0, 16, 4, device=device, dtype=torch.int32)
             words = (halves << shifts[:, None, None]).sum(2, dtype=torch.int32).short()
-            return PackedMatrix(weight.shape, 4, words, _join(scale, shift).squeeze(-1))
-        case Int8(q, scale):
-            return _pack_int8(weight.shape, q.to(device), scale.to(device))
-        case Codebook4() as matrix if matrix.GROUP == GROUP_SIZE:
+            return PackedMatrix(weight.shape, 4, "shift", words, _join(scale, shift).squeeze(-1))
+        case Codebook4() as matrix:
             codebook = torch.tensor(matrix.CODEBOOK, dtype=torch.int8, device=device)
-            return _pack_int8(weight.shape, codebook[matrix.q.to(device).long()], matrix.scale.to(device))
+            return _pack_bytes(codebook[matrix.q.to(device).long()], matrix, device)
         case QuantizedWeight() as matrix:
-            return matrix.dequantize(dtype).to(device)
+            return _pack_bytes(matrix.q.to(device), matrix, device)
 
 
-def _pack_int8(shape: torch.Size, q: Tensor, scale: Tensor) -> PackedMatrix:
+def _pack_bytes(q: Tensor, matrix: QuantizedWeight, device: torch.device) -> PackedMatrix:
+    """Pack the numbers q of a matrix in 8 bits, with its scales and shifts."""
     halves = _to_tiles(q.view(torch.uint8)).unflatten(-1, (2, -1))
     words = halves.transpose(-2, -1).contiguous().view(torch.int16).squeeze(-1)
+    scale = matrix.scale.to(device)
+    if isinstance(matrix, ShiftedWeight):
+        shift = _to_tiles(matrix.shift.to(device))
+        return PackedMatrix(matrix.shape, 8, "shift", words, _join(_to_tiles(scale), shift).squeeze(-1))
+    if matrix.GROUP < GROUP_SIZE:
+        first, second = (_to_tiles(x) for x in scale.unflatten(-1, (-1, 2)).unbind(-1))
+        return PackedMatrix(matrix.shape, 8, "scale", words, _join(first, second).squeeze(-1))
     first, second = _to_tiles(scale).unbind(2)
-    return PackedMatrix(shape, 8, words, _join(first, second).movedim(-1, 2).contiguous())
+    return PackedMatrix(matrix.shape, 8, "nothing", words, _join(first, second).movedim(-1, 2).contiguous())
 
 
 def _to_tiles(x: Tensor) -> Tensor:
@@ -125,8 +133,9 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     tokens = min(max(triton.next_power_of_2(T), 16), LARGEST_BLOCK)
     weight_kernels.multiply_packed[(len(weight.words), splits, triton.cdiv(T, tokens))](
         x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
-        BITS=weight.bits, TOKENS=tokens, DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype],
-        PRECISION="tf32x3" if is_exact else "tf32", STAGES=4, num_warps=4 if tokens == 16 else 8,
+        BITS=weight.bits, SECOND=weight.second, TOKENS=tokens,
+        DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype], PRECISION="tf32x3" if is_exact else "tf32", STAGES=4,
+        num_warps=4 if tokens == 16 else 8,
     )  # fmt: skip
     block = 256
     weight_kernels.add_splits[(T, triton.cdiv(n, block))](
@@ -149,6 +158,6 @@ def unpack_rows(weight: PackedMatrix, index: Tensor | None, dtype: torch.dtype) 
     if rows:
         weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_steps)](
             weight.words if index is None else index, weight.words, weight.scales, out, rows, weight.shape[1],
-            weight.num_steps, BITS=weight.bits, INDEXED=index is not None, ROWS=block,
+            weight.num_steps, BITS=weight.bits, SECOND=weight.second, INDEXED=index is not None, ROWS=block,
         )  # fmt: skip
     return out

@@ -1,8 +1,8 @@
 """Kernels of packed weights (packed_weight.py draws them): products with few rows, and the numbers of chosen rows.
 
 A word is loaded once. Its numbers become bfloat16 or float16 by bit patterns (see quantized_loads.py), and tensor cores
-multiply them with the rows. Of 8 bits they are exact, and the scale of each group of 32 multiplies float32 sums. Of 4
-bits they are rounded with their scales and shifts, as in a dense matrix.
+multiply them with the rows. Of 8 bits they are exact, and the scale of each group of 32, or of 16, multiplies float32
+sums. Of 4 bits they are rounded with their scales and shifts, as in a dense matrix.
 """
 
 from __future__ import annotations
@@ -116,12 +116,22 @@ def multiply_halves(a, b, x, y, total, PRECISION: tl.constexpr):
     return tl.dot(b, y, total, input_precision=PRECISION)
 
 
+@triton.jit
+def sum_inputs(x, y):
+    """Return the float32 sums of the inputs of two halves [inputs, tokens]: [tokens]."""
+    return tl.sum(x.to(tl.float32), 0) + tl.sum(y.to(tl.float32), 0)
+
+
 @triton.jit(do_not_specialize=["tokens", "steps", "split_steps"])
 def multiply_packed(
     x, x_row, words, scales, partial, tokens, n, width, steps, split_steps,
-    BITS: tl.constexpr, TOKENS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BITS: tl.constexpr, SECOND: tl.constexpr, TOKENS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Set partial[split, t, :n] to the products of x[t] and the rows of a tile over one split of the inputs."""
+    """Set partial[split, t, :n] to the products of x[t] and the rows of a tile over one split of the inputs.
+
+    SECOND: what a group has beside its scale, see PackedMatrix.
+    """
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     WORDS: tl.constexpr = TILE_ROWS * HALF  # of a group of 8 bits, or of two of 4
     row, i = tl.arange(0, TILE_ROWS), tl.arange(0, HALF)
@@ -129,7 +139,8 @@ def multiply_packed(
     at_x = x + t.to(tl.int64)[None, :] * x_row + i[:, None]
     is_token = (t < tokens)[None, :]
     at_words = words + tile * steps * (WORDS * BITS // 4) + row[:, None] * HALF + i[None, :]
-    at_scales = scales + tile * steps * (TILE_ROWS * 8 // BITS) + row
+    SCALES: tl.constexpr = TILE_ROWS if SECOND == "nothing" else 2 * TILE_ROWS  # words of a step
+    at_scales = scales + tile * steps * SCALES + row
     total = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
     zeros = tl.zeros((TILE_ROWS, TOKENS), tl.float32)
     begin = split * split_steps
@@ -140,20 +151,32 @@ def multiply_packed(
         is_input = is_token & (step * (4 * HALF) + 2 * HALF < width)
         x2 = tl.load(at_step + 2 * HALF, mask=is_input, other=0.0).to(DOT)
         x3 = tl.load(at_step + 3 * HALF, mask=is_input, other=0.0).to(DOT)
+        scale, second = split_scales(tl.load(at_scales + step * SCALES))
+        if SECOND != "nothing":
+            next_scale, next_second = split_scales(tl.load(at_scales + step * SCALES + TILE_ROWS))
         if BITS == 4:
-            scale, shift = split_scales(tl.load(at_scales + step * (2 * TILE_ROWS)))
-            next_scale, next_shift = split_scales(tl.load(at_scales + step * (2 * TILE_ROWS) + TILE_ROWS))
             w0, w1, w2, w3 = unpack_int4(
-                tl.load(at_words + step * WORDS), scale, shift + 8 * scale, next_scale, next_shift + 8 * next_scale, DOT
-            )
+                tl.load(at_words + step * WORDS),
+                scale, second + 8 * scale, next_scale, next_second + 8 * next_scale, DOT,
+            )  # fmt: skip
             total = multiply_halves(w0, w1, x0, x1, total, PRECISION)
             total = multiply_halves(w2, w3, x2, x3, total, PRECISION)
         else:
             w0, w1 = unpack_int8(tl.load(at_words + step * (2 * WORDS)), DOT)
             w2, w3 = unpack_int8(tl.load(at_words + step * (2 * WORDS) + WORDS), DOT)
-            scale, next_scale = split_scales(tl.load(at_scales + step * TILE_ROWS))
-            total += multiply_halves(w0, w1, x0, x1, zeros, PRECISION) * scale[:, None]
-            total += multiply_halves(w2, w3, x2, x3, zeros, PRECISION) * next_scale[:, None]
+            if SECOND == "scale":
+                total += tl.dot(w0, x0, zeros, input_precision=PRECISION) * scale[:, None]
+                total += tl.dot(w1, x1, zeros, input_precision=PRECISION) * second[:, None]
+                total += tl.dot(w2, x2, zeros, input_precision=PRECISION) * next_scale[:, None]
+                total += tl.dot(w3, x3, zeros, input_precision=PRECISION) * next_second[:, None]
+            elif SECOND == "shift":
+                total += multiply_halves(w0, w1, x0, x1, zeros, PRECISION) * scale[:, None]
+                total += sum_inputs(x0, x1)[None, :] * second[:, None]
+                total += multiply_halves(w2, w3, x2, x3, zeros, PRECISION) * next_scale[:, None]
+                total += sum_inputs(x2, x3)[None, :] * next_second[:, None]
+            else:
+                total += multiply_halves(w0, w1, x0, x1, zeros, PRECISION) * scale[:, None]
+                total += multiply_halves(w2, w3, x2, x3, zeros, PRECISION) * second[:, None]
     out = tile * TILE_ROWS + row
     to = partial + (split * tokens + t)[None, :].to(tl.int64) * n + out[:, None]
     tl.store(to, total, mask=is_token & (out < n)[:, None])
@@ -179,8 +202,9 @@ def add_splits(
 
 @triton.jit(do_not_specialize=["rows", "steps"])
 def unpack_rows(
-    index, words, scales, out, rows, width, steps, BITS: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr
-):
+    index, words, scales, out, rows, width, steps,
+    BITS: tl.constexpr, SECOND: tl.constexpr, INDEXED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Set out[r] to row index[r] of the dense matrix, or to row r of it; out [rows, width]."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     step, i = tl.program_id(1), tl.arange(0, 4 * HALF)[None, :]
@@ -188,15 +212,19 @@ def unpack_rows(
     mask = (r < rows)[:, None] & (step * (4 * HALF) + i < width)
     place = row // TILE_ROWS * steps + step
     at = place * (TILE_ROWS * HALF * BITS // 4) + row % TILE_ROWS * HALF + i % HALF
-    at_scale = scales + place * (TILE_ROWS * 8 // BITS) + row % TILE_ROWS
+    SCALES: tl.constexpr = TILE_ROWS if SECOND == "nothing" else 2 * TILE_ROWS  # words of a step
+    at_scale = scales + place * SCALES + row % TILE_ROWS + i // (2 * HALF) * (SCALES - TILE_ROWS)
+    scale, second = split_scales(tl.load(at_scale, mask=mask, other=0))
     if BITS == 4:
         x = tl.load(words + at, mask=mask, other=0).to(tl.int32) >> i // HALF * 4 & 15
-        scale, shift = split_scales(tl.load(at_scale + i // (2 * HALF) * TILE_ROWS, mask=mask, other=0))
-        y = x.to(tl.float32) * scale + shift
     else:
         x = tl.load(words + at + i // (2 * HALF) * (TILE_ROWS * HALF), mask=mask, other=0).to(tl.int32)
         x = x << 24 - i // HALF % 2 * 8 >> 24
-        scale, next_scale = split_scales(tl.load(at_scale + i * 0, mask=mask, other=0))
-        y = x.to(tl.float32) * tl.where(i < 2 * HALF, scale, next_scale)
+    if SECOND == "shift":
+        y = x.to(tl.float32) * scale + second
+    elif SECOND == "scale":
+        y = x.to(tl.float32) * tl.where(i // HALF % 2 == 0, scale, second)
+    else:
+        y = x.to(tl.float32) * tl.where(i < 2 * HALF, scale, second)
     to = out + r.to(tl.int64)[:, None] * width + step * (4 * HALF) + i
     tl.store(to, y.to(out.dtype.element_ty), mask=mask)
