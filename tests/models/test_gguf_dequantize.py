@@ -96,6 +96,15 @@ def test_unpacked_values_equal_the_dequantized_ones(name: str) -> None:
         assert ((matrix.dequantize() - expected).abs() <= expand_groups(matrix.scale) * 0.57).all()
 
 
+@pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "MXFP4"])
+def test_int8_holds_the_values_of_groups_of_32_without_shifts(name: str) -> None:
+    """So matrices of these types lose nothing where they are stacked."""
+    ggml = GGMLQuantizationType[name]
+    raw = random_blocks(ggml, 12)
+    matrix = convert_blocks(raw, ggml, (6, 64), Int8)
+    assert isinstance(matrix, Int8) and torch.equal(matrix.dequantize(), dequantize_blocks(raw, ggml, (6, 64)))
+
+
 @pytest.mark.parametrize("ggml_type", BLOCK_TYPES, ids=lambda t: t.name)
 def test_random_blocks_are_unpacked_or_refused(ggml_type: GGMLQuantizationType) -> None:
     block_size, block_bytes = GGML_BLOCK_SIZES[ggml_type]

@@ -71,6 +71,7 @@ KEPT_KINDS: dict[int, type[QuantizedWeight]] = {
     39: MXFP4,
     40: NVFP4,
 }
+INT8_TYPES = (2, 6, 8, 20, 23, 39)  # that Int8 can hold too: groups of 32 without shifts
 
 
 def convert_blocks(
@@ -81,7 +82,7 @@ def convert_blocks(
     Raises ValueError for scales that are not finite in float16.
     """
     kept = KEPT_KINDS.get(ggml_type)
-    if kept is kind or (kept, kind) == (Int4, Int5):
+    if kept is kind or (kept, kind) == (Int4, Int5) or (kind is Int8 and ggml_type in INT8_TYPES):
         return widen(_unpack(raw, ggml_type, shape), kind)
     return to_kind(dequantize_blocks(raw, ggml_type, shape), kind)
 

@@ -162,11 +162,20 @@ def widest_kind(kinds: Sequence[Kind]) -> Kind:
 
 
 def widen(weight: QuantizedWeight, kind: type[QuantizedWeight]) -> QuantizedWeight:
-    """Convert a matrix to a kind: an Int4 to an Int5 with the same values, others to the nearest Int8."""
+    """Convert a matrix to its own kind, to Int5 or to Int8; with the same values where the kind has them.
+
+    Int5 has those of Int4. Int8 has those of groups of 32 without shifts, as of a codebook or Q5_0.
+    """
     if isinstance(weight, kind):
         return weight
     if isinstance(weight, Int4) and kind is Int5:
         return Int5(weight.q, weight.scale, weight.shift)
+    if isinstance(weight, ShiftedWeight):
+        middle = 8 if isinstance(weight, Int4) else 16
+        if torch.equal(weight.shift, -middle * weight.scale):
+            return Int8(weight.q.to(torch.int8) - middle, weight.scale)
+    elif isinstance(weight, Codebook4) and weight.GROUP == GROUP_SIZE:
+        return Int8(weight.numbers().to(torch.int8), weight.scale)
     return quantize_int8(weight.dequantize())
 
 

@@ -270,6 +270,7 @@ static INLINE bool quantize_int4(const float* x, int8_t* q, uint16_t* scale, uin
 // Whether a format holds the numbers of a type as they are.
 template <class B>
 static constexpr bool keeps(WeightFormat f) {
+  if (f == WeightFormat::int8) return !B::HAS_SHIFT && B::GROUP == QUANT_GROUP;
   return B::NATIVE != NONE && (f == B::NATIVE || (f == WeightFormat::int5 && B::NATIVE == WeightFormat::int4));
 }
 
@@ -281,6 +282,8 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
   bool finite = true;
   for (int begin = 0; begin < in; begin += B::N, block += B::BYTES) {
     B::decode(block, q, scale, shift);
+    if constexpr (has_codebook(B::NATIVE) && !has_codebook(F))
+      for (int8_t& number : q) number = int8_t(codebook_of(B::NATIVE)[int(number)] - excess(B::NATIVE));
     auto store = [&](int g, const uint16_t* s, uint16_t m) {
       store_group(F, reinterpret_cast<uint8_t*>(q) + g * QUANT_GROUP, s, m,
                   tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
@@ -295,14 +298,13 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
           s[i] = float_to_half(scale[g * SCALES + i]);
           finite &= is_finite(s[i]);
         }
-        const uint16_t m = has_shift(F) ? float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]) : 0;
+        // Checked where the tile has no shift, too: what is refused depends on the type alone.
+        const uint16_t m = has_shift(B::NATIVE) ? float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]) : 0;
         finite &= is_finite(m);
         store(g, s, m);
       }
       continue;
     }
-    if constexpr (has_codebook(B::NATIVE))
-      for (int8_t& number : q) number = int8_t(codebook_of(B::NATIVE)[int(number)] - excess(B::NATIVE));
     dequantize<B>(q, scale, shift, x);
     if (F == WeightFormat::float32) {
       float* to = reinterpret_cast<float*>(tile) + begin * TILE_OUT + lane;
