@@ -211,10 +211,8 @@ def select_columns(weight: Tensor | QuantizedWeight, index: Tensor) -> Tensor | 
     """Return the columns of index int64 [in], in this order. A quantized matrix needs an order that keeps_groups."""
     if isinstance(weight, Tensor):
         return weight[:, index]
-    groups = index[::GROUP_SIZE] // GROUP_SIZE
-    if isinstance(weight, Int4):
-        return Int4(weight.q[:, index], weight.scale[:, groups], weight.shift[:, groups])
-    return replace(weight, q=weight.q[:, index], scale=weight.scale[:, groups])
+    groups = index[:: weight.GROUP] // weight.GROUP
+    return replace(weight, **{name: x[:, index if name == "q" else groups] for name, x in vars(weight).items()})
 
 
 def check_finite(x: Tensor) -> Tensor:
