@@ -82,7 +82,8 @@ def convert_blocks(
     Raises ValueError for scales that are not finite in float16.
     """
     kept = KEPT_KINDS.get(ggml_type)
-    if kept is kind or (kept, kind) == (Int4, Int5) or (kind is Int8 and ggml_type in INT8_TYPES):
+    can_hold = kept is kind or (kept, kind) == (Int4, Int5) or (kind is Int8 and ggml_type in INT8_TYPES)
+    if can_hold and not isinstance(kind, torch.dtype):
         return widen(_unpack(raw, ggml_type, shape), kind)
     return to_kind(dequantize_blocks(raw, ggml_type, shape), kind)
 
