@@ -7,7 +7,7 @@ from torch import Tensor
 
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, read_rope_scaling
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, get_share, read_rope_scaling
 
 GLOBAL_TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_PREFIX = "model.layers.{}"
@@ -58,7 +58,7 @@ def make_partial_rope_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", 1e-6),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": read_rope_scaling(meta),
-        "partial_rotary_factor": rotated / dim,
+        "partial_rotary_factor": get_share(rotated, dim),
         "hidden_act": "silu",
         "attention_bias": "blk.0.attn_q.bias" in meta.tensor_shapes,
         "mlp_bias": "blk.0.ffn_gate.bias" in meta.tensor_shapes,
