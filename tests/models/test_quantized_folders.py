@@ -19,6 +19,7 @@ from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import pack_weight
 from retain.kernels.quantized import Int4, Int8
 from retain.kernels.stored_weight import StoredWeight
+from retain.kernels.weight import concat_rows, dense_chunks, unpack
 from retain.models.weights import Weights
 from tests.helpers import processor_time
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
@@ -82,6 +83,35 @@ def test_packing_in_chunks_equals_packing_at_once(
     index = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(1))
     for matrix in (weight, weight.select_rows(index)):
         assert torch.equal(pack_weight(matrix, Arena()).data, pack_weight(matrix.unpack(), Arena()).data)
+
+
+@pytest.mark.parametrize("num_elements", [1, 700, 2**20])
+def test_chunks_of_a_matrix_are_the_matrix(tmp_path: Path, num_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stored, stacked, unpacked or dense: the rows in their order, in float32."""
+    monkeypatch.setattr("retain.kernels.weight.CHUNK_ELEMENTS", num_elements)
+    write_quantized_folder(tmp_path, small(), "ct-int4")
+    w = Weights(open_checkpoint(tmp_path), torch.bfloat16)
+    stored = [w.load_matrix(f"model.layers.0.self_attn.{name}_proj.weight") for name in ("q", "k")]
+    both = concat_rows(stored)
+    dense = w.load_matrix("model.embed_tokens.weight")
+    for weight in (both, unpack(both), dense, unpack(dense)):
+        matrix = unpack(weight)
+        expected = matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
+        chunks = list(dense_chunks(weight))
+        assert torch.equal(torch.cat(chunks), expected)
+        assert max(map(len, chunks)) <= max(num_elements // weight.shape[1], 1)
+
+
+def test_a_head_is_compared_with_its_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("retain.kernels.weight.CHUNK_ELEMENTS", 100)
+    save_model_folder(tmp_path, small())
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    other = table.clone()
+    other[-1, -1] += 1
+    matrices = {"a": table, "b": table.clone(), "c": other, "d": table[1:].clone(), "e": table.bfloat16()}
+    save_file(matrices, tmp_path / "model.safetensors")
+    w = Weights(open_checkpoint(tmp_path), torch.bfloat16)
+    assert [w.equal("a", name) for name in "abcde"] == [True, True, False, False, False]
 
 
 def test_stacked_matrices_with_block_scales(tmp_path: Path) -> None:
