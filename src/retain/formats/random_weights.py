@@ -24,6 +24,7 @@ from retain.formats.config_limits import check_config_file
 MARKER_FILE = "random.json"  # marks a folder whose weights are generated
 NUM_RANDOM_VALUES = 4_194_301  # length of the values that all tensors repeat; a prime, so that no two rows are equal
 HFConfig = dict[str, Any]
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 LLAMA_3_1_8B: HFConfig = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -120,67 +121,78 @@ class RandomCheckpoint:
         return torch.randn(NUM_RANDOM_VALUES, generator=torch.Generator().manual_seed(0)).bfloat16()
 
 
-def llama_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def llama_shapes(c: HFConfig) -> Shapes:
     """Yield the names and shapes of the tensors of a Llama, or of a Qwen 3 with experts or without."""
+    for prefix in _layer_prefixes(c):
+        yield from _attention_shapes(c, f"{prefix}self_attn.", has_qk_norms=c["model_type"].startswith("qwen3"))
+        if c["model_type"] == "qwen3_moe":
+            yield f"{prefix}mlp.gate.weight", (c["num_experts"], c["hidden_size"])
+            for e in range(c["num_experts"]):
+                yield from _mlp_shapes(c, f"{prefix}mlp.experts.{e}.", c["moe_intermediate_size"])
+        else:
+            yield from _mlp_shapes(c, f"{prefix}mlp.", c["intermediate_size"])
+    yield from _shared_shapes(c)
+
+
+def qwen3_5_shapes(c: HFConfig) -> Shapes:
+    """Yield the names and shapes of the tensors of a Qwen 3.5."""
+    for i, prefix in enumerate(_layer_prefixes(c)):
+        if (i + 1) % c["full_attention_interval"]:
+            yield from _linear_attention_shapes(c, f"{prefix}linear_attn.")
+        else:
+            yield from _attention_shapes(c, f"{prefix}self_attn.", has_qk_norms=True, has_gate=True)
+        yield from _mlp_shapes(c, f"{prefix}mlp.", c["intermediate_size"])
+    yield from _shared_shapes(c)
+
+
+def _layer_prefixes(c: HFConfig) -> Iterator[str]:
+    return (f"model.layers.{i}." for i in range(c["num_hidden_layers"]))
+
+
+def _shared_shapes(c: HFConfig) -> Shapes:
+    """Yield what all of these models have around their layers, and the norms of each layer."""
     E = c["hidden_size"]
-    M = c["intermediate_size"]
-    D = c["head_dim"]
-    q = c["num_attention_heads"] * D
-    kv = c["num_key_value_heads"] * D
     yield "model.embed_tokens.weight", (c["vocab_size"], E)
     yield "model.norm.weight", (E,)
     if not c["tie_word_embeddings"]:
         yield "lm_head.weight", (c["vocab_size"], E)
-    for i in range(c["num_hidden_layers"]):
-        prefix = f"model.layers.{i}."
-        for name, out_dim, in_dim in (("q", q, E), ("k", kv, E), ("v", kv, E), ("o", E, q)):
-            yield f"{prefix}self_attn.{name}_proj.weight", (out_dim, in_dim)
-        experts = [f"experts.{e}." for e in range(c["num_experts"])] if c["model_type"] == "qwen3_moe" else [""]
-        size = c["moe_intermediate_size"] if len(experts) > 1 else M
-        for expert in experts:
-            for name, out_dim, in_dim in (("gate", size, E), ("up", size, E), ("down", E, size)):
-                yield f"{prefix}mlp.{expert}{name}_proj.weight", (out_dim, in_dim)
-        if len(experts) > 1:
-            yield f"{prefix}mlp.gate.weight", (len(experts), E)
+    for prefix in _layer_prefixes(c):
         for name in ("input_layernorm", "post_attention_layernorm"):
             yield f"{prefix}{name}.weight", (E,)
-        for name in ("q_norm", "k_norm") if c["model_type"].startswith("qwen3") else ():
-            yield f"{prefix}self_attn.{name}.weight", (D,)
 
 
-def qwen3_5_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the names and shapes of the tensors of a Qwen 3.5 with a tied head."""
+def _attention_shapes(c: HFConfig, prefix: str, has_qk_norms: bool, has_gate: bool = False) -> Shapes:
     E = c["hidden_size"]
-    M = c["intermediate_size"]
     D = c["head_dim"]
     q = c["num_attention_heads"] * D
     kv = c["num_key_value_heads"] * D
+    for name, shape in (("q", (q * (2 if has_gate else 1), E)), ("k", (kv, E)), ("v", (kv, E)), ("o", (E, q))):
+        yield f"{prefix}{name}_proj.weight", shape
+    for name in ("q_norm", "k_norm") if has_qk_norms else ():
+        yield f"{prefix}{name}.weight", (D,)
+
+
+def _mlp_shapes(c: HFConfig, prefix: str, size: int) -> Shapes:
+    E = c["hidden_size"]
+    for name, shape in (("gate", (size, E)), ("up", (size, E)), ("down", (E, size))):
+        yield f"{prefix}{name}_proj.weight", shape
+
+
+def _linear_attention_shapes(c: HFConfig, prefix: str) -> Shapes:
+    E = c["hidden_size"]
     H = c["linear_num_value_heads"]
     v = H * c["linear_value_head_dim"]
     channels = 2 * c["linear_num_key_heads"] * c["linear_key_head_dim"] + v
-    matrices = {
-        "linear_attn": {"in_proj_qkv": (channels, E), "in_proj_z": (v, E), "in_proj_a": (H, E), "in_proj_b": (H, E),
-                        "conv1d": (channels, 1, c["linear_conv_kernel_dim"]), "out_proj": (E, v),
-                        "norm": (c["linear_value_head_dim"],)},
-        "self_attn": {"q_proj": (2 * q, E), "k_proj": (kv, E), "v_proj": (kv, E), "o_proj": (E, q),
-                      "q_norm": (D,), "k_norm": (D,)},
-        "mlp": {"gate_proj": (M, E), "up_proj": (M, E), "down_proj": (E, M)},
-    }  # fmt: skip
-    yield "model.embed_tokens.weight", (c["vocab_size"], E)
-    yield "model.norm.weight", (E,)
-    for i in range(c["num_hidden_layers"]):
-        prefix = f"model.layers.{i}."
-        mixer = "linear_attn" if (i + 1) % c["full_attention_interval"] else "self_attn"
-        for module in (mixer, "mlp"):
-            for name, shape in matrices[module].items():
-                yield f"{prefix}{module}.{name}.weight", shape
-        for name in ("A_log", "dt_bias") if mixer == "linear_attn" else ():
-            yield f"{prefix}linear_attn.{name}", (H,)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}{name}.weight", (E,)
+    for name, rows in (("in_proj_qkv", channels), ("in_proj_z", v), ("in_proj_a", H), ("in_proj_b", H)):
+        yield f"{prefix}{name}.weight", (rows, E)
+    yield f"{prefix}conv1d.weight", (channels, 1, c["linear_conv_kernel_dim"])
+    yield f"{prefix}out_proj.weight", (E, v)
+    yield f"{prefix}norm.weight", (c["linear_value_head_dim"],)
+    for name in ("A_log", "dt_bias"):
+        yield f"{prefix}{name}", (H,)
 
 
-def mpt_shapes(c: HFConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def mpt_shapes(c: HFConfig) -> Shapes:
     """Yield the names and shapes of an MPT model's tensors."""
     E = c["d_model"]
     yield "transformer.wte.weight", (c["vocab_size"], E)
