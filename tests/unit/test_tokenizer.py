@@ -8,13 +8,14 @@ import unicodedata
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, pre_tokenizers
+from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from retain.models.resolve import resolve_model
 from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, _build_sentencepiece
@@ -244,6 +245,14 @@ def test_phi3_puts_a_space_before_every_part_and_its_tokens_swallow_white_space(
         assert b"".join(map(k.token_bytes, k.encode_continuation("the cat"))) == b"the cat"
 
 
+GEMMA4_MERGES = [("a", "b"), ("▁", "a"), ("a", "t"), ("\n", "\n"), ("▁", "▁"), ("ab", "t"), ("▁▁", "ab")]
+GEMMA4_TOKENS = [
+    *("<pad>", "<eos>", "<bos>", "<unk>", "<turn|>"),
+    *(f"<0x{b:02X}>" for b in range(256)),
+    *("<|tool>", *"▁abt\né"),
+]
+
+
 def merge_by_rank(text: str, rank: dict[str, int]) -> list[str]:
     """Merge by SentencePiece's rule: the neighbours whose union ranks first, the leftmost of equals."""
     parts = list(text)
@@ -264,6 +273,34 @@ def test_one_merge_for_each_token_gives_sentencepieces_result(words: list[str], 
     rank = {word: -score for word, score in zip(words, scores, strict=True)}
     for text in data.draw(st.lists(st.text("abc", max_size=30), min_size=3, max_size=3)):
         assert core.encode(text).tokens == merge_by_rank(text, rank)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from([*"abt▁ \n", "\n\n", "  ", "é", "中", "😀", "<turn|>", "<|tool>"]), max_size=20))
+def test_gemma4_merges_in_the_order_of_the_file_as_transformers_does(fragments: list[str]) -> None:
+    """The scores say nothing: `ab` ranks before `at` by its place in the list."""
+    from transformers import GemmaTokenizer
+
+    tokens = [*GEMMA4_TOKENS, *(a + b for a, b in GEMMA4_MERGES)]
+    types = [3] * 5 + [6] * 256 + [4] + [1] * (len(tokens) - 262)
+    vocabulary = {
+        "tokenizer.ggml.model": "gemma4",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": [float(i) for i in range(len(tokens))],
+        "tokenizer.ggml.merges": [" ".join(pair) for pair in GEMMA4_MERGES],
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.eos_token_id": 1,
+        "tokenizer.ggml.unknown_token_id": 3,
+    }
+    theirs = GemmaTokenizer({token: i for i, token in enumerate(tokens)}, GEMMA4_MERGES)
+    theirs.add_tokens([AddedToken("<|tool>", normalized=False), AddedToken("<turn|>", normalized=False, special=True)])
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RETAIN_CACHE", folder)
+        ours = Tokenizer.open(write_tokenizer_file(Path(folder), vocabulary))
+    text = "".join(fragments)
+    assert ours.encode(text) == [2, *theirs(text, add_special_tokens=False).input_ids]
+    assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text).input_ids, skip_special_tokens=True)
 
 
 def test_llama3_adds_bos_unless_the_file_says_otherwise(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Build the tokenizer in a GGUF file's metadata with the `tokenizers` library.
 
 There are two kinds. `gpt2` is byte-level BPE: the file lists its merges, and `pre` names the rule that splits text into
-words. `llama` is SentencePiece BPE without listed merges. Deriving them takes seconds for Gemma's 262144 tokens, so
-the result is cached on disk.
+words. `llama` is SentencePiece BPE without listed merges, `gemma4` the same with them. Deriving them takes seconds for
+Gemma's 262144 tokens, so the result is cached on disk.
 """
 
 from __future__ import annotations
@@ -83,6 +83,9 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = (
 PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
 
 
+SENTENCEPIECE_MODELS = ("llama", "gemma4")
+
+
 def build_tokenizer(reader: GGUFReader) -> Tokenizer:
     """Return the tokenizer of a GGUF file; it adds no bos and no eos. Raises ValueError for invalid metadata."""
     meta = reader.metadata
@@ -92,8 +95,9 @@ def build_tokenizer(reader: GGUFReader) -> Tokenizer:
         raise UnsupportedError("the file has no tokenizer")
     if model == "gpt2":
         return _build_byte_level(meta, tokens)
-    if model != "llama":
-        raise UnsupportedError(f"tokenizers of type {quote(model)} are not supported: only gpt2 and llama are")
+    if model not in SENTENCEPIECE_MODELS:
+        known = ", ".join(("gpt2", *SENTENCEPIECE_MODELS))
+        raise UnsupportedError(f"tokenizers of type {quote(model)} are not supported: only {known} are")
     return _load_or_build_sentencepiece(reader, tokens)
 
 
@@ -110,13 +114,17 @@ def _values_per_token(values: Any, tokens: Sequence[str]) -> list[Any]:
     return values.tolist()
 
 
+def _listed_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [(a, b) for a, _, b in (m.partition(" ") for m in metadata.get("tokenizer.ggml.merges", ()))]
+
+
 def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if pre not in PRE_TOKENIZERS:
         raise UnsupportedError(
             f"the pre-tokenizer {quote(pre)} is not supported: only {', '.join(sorted(PRE_TOKENIZERS))} are"
         )
-    merges = [(a, b) for a, _, b in (m.partition(" ") for m in metadata.get("tokenizer.ggml.merges", ()))]
+    merges = _listed_merges(metadata)
     vocabulary = {token: i for i, token in enumerate(tokens)}
     rule = PRE_TOKENIZERS[pre]
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
@@ -152,7 +160,11 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
     unknown = [t for t, token_type in zip(tokens, types, strict=True) if token_type == UNKNOWN]
     if "<unk>" in vocabulary:
         unknown.insert(0, "<unk>")
-    merges = list(_derive_merges(_tokens_by_rank(metadata, tokens, types), vocabulary))
+    has_listed_merges = metadata.get("tokenizer.ggml.model") == "gemma4"
+    if has_listed_merges:
+        merges = _listed_merges(metadata)
+    else:
+        merges = list(_derive_merges(_tokens_by_rank(metadata, tokens, types), vocabulary))
     core = Tokenizer(
         models.BPE(
             vocab=vocabulary,
@@ -163,7 +175,7 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
         )
     )
     steps: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    adds_space = metadata.get("tokenizer.ggml.add_space_prefix", not has_listed_merges)
     is_phi3 = metadata.get("general.architecture") == "phi3"
     if adds_space and not is_phi3:
         core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
