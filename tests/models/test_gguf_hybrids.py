@@ -25,7 +25,7 @@ from tests.helpers.gguf_files import GGUF_ARCHS, tiny_for_gguf, write_gguf
     [
         ({"attention.sliding_window_pattern": [False, False, False, True]}, "last layer slides"),
         ({"attention.sliding_window_pattern": [True, False]}, "for 2 layers, there are 4"),
-        ({"attention.sliding_window_pattern": [1, 0, 1, 0]}, "not a list of values of type bool"),
+        ({"attention.head_count_kv": ["2", "2", "2", "2"]}, "'list'|not a"),
         ({"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, "rope is scaled"),
         ({"rope.dimension_count_swa": 8}, "differ in size"),
         ({"attention.head_count_kv": [2, 1, 1, 1]}, "differs between layers of one type"),

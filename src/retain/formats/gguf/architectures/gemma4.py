@@ -7,7 +7,14 @@ from torch import Tensor
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import gemma3, llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, check_rope_factors, expert_config, get_share
+from retain.formats.gguf.metadata import (
+    GGUFMetadata,
+    HFConfig,
+    check_rope_factors,
+    expert_config,
+    get_share,
+    read_layer_types,
+)
 
 NORM_TENSORS = {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
@@ -27,27 +34,29 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     c = llama.make_config(
         meta.with_values({"attention.head_count_kv": kv_heads[0], "feed_forward_length": widths[0]}), "gemma4_text"
     )
-    is_sliding = meta.get_per_layer("attention.sliding_window_pattern", layers, False)
+    window = meta.get_positive("attention.sliding_window")
+    types = read_layer_types(meta, window, every=6)
     dim = meta.get_positive("attention.key_length_swa", c["head_dim"])
     if any(meta.get(f"{key}_swa", dim) != dim for key in ("attention.value_length", "rope.dimension_count")):
         raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
-    if is_sliding[-1] or c.pop("rope_scaling"):
+    if types[-1] != "full_attention" or c.pop("rope_scaling"):
         raise UnsupportedError("a Gemma 4 whose last layer slides, or whose rope is scaled, is not supported")
     if "rope_freqs.weight" not in meta.tensor_shapes:
         raise ValueError("there is no tensor 'rope_freqs.weight'")
-    heads_of_type = dict(zip(is_sliding, kv_heads, strict=True))
-    if kv_heads != [heads_of_type[x] for x in is_sliding]:
+    heads_of_type = dict(zip(types, kv_heads, strict=True))
+    if kv_heads != [heads_of_type[x] for x in types]:
         raise UnsupportedError(f"{meta.arch}.attention.head_count_kv differs between layers of one type")
+    first_full = types.index("full_attention")
     del c["hidden_act"]
     return c | {
         "hidden_activation": "gelu_pytorch_tanh",
-        "layer_types": ["sliding_attention" if x else "full_attention" for x in is_sliding],
-        "sliding_window": meta.get_positive("attention.sliding_window"),
+        "layer_types": types,
+        "sliding_window": window,
         "head_dim": dim,
         "global_head_dim": c["head_dim"],
-        "num_key_value_heads": heads_of_type.get(True, kv_heads[-1]),
+        "num_key_value_heads": heads_of_type.get("sliding_attention", kv_heads[-1]),
         "num_global_key_value_heads": kv_heads[-1],
-        "attention_k_eq_v": f"blk.{is_sliding.index(False)}.attn_v.weight" not in meta.tensor_shapes,
+        "attention_k_eq_v": f"blk.{first_full}.attn_v.weight" not in meta.tensor_shapes,
         "num_kv_shared_layers": shared,
         "use_double_wide_mlp": check_widths(widths, shared),
         "rope_parameters": {
