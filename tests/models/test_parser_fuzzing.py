@@ -19,7 +19,8 @@ from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
 from tests.helpers import processor_time
 from tests.helpers.folders import write_tokenizer_folder
-from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, write_gguf
+from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY, tiny_for_gguf, write_gguf
+from tests.helpers.gguf_hybrids import STORABLE
 from tests.helpers.tiny_models import tiny_checkpoint
 
 EXTREME_INTEGERS = [
@@ -104,12 +105,16 @@ def without_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("llama", "BF16", SENTENCEPIECE_VOCABULARY),
         ("qwen3", "Q4_0", BYTE_LEVEL_VOCABULARY),
         ("llama", "Q5_1", BYTE_LEVEL_VOCABULARY),
+        ("gemma4_text", "Q8_0", SENTENCEPIECE_VOCABULARY | {"tokenizer.ggml.model": "gemma4"}),
+        ("qwen3_5_moe_text", "Q4_0", BYTE_LEVEL_VOCABULARY),
+        ("lfm2_moe", "Q8_0", BYTE_LEVEL_VOCABULARY),
     ],
 )
 def test_damaged_gguf_files_are_read_or_refused(
     tmp_path: Path, model_type: str, ggml_type: str, vocabulary: dict[str, Any]
 ) -> None:
-    checkpoint = tiny_checkpoint(model_type, num_hidden_layers=1)
+    is_hybrid = model_type in STORABLE
+    checkpoint = tiny_for_gguf(model_type) if is_hybrid else tiny_checkpoint(model_type, num_hidden_layers=1)
     metadata = vocabulary | {"tokenizer.chat_template": "{{ messages }}"}
     path = write_gguf(tmp_path / "m.gguf", checkpoint, ggml_type, metadata)
     header_size = min(info.start for info in GGUFReader(path).tensors.values())
