@@ -16,6 +16,7 @@ SMALL = {
     **{"vocab_size": 128, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "head_dim": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8, "moe_intermediate_size": 32},
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"num_local_experts": 8, "sliding_window": 4},
     **{"d_model": 64, "n_heads": 4, "n_layers": 2},
 }
 

@@ -49,6 +49,13 @@ QWEN3_5: HFConfig = {
     "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }  # fmt: skip
+# A scaled gpt-oss: every second layer sees 128 tokens.
+GPT_OSS: HFConfig = {
+    "model_type": "gpt_oss", "vocab_size": 32000, "hidden_size": 1024, "intermediate_size": 1024,
+    "num_hidden_layers": 12, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64,
+    "max_position_embeddings": 32768, "rms_norm_eps": 1e-5, "rope_theta": 150000.0, "tie_word_embeddings": False,
+    "sliding_window": 128, "num_local_experts": 32, "num_experts_per_tok": 4,
+}  # fmt: skip
 CONFIGS: dict[str, HFConfig] = {
     "llama-3.1-8b": LLAMA_3_1_8B,
     "llama-3.2-1b": {
@@ -62,6 +69,7 @@ CONFIGS: dict[str, HFConfig] = {
     "qwen3-moe-1.4b-a0.3b": QWEN3_MOE,
     "qwen3-0.3b": {**QWEN3_MOE, "model_type": "qwen3"},
     "qwen3.5-0.3b": QWEN3_5,
+    "gpt-oss-1.3b-a0.2b": GPT_OSS,
     "tiny": {
         **LLAMA_3_1_8B, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 2048,
@@ -145,6 +153,24 @@ def qwen3_5_shapes(c: HFConfig) -> Shapes:
     yield from _shared_shapes(c)
 
 
+def gpt_oss_shapes(c: HFConfig) -> Shapes:
+    """Yield the names and shapes of the tensors of a gpt-oss, whose experts are stacked."""
+    E = c["hidden_size"]
+    M = c["intermediate_size"]
+    n = c["num_local_experts"]
+    for prefix in _layer_prefixes(c):
+        for name, shape in _attention_shapes(c, f"{prefix}self_attn.", has_qk_norms=False):
+            yield name, shape
+            yield f"{name.removesuffix('weight')}bias", shape[:1]
+        yield f"{prefix}self_attn.sinks", (c["num_attention_heads"],)
+        yield f"{prefix}mlp.router.weight", (n, E)
+        yield f"{prefix}mlp.router.bias", (n,)
+        for name, columns, rows in (("gate_up_proj", E, 2 * M), ("down_proj", M, E)):
+            yield f"{prefix}mlp.experts.{name}", (n, columns, rows)
+            yield f"{prefix}mlp.experts.{name}_bias", (n, rows)
+    yield from _shared_shapes(c)
+
+
 def _layer_prefixes(c: HFConfig) -> Iterator[str]:
     return (f"model.layers.{i}." for i in range(c["num_hidden_layers"]))
 
@@ -209,5 +235,5 @@ def mpt_shapes(c: HFConfig) -> Shapes:
 
 TENSOR_SHAPES = {
     "llama": llama_shapes, "qwen3": llama_shapes, "qwen3_moe": llama_shapes, "qwen3_5_text": qwen3_5_shapes,
-    "mpt": mpt_shapes,
+    "gpt_oss": gpt_oss_shapes, "mpt": mpt_shapes,
 }  # fmt: skip
