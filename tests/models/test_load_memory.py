@@ -18,7 +18,7 @@ from retain.formats.tensor_file import TensorFile
 from retain.kernels.cpu import packing
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.quantized import Kind, QuantizedWeight
-from retain.kernels.stored_weight import FileRows, StoredWeight
+from retain.kernels.stored_weight import BlockRows, FileRows, StoredWeight
 from tests.helpers.folders import save_model_folder
 from tests.helpers.quantized_folders import METHODS, write_quantized_folder
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -50,12 +50,17 @@ def test_matrices_are_converted_in_chunks_and_given_back(
     unpacked: list[int] = []
     released: dict[str, set[Fraction]] = {}
     convert = FileRows.convert
+    pack_blocks = packing._pack_blocks
     release = TensorFile.release
 
     def count(rows: FileRows, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
         if "self_attn" not in rows.name:
             unpacked.append((end - begin) * rows.shape[1] * 4)
         return convert(rows, begin, end, kind)
+
+    def count_blocks(part: BlockRows, first: int, packed: packing.PackedWeight) -> None:
+        unpacked.append(len(part.raw) * part.shape[1] * 4)
+        pack_blocks(part, first, packed)
 
     def record(file: TensorFile, name: str, begin: int, end: int, of: int) -> None:
         released.setdefault(name, set()).update(Fraction(i, of) for i in range(begin, end))
@@ -64,6 +69,7 @@ def test_matrices_are_converted_in_chunks_and_given_back(
 
     monkeypatch.setattr(packing, "RELEASE_BYTES", CHUNK)
     monkeypatch.setattr(FileRows, "convert", count)
+    monkeypatch.setattr(packing, "_pack_blocks", count_blocks)
     monkeypatch.setattr(TensorFile, "release", record)
     write(tmp_path, form)
     factory.load_model(tmp_path, kernels.load("cpu"), torch.bfloat16, weights)

@@ -12,6 +12,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from retain.formats.safetensors import SafetensorsCheckpoint
+from retain.kernels.cpu.memory import Arena
+from retain.kernels.cpu.packing import pack_weight
+from retain.kernels.quantized import MXFP4, Int8, Kind
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.quantized_folders import ReplacedTensors
@@ -74,3 +77,15 @@ def test_damaged_blocks_are_one_line(tmp_path: Path, change: str) -> None:
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"down_proj' is damaged: blocks and scales of the shapes"):
         build_model(Weights(SafetensorsCheckpoint(tmp_path), torch.float32))
+
+
+@pytest.mark.parametrize("kind", [MXFP4, Int8, torch.bfloat16], ids=str)
+def test_packed_experts_equal_the_unpacked_ones(tmp_path: Path, kind: Kind) -> None:
+    """C++ unpacks ggml's form of them; of selected rows, too."""
+    write_folder(tmp_path, tiny_checkpoint("gpt_oss", intermediate_size=64))
+    stored = SafetensorsCheckpoint(tmp_path).read_stored("model.layers.0.mlp.experts.down_proj")
+    assert stored is not None
+    order = torch.randperm(stored.shape[0], generator=torch.Generator().manual_seed(0))
+    for weight in (stored, stored.select_rows(order)):
+        weight = replace(weight, kind=kind)
+        assert torch.equal(pack_weight(weight, Arena()).data, pack_weight(weight.unpack(), Arena()).data)

@@ -90,6 +90,9 @@ class FileRows:
     kind: Kind
     load: Callable[[int, int, Kind], Tensor | QuantizedWeight]
     release: Callable[[int, int], None] = keep_rows
+    blocks: Callable[[int, int], BlockRows] | None = (
+        None  # the same in ggml's blocks, which a backend may unpack faster
+    )
 
     def convert(self, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
         """See StoredRows."""
@@ -116,7 +119,13 @@ class FileRows:
         def release(begin: int, end: int) -> None:
             self.release(*bounds(begin, end))
 
-        return FileRows(self.name, (len(index), self.shape[1]), self.kind, load, release)
+        def blocks(begin: int, end: int) -> BlockRows:
+            assert self.blocks is not None
+            first, last = bounds(begin, end)
+            return self.blocks(first, last).select(index[begin:end] - first)
+
+        shape = (len(index), self.shape[1])
+        return FileRows(self.name, shape, self.kind, load, release, blocks if self.blocks else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.ggml_blocks import convert_blocks, stored_kind
+from retain.kernels.ggml_blocks import stored_kind
 from retain.kernels.quantized import Kind, QuantizedWeight
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.stored_weight import BlockRows, FileRows
 
 GGML_TYPE = 39
 GROUP = 32
@@ -39,8 +39,11 @@ def read_rows(label: str, tensors: Mapping[str, Tensor]) -> FileRows:
     flat_blocks = blocks.reshape(-1, n, GROUP // 2)
     flat_scales = scales.reshape(-1, n)
 
-    def load(begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
+    def blocks_of(begin: int, end: int) -> BlockRows:
         raw = to_ggml_blocks(flat_blocks[begin:end].numpy(), flat_scales[begin:end].numpy())
-        return convert_blocks(raw.reshape(-1), GGML_TYPE, (end - begin, n * GROUP), kind)
+        return BlockRows(label, GGML_TYPE, (end - begin, n * GROUP), raw)
 
-    return FileRows(label, (len(flat_scales), n * GROUP), stored_kind(GGML_TYPE), load)
+    def load(begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
+        return blocks_of(begin, end).convert(0, end - begin, kind)
+
+    return FileRows(label, (len(flat_scales), n * GROUP), stored_kind(GGML_TYPE), load, blocks=blocks_of)

@@ -11,7 +11,7 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
-from retain.kernels.stored_weight import BlockRows, StoredRows, StoredWeight
+from retain.kernels.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
 from retain.kernels.weight import UnpackedWeight, Weight, unpack
 
 KINDS: tuple[Kind, ...] = (torch.float32, torch.bfloat16, Int8, Int4, IQ4, MXFP4, Int5, Int6, NVFP4)
@@ -92,7 +92,10 @@ def _pack_rows(part: StoredRows, kind: Kind, first: int, packed: PackedWeight) -
     chunk = -(-RELEASE_BYTES // (4 * columns * TILE_ROWS)) * TILE_ROWS
     for begin in range(0, rows, chunk):
         end = min(begin + chunk, rows)
-        _pack_unpacked(part.convert(begin, end, kind), first + begin, packed)
+        if isinstance(part, FileRows) and part.blocks is not None:
+            _pack_blocks(part.blocks(begin, end), first + begin, packed)
+        else:
+            _pack_unpacked(part.convert(begin, end, kind), first + begin, packed)
         part.release(begin, end)
 
 
