@@ -15,8 +15,8 @@ the `gguf` package, gives the same logits (`tests/models/test_gguf.py`). Files o
 FORMATS = """## Formats
 
 * A folder of safetensors, one file or shards, in float32, float16 or bfloat16, or quantized.
-* A GGUF file, whole or in parts. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS and MXFP4 stay in 4 bits, Q5_0 and Q8_0 in 8; other
-  types become int8.
+* A GGUF file, whole or in parts. Q4_0, Q4_1, Q4_K, IQ4_NL, IQ4_XS, MXFP4 and NVFP4 (without scales of whole tensors)
+  stay in 4 bits, Q5_0, Q5_1 and Q5_K in 5, Q3_K and Q6_K in 6, Q8_0 in 8; other types become int8.
 
 Quantized folders, by the `quant_method` of their config.json. A module without such tensors is read as it is.
 

@@ -336,6 +336,14 @@ def test_unknown_tensors_are_refused(tmp_path: Path) -> None:
         GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors=tensors))
 
 
+def test_scales_of_whole_tensors_are_refused(tmp_path: Path) -> None:
+    """Some files in NVFP4 have them. Left out, the matrix would be wrong by that factor."""
+    with pytest.raises(ValueError, match=r"the tensor 'blk\.0\.ffn_up\.scale' is not known") as error:
+        tensors = {"blk.0.ffn_up.scale": np.full(1, 0.5, np.float32)}
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), tensors=tensors))
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [

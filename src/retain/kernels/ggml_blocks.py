@@ -81,11 +81,15 @@ def convert_blocks(
 
     Raises ValueError for scales that are not finite in float16.
     """
-    kept = KEPT_KINDS.get(ggml_type)
-    can_hold = kept is kind or (kept, kind) == (Int4, Int5) or (kind is Int8 and ggml_type in INT8_TYPES)
-    if can_hold and not isinstance(kind, torch.dtype):
+    if not isinstance(kind, torch.dtype) and _keeps(kind, ggml_type):
         return widen(_unpack(raw, ggml_type, shape), kind)
     return to_kind(dequantize_blocks(raw, ggml_type, shape), kind)
+
+
+def _keeps(kind: type[QuantizedWeight], ggml_type: int) -> bool:
+    """Return whether a kind holds the numbers of a type of blocks."""
+    kept = KEPT_KINDS.get(ggml_type)
+    return kept is kind or (kept, kind) == (Int4, Int5) or (kind is Int8 and ggml_type in INT8_TYPES)
 
 
 def is_supported(ggml_type: int) -> bool:

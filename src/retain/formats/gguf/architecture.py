@@ -21,6 +21,9 @@ from retain.plugins import plugin_names
 Order = Callable[[str, int, HFConfig], Tensor | None]
 
 
+TENSOR_SCALES = ("scale", "input_scale")  # of whole tensors, in some files of NVFP4: they are refused
+
+
 @dataclass(frozen=True)
 class Architecture:
     """How to read one architecture.
@@ -48,7 +51,7 @@ class Architecture:
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
         """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for an unknown name."""
         layer, stem, leaf = split_name(name)
-        if layer and layer not in map(str, range(num_layers)):
+        if leaf in TENSOR_SCALES or (layer and layer not in map(str, range(num_layers))):
             return None
         prefix = self.layer_prefix.format(layer)
         if layer and (whole := self.whole_names.get(name.removeprefix(f"blk.{layer}."))):
@@ -62,7 +65,8 @@ class Architecture:
     def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:
         """Return the Hugging Face names of the matrices in a tensor of all experts; None for any other tensor."""
         layer, stem, leaf = split_name(name)
-        if stem not in self.expert_tensors or layer not in map(str, range(num_layers)):
+        is_known = stem in self.expert_tensors and layer in map(str, range(num_layers))
+        if leaf in TENSOR_SCALES or not is_known:
             return None
         prefix = self.layer_prefix.format(layer)
         return [f"{prefix}.{part.format(e)}.{leaf}" for e in range(num_experts) for part in self.expert_tensors[stem]]
