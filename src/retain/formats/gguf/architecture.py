@@ -19,8 +19,6 @@ from retain.plugins import plugin_names
 
 # Of a tensor's stem and its number of rows: the place in the file of each row, int64 [rows]; None where they are equal.
 Order = Callable[[str, int, HFConfig], Tensor | None]
-
-
 TENSOR_SCALES = ("scale", "input_scale")  # of whole tensors, in some files of NVFP4: they are refused
 
 
@@ -51,11 +49,13 @@ class Architecture:
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
         """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for an unknown name."""
         layer, stem, leaf = split_name(name)
-        if leaf in TENSOR_SCALES or (layer and layer not in map(str, range(num_layers))):
+        if layer and layer not in map(str, range(num_layers)):
             return None
         prefix = self.layer_prefix.format(layer)
         if layer and (whole := self.whole_names.get(name.removeprefix(f"blk.{layer}."))):
             return f"{prefix}.{whole}"
+        if leaf in TENSOR_SCALES:
+            return None
         if leaf == "bias" and self.biases is not None and stem not in self.biases:
             return None
         if layer:
