@@ -54,6 +54,10 @@ VARIANTS: dict[str, list[Changes]] = {
     "ministral3": [{"sliding_window": 8, "tie_word_embeddings": True}],
     "cohere2": [{"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"] * 2}],
     "granite": [{"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}],
+    "granite_swa": [
+        {"layer_rope_theta": [0, 500.0, 10000.0, 500.0, 0], "attention_bias": True, "tie_word_embeddings": False},
+        {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"] + ["full_attention"] * 2},
+    ],
     "olmo2": [
         {"attention_bias": True, "tie_word_embeddings": True, "num_key_value_heads": 4},
         {"rope_scaling": {"rope_type": "yarn", **YARN}, "head_dim": 8, "num_key_value_heads": 1},

@@ -89,6 +89,13 @@ QWEN_EXPERTS: dict[str, Any] = {
     "moe_intermediate_size": 32,
     "shared_expert_intermediate_size": 24,
 }
+GRANITE: dict[str, Any] = {
+    **LLAMA,
+    "embedding_multiplier": 2.0,
+    "attention_multiplier": 0.3,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 0.5,
+}
 GRANITE_HYBRID: dict[str, Any] = {
     **{k: v for k, v in LLAMA.items() if k not in ("rope_theta", "head_dim")},
     "num_hidden_layers": 4,
@@ -186,13 +193,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "logit_scale": 0.25,
         "tie_word_embeddings": True,
     },
-    "granite": {
-        **LLAMA,
-        "embedding_multiplier": 2.0,
-        "attention_multiplier": 0.3,
-        "residual_multiplier": 0.5,
-        "logits_scaling": 0.5,
-    },
+    "granite": GRANITE,
+    "granite_swa": {**GRANITE, "num_hidden_layers": 5, "sliding_window": 8},
     "olmo2": LLAMA,
     "olmo3": {
         **LLAMA,
@@ -337,11 +339,8 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
         if model_type in ("qwen3", "qwen3_moe", "gemma3_text") or c.get("use_qk_norm"):
             yield p + "self_attn.q_norm.weight", (D,)
             yield p + "self_attn.k_norm.weight", (D,)
-        if model_type in ("olmo2", "olmo3"):
-            yield p + "self_attn.q_norm.weight", (H,)
-            yield p + "self_attn.k_norm.weight", (G,)
+        yield from special_attention_shapes(p + "self_attn.", c, H, G)
         if model_type == "gpt_oss":
-            yield p + "self_attn.sinks", (c["num_attention_heads"],)
             yield from stacked_expert_shapes(p + "mlp.", c["num_local_experts"], E, F)
         elif model_type == "qwen3_moe" and (i + 1) % c.get("decoder_sparse_step", 1) == 0:
             yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
@@ -357,6 +356,14 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
     yield prefix + "norm.weight", (E,)
     if not c.get("tie_word_embeddings"):
         yield "lm_head.weight", (V, E)
+
+
+def special_attention_shapes(prefix: str, c: dict[str, Any], q: int, k: int) -> Shapes:
+    if c.get("model_type") in ("olmo2", "olmo3"):
+        yield prefix + "q_norm.weight", (q,)
+        yield prefix + "k_norm.weight", (k,)
+    if c.get("model_type") in ("gpt_oss", "granite_swa"):
+        yield prefix + "sinks", (c["num_attention_heads"],)
 
 
 def mlp_shapes(prefix: str, E: int, F: int, bias: bool = False) -> Shapes:
@@ -739,6 +746,7 @@ TENSOR_SHAPES = {
     "ministral3": llama_shapes,
     "cohere2": llama_shapes,
     "granite": llama_shapes,
+    "granite_swa": llama_shapes,
     "olmo2": llama_shapes,
     "olmo3": llama_shapes,
     "gemma3_text": llama_shapes,

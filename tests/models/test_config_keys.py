@@ -159,6 +159,7 @@ OPTIONAL_FIELDS = dict.fromkeys(
         "smollm3",
         "phi3",
         "granite",
+        "granite_swa",
         "olmo2",
         "olmo3",
         "lfm2",

@@ -113,13 +113,19 @@ def yarn_gain(factor: float, mscale: float = 1.0) -> float:
 
 
 def get_whole_head_rope(
-    head_dim: int, config: Mapping[str, Any], defaults: Mapping[str, Any] = ROPE_DEFAULTS, interleaved: bool = False
+    head_dim: int,
+    config: Mapping[str, Any],
+    defaults: Mapping[str, Any] = ROPE_DEFAULTS,
+    interleaved: bool = False,
+    theta: float | None = None,
 ) -> Rope:
-    """Return the Rope of a family that rotates whole heads.
+    """Return the Rope of a family that rotates whole heads. `theta` replaces the base of the config.
 
     As in transformers, such a family ignores `partial_rotary_factor`; but scaled types would use it. Raises ValueError.
     """
-    params = get_rope_parameters(config, defaults=defaults)
+    params: Mapping[str, Any] = get_rope_parameters(config, defaults=defaults)
+    if theta is not None:
+        params = {**params, "rope_theta": theta}
     if params["rope_type"] != "default":
         check_supported(params, partial_rotary_factor=1.0)
     return get_rope(head_dim, params, interleaved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def multiply(linear: Linear, factor: float) -> Linear:
     return Linear(weight, None if bias is None else bias * factor)
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: llama.OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>. The last products of both branches take their multiplier."""
     factor = w.config["residual_multiplier"]
     mlp = llama.load_mlp(w.scope("mlp."), tensors.mlp_bias)
@@ -52,13 +52,21 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.Opt
     return replace(layer, attention=attention)
 
 
-def build(w: Weights) -> Decoder:
-    """Build the decoder from weights with Hugging Face's names. The last norm divides logits by their scaling."""
-    w = w.with_defaults(DEFAULTS)
+def build_decoder(w: Weights, s: ModelSpec, build_layer: Callable[..., PreNormLayer]) -> Decoder:
+    """Build a decoder from weights whose config has its family's defaults. `build_layer` is as that of this family.
+
+    The last norm divides logits by their scaling.
+    """
     c = w.config
     bias = c["attention_bias"]
     tensors = llama.OptionalTensors(qkv_bias=bias, o_bias=bias, mlp_bias=c["mlp_bias"])
-    decoder = llama.build_decoder(w, spec_from_config(c), tensors, build_layer)
+    decoder = llama.build_decoder(w, s, tensors, build_layer)
     assert isinstance(decoder.norm, RMSNorm)
     norm = RMSNorm(decoder.norm.weight / c["logits_scaling"], decoder.norm.eps)
     return replace(decoder, norm=norm, embedding=replace(decoder.embedding, scale=float(c["embedding_multiplier"])))
+
+
+def build(w: Weights) -> Decoder:
+    """Build the decoder from weights with Hugging Face's names."""
+    w = w.with_defaults(DEFAULTS)
+    return build_decoder(w, spec_from_config(w.config), build_layer)
