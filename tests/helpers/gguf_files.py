@@ -32,6 +32,7 @@ from tests.helpers.gguf_hybrids import (
     split_halves,
     split_qkvz,
 )
+from tests.helpers.gguf_latent import LATENT_ARCHS, split_kv_b
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 FLOAT_TYPES = [t for t in GGMLQuantizationType if t.name not in ("I8", "I16", "I32", "I64", "F64")]
@@ -52,6 +53,7 @@ GGUF_ARCHS = {
     "gpt_neox": "gptneox",
     "mpt": "mpt",
     **DENSE_ARCHS,
+    **LATENT_ARCHS,
 }
 BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
 # 128 tokens: 110 single bytes, 15 merges, and three control tokens.
@@ -177,7 +179,7 @@ def list_tensors(checkpoint: TinyCheckpoint) -> dict[str, NDArray[np.float32]]:
     for name in [n for n in tensors if n.endswith("in_proj_qkvz.weight")]:
         qkv_and_z = split_qkvz(tensors.pop(name), checkpoint.config)
         tensors |= {name.replace("qkvz", part): x for part, x in zip(("qkv", "z"), qkv_and_z, strict=True)}
-    return split_halves(tensors)
+    return split_halves(split_kv_b(tensors, checkpoint.config))
 
 
 def split_stacks(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
@@ -221,7 +223,7 @@ def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
 
 def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json to metadata."""
-    if arch in DENSE_ARCHS.values():
+    if arch in {**DENSE_ARCHS, **LATENT_ARCHS}.values():
         return {f"{arch}.{key}": value for key, value in dense_metadata(arch, c).items()}
     hidden = c.get("hidden_size") or c.get("n_embd") or c["d_model"]
     heads = c.get("num_attention_heads") or c.get("n_head") or c["n_heads"]

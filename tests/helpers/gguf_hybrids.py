@@ -12,6 +12,8 @@ import numpy as np
 from gguf import ExpertGatingFuncType, Keys
 from numpy.typing import NDArray
 
+from tests.helpers import gguf_latent
+
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
 EVERY_SECOND: dict[str, Any] = {
@@ -31,6 +33,7 @@ STORABLE: dict[str, dict[str, Any]] = {
 }
 STORABLE |= {family: {"rope_theta": 1000000.0} for family in ("lfm2", "lfm2_moe")}
 STORABLE |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), EVERY_SECOND)
+STORABLE |= gguf_latent.STORABLE
 # Further changes to each of them that files can store.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": None}),
@@ -47,6 +50,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2", {"conv_L_cache": 4, "tie_word_embeddings": False, "num_key_value_heads": 1, "rope_theta": 5000.0}),
     ("lfm2_moe", {"use_expert_bias": False, "num_experts_per_tok": 3, "num_dense_layers": 0}),
     ("gemma4_text", {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": False}),
+    *gguf_latent.VARIANTS,
 ]
 EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")  # never quantized
 NO_LEAF = ".<none>"  # at the end of the name of a tensor that is no `.weight`
@@ -256,6 +260,7 @@ METADATA: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen3next": qwen_metadata,
     "qwen35": qwen_metadata,
     "qwen35moe": qwen_metadata,
+    **gguf_latent.METADATA,
 }
 CONVERTERS: dict[str, Converter] = {
     "gemma4": convert_gemma4_tensor,
@@ -264,4 +269,5 @@ CONVERTERS: dict[str, Converter] = {
     "qwen3next": convert_qwen3next_tensor,
     "qwen35": convert_qwen35_tensor,
     "qwen35moe": convert_qwen35_tensor,
+    **gguf_latent.CONVERTERS,
 }

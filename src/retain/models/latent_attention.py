@@ -129,14 +129,21 @@ class LatentProjection:
 
 
 def load_attention(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Attention:
-    """Load the attention of layer i from the weights in self_attn. `q_lora_rank` is None where q has one matrix."""
+    """Load the attention of layer i from the weights in self_attn. `q_lora_rank` is None where q has one matrix.
+
+    W_K and W_V of all heads are in kv_b_proj. GGUF files have W_K^T in k_b_proj [H, latent, nope], and W_V in v_b_proj
+    [H, value, latent], in its place.
+    """
     c = w.config
     sizes = read_sizes(c)
     bias = c["attention_bias"]
     kv = load_linear(w, "kv_a_proj_with_mqa", bias=bias)
     rows = torch.arange(kv.weight.shape[0])
     kv_norm = RMSNorm(w["kv_a_layernorm.weight"][None], NORM_EPS, first=sizes.rope)
-    key_weight, value_weight = split_heads(w.load_matrix("kv_b_proj.weight"), sizes, w.dtype)
+    if "k_b_proj.weight" in w:
+        key_weight, value_weight = (w.load_stack(f"{n}_b_proj.weight", sizes.num_heads) for n in ("k", "v"))
+    else:
+        key_weight, value_weight = split_heads(w.load_matrix("kv_b_proj.weight"), sizes, w.dtype)
     projection = LatentProjection(
         sizes=sizes,
         q_proj=load_queries(w),

@@ -63,8 +63,9 @@ class GGUFCheckpoint:
         """See Checkpoint. The order of rows that llama.cpp's converter chose is undone."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
-            is_matrix = len(info.shape) == 2 and GGML_BLOCK_SIZES[info.ggml_type][0] > 1
-            if not is_matrix or (stem in self._arch.transposed) != transposed:
+            is_matrix = len(info.shape) == (3 if stem in self._arch.stacked else 2)
+            has_blocks = GGML_BLOCK_SIZES[info.ggml_type][0] > 1
+            if not is_matrix or not has_blocks or (stem in self._arch.transposed) != transposed:
                 return None
             matrix = StoredWeight.from_rows(self._reader.block_rows(name, info))
             if (order := self._arch.row_order(stem, info.shape[0], self.config)) is not None:

@@ -36,6 +36,7 @@ class Architecture:
     biases: frozenset[str] | None = None  # tensors that may have a bias; None: all
     norm_offset: float = 0.0  # added to the weights of norms by the converter
     transposed: frozenset[str] = frozenset()  # matrices [in, out] in Hugging Face, [out, in] in llama.cpp
+    stacked: frozenset[str] = frozenset()  # matrices [n, out, in] on both sides
     # Of the matrices of all experts, which llama.cpp stacks [n, out, in]; {} is the number of the expert. Several names
     # share the rows of each expert.
     expert_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

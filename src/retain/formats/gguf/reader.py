@@ -73,8 +73,9 @@ class GGUFReader:
         return np.frombuffer(self.data, np.uint8, info.stop - info.start, info.start)
 
     def block_rows(self, name: str, info: TensorInfo) -> BlockRows:
-        """Return a matrix as it lies in the file, mapped and not copied."""
-        rows, columns = info.shape
+        """Return a matrix as it lies in the file, mapped and not copied. Stacked ones lie one below the other."""
+        *stacked_rows, columns = info.shape
+        rows = math.prod(stacked_rows)
         row_bytes = (info.stop - info.start) // rows
 
         def release(begin: int, end: int) -> None:
