@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float32]
 Config = dict[str, Any]
-LATENT_ARCHS = {"deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2", "glm4_moe_lite": "deepseek2"}
+LATENT_ARCHS = {
+    "deepseek_v2": "deepseek2",
+    "deepseek_v3": "deepseek2",
+    "glm4_moe_lite": "deepseek2",
+    "glm4_moe": "glm4moe",
+}
 WHOLE_GROUPS = {"q_lora_rank": 32, "qk_nope_head_dim": 32}  # rows of quantized matrices divide into them
 STORABLE: dict[str, Config] = {
     "deepseek_v2": WHOLE_GROUPS,
@@ -24,6 +29,11 @@ VARIANTS: list[tuple[str, Config]] = [
     ("deepseek_v2", {"rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("deepseek_v3", {"rope_scaling": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0}}),
     ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "first_k_dense_replace": 2, "tie_word_embeddings": True}),
+    ("glm4_moe", {"attention_bias": True, "use_qk_norm": True, "n_group": 4, "topk_group": 2}),
+    (
+        "glm4_moe",
+        {"partial_rotary_factor": 0.25, "first_k_dense_replace": 2, "norm_topk_prob": False, "head_dim": None},
+    ),
     ("glm4_moe_lite", {"q_lora_rank": None, "qk_rope_head_dim": 16, "routed_scaling_factor": 1.5}),
 ]
 
@@ -60,6 +70,16 @@ def deepseek2_metadata(c: Config) -> dict[str, Any]:
     }
 
 
+def glm4moe_metadata(c: Config) -> dict[str, Any]:
+    dim = c.get("head_dim") or c["hidden_size"] // c["num_attention_heads"]
+    return expert_metadata(c) | {
+        Keys.LLM.EXPERT_WEIGHTS_SCALE: c.get("routed_scaling_factor", 1.0),
+        Keys.LLM.EXPERT_WEIGHTS_NORM: c.get("norm_topk_prob", True),
+        Keys.LLM.EXPERT_GATING_FUNC: int(ExpertGatingFuncType.SIGMOID),
+        Keys.Rope.DIMENSION_COUNT: int(dim * c.get("partial_rotary_factor", 0.5)),
+    }
+
+
 def convert_expert_bias(name: str, x: Array) -> list[tuple[str, Array]]:
     return [(name.replace("e_score_correction_bias", "e_score_correction.bias"), x)]
 
@@ -82,5 +102,5 @@ def split_kv_b(tensors: dict[str, Array], c: Config) -> dict[str, Array]:
     return found
 
 
-METADATA = {"deepseek2": deepseek2_metadata}
-CONVERTERS = {"deepseek2": convert_deepseek2_tensor}
+METADATA = {"deepseek2": deepseek2_metadata, "glm4moe": glm4moe_metadata}
+CONVERTERS = {"deepseek2": convert_deepseek2_tensor, "glm4moe": lambda name, x, c: convert_expert_bias(name, x)}

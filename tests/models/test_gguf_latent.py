@@ -98,12 +98,25 @@ def test_the_gain_of_yarn_is_a_tenth_in_files(tmp_path: Path) -> None:
         ("deepseek_v3", {"attention.temperature_scale": 0.5}, "queries that grow"),
         ("deepseek_v2", {"expert_weights_norm": True}, "softmax whose weights are normalized"),
         ("deepseek_v2", {"rope.dimension_count": None}, "rope.dimension_count is missing or 0"),
+        ("glm4_moe", {"rope.dimension_sections": [4, 4, 0, 0]}, "sections"),
+        ("glm4_moe", {"expert_gating_func": 1}, "only 2, sigmoid, is supported"),
+        ("glm4_moe", {"rope.dimension_count": 32}, "differ in size"),
     ],
 )
 def test_other_files_are_refused(tmp_path: Path, model_type: str, extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message) as e:
         read_config(tmp_path, model_type, extra)
     assert "\n" not in str(e.value)
+
+
+def test_the_layer_of_glm_4_5_that_predicts_further_tokens_is_read_past(tmp_path: Path) -> None:
+    checkpoint = tiny_for_gguf("glm4_moe")
+    expected = GGUFCheckpoint(write_gguf(tmp_path / "without.gguf", checkpoint))
+    names = ("nextn.eh_proj", "nextn.embed_tokens", "nextn.shared_head_head", "attn_norm", "attn_q", "ffn_gate_exps")
+    tensors = {f"blk.3.{name}.weight": np.ones((2, 32), np.float32) for name in names}
+    extra = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra, tensors=tensors))
+    assert ours.names() == expected.names() and ours.config["num_hidden_layers"] == 3
 
 
 @pytest.mark.parametrize(

@@ -38,13 +38,18 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     """
     if meta.get("attention.temperature_scale", 0.0):
         raise UnsupportedError(f"queries that grow with positions are not supported in the architecture {meta.arch}")
-    c = common_config(meta) | make_expert_config(meta, read_gating(meta, SOFTMAX))
+    c = common_config(meta) | make_expert_config(meta)
+    is_softmax = read_gating(meta, SOFTMAX) == SOFTMAX
+    if is_softmax and c["norm_topk_prob"]:
+        raise UnsupportedError(f"{meta.arch} with a softmax whose weights are normalized is not supported")
     rope = meta.get_positive("rope.dimension_count")
     query = meta.get_positive("attention.key_length_mla", meta.get("attention.key_length", 0))
     value = meta.get_positive("attention.value_length_mla", meta.get("attention.value_length", 0))
     if query <= rope:
         raise ValueError(f"heads of {query} numbers, of which {rope} are rotated, leave none for the latent")
     return c | {
+        "model_type": "deepseek_v2" if is_softmax else "deepseek_v3",
+        "topk_method": "greedy" if c["n_group"] == 1 else "group_limited_greedy",
         "q_lora_rank": meta.get("attention.q_lora_rank", 0) or None,
         "kv_lora_rank": meta.get_positive("attention.kv_lora_rank"),
         "qk_nope_head_dim": query - rope,
@@ -71,22 +76,17 @@ def read_gating(meta: GGUFMetadata, default: int) -> int:
     return gating
 
 
-def make_expert_config(meta: GGUFMetadata, gating: int) -> HFConfig:
-    """Return the keys of the experts, and the family: DeepSeek-V2 chooses by the largest score of each group."""
+def make_expert_config(meta: GGUFMetadata) -> HFConfig:
+    """Return the keys of the experts. Older files have no groups, and llama.cpp then computes as with one."""
     c = expert_config(meta)
     groups = meta.get("expert_group_count", 0) or 1
-    normalizes = meta.get("expert_weights_norm", False)
-    if gating == SOFTMAX and normalizes:
-        raise UnsupportedError(f"{meta.arch} with a softmax whose weights are normalized is not supported")
     return c | {
-        "model_type": "deepseek_v2" if gating == SOFTMAX else "deepseek_v3",
         "n_routed_experts": c["num_experts"],
         "moe_intermediate_size": meta.get_positive("expert_feed_forward_length"),
         "n_shared_experts": meta.get_positive("expert_shared_count"),
         "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
-        "norm_topk_prob": normalizes,
+        "norm_topk_prob": meta.get("expert_weights_norm", False),
         "routed_scaling_factor": meta.get("expert_weights_scale", 0.0) or 1.0,
-        "topk_method": "greedy" if groups == 1 else "group_limited_greedy",
         "n_group": groups,
         "topk_group": meta.get("expert_group_used_count", 0) or groups,
     }

@@ -1,0 +1,37 @@
+"""GLM-4.5 to 4.7: both sides rotate halves of a part of each head, so rows keep their order. DeepSeek-V3's experts."""
+
+from __future__ import annotations
+
+from retain.formats.errors import UnsupportedError
+from retain.formats.gguf.architecture import Architecture
+from retain.formats.gguf.architectures import deepseek2, llama
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+
+LAYER_TENSORS = {
+    **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem != "ffn_norm"},
+    **llama.QK_NORM_TENSORS,
+    **deepseek2.EXPERT_LAYER_TENSORS,
+    "post_attention_norm": "post_attention_layernorm",
+}
+
+
+def make_config(meta: GGUFMetadata) -> HFConfig:
+    """Return the config of GLM-4.5. Files with sections of rope are those of models that see."""
+    if meta.entries.get(f"{meta.arch}.rope.dimension_sections") is not None:
+        raise UnsupportedError("rope with sections (models that see) is not supported in the architecture glm4moe")
+    gating = deepseek2.read_gating(meta, deepseek2.SIGMOID)
+    if gating != deepseek2.SIGMOID:
+        raise UnsupportedError(f"{meta.arch}.expert_gating_func is {gating}: only 2, sigmoid, is supported")
+    c = llama.make_partial_rope_config(meta, "glm4_moe") | deepseek2.make_expert_config(meta)
+    return c | {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensor_shapes}
+
+
+ARCHITECTURE = Architecture(
+    make_config,
+    llama.GLOBAL_TENSORS,
+    llama.LAYER_PREFIX,
+    LAYER_TENSORS,
+    biases=llama.QKV_BIASES,
+    expert_tensors=llama.EXPERT_TENSORS,
+    whole_names=deepseek2.WHOLE_NAMES,
+)
