@@ -68,6 +68,16 @@ class GGUFMetadata:
             raise ValueError(f"{self.arch}.{key} is {value or 'missing or 0'}")
         return value
 
+    def count_blocks(self) -> int:
+        """Return the number of layers, with those that predict further tokens.
+
+        Raises ValueError for more layers than tensors, which bounds loops and lists.
+        """
+        layers = self.get_positive("block_count")
+        if layers > (n := len(self.tensor_shapes)):
+            raise ValueError(f"{self.arch}.block_count is {layers}, but there are only {n} tensors")
+        return layers
+
     def with_values(self, values: Mapping[str, Any]) -> GGUFMetadata:
         """Return the metadata with other values of some keys; None removes a key."""
         changed = {f"{self.arch}.{key}": value for key, value in values.items()}
@@ -75,16 +85,14 @@ class GGUFMetadata:
 
 
 def common_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the keys that all configs share. Raises ValueError for more layers than tensors, which bounds loops.
+    """Return the keys that all configs share.
 
     The last layers may be heads that predict further tokens, which nothing here computes.
     """
-    layers = meta.get_positive("block_count")
+    layers = meta.count_blocks()
     predictors = meta.get("nextn_predict_layers", 0)
     if not 0 <= predictors < layers:
         raise ValueError(f"{meta.arch}.nextn_predict_layers is {predictors}, of {layers} layers")
-    if layers > len(meta.tensor_shapes):
-        raise ValueError(f"{meta.arch}.block_count is {layers}, but there are only {len(meta.tensor_shapes)} tensors")
     if "token_embd.weight" not in meta.tensor_shapes:
         raise ValueError("there is no tensor 'token_embd.weight'")
     return {
@@ -114,7 +122,7 @@ def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list
 
     Without a window all layers are full. Raises ValueError for a list of another length.
     """
-    layers = meta.get_positive("block_count")
+    layers = meta.count_blocks()
     pattern: Any = meta.entries.get(f"{meta.arch}.attention.sliding_window_pattern")
     if hasattr(pattern, "tolist"):
         is_sliding = [bool(x) for x in pattern.tolist()]
@@ -128,7 +136,7 @@ def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list
 
 def read_kv_heads(meta: GGUFMetadata) -> list[int]:
     """Return the kv heads of each layer; 0 where a layer has no attention. Raises UnsupportedError for other counts."""
-    heads = meta.get_per_layer("attention.head_count_kv", meta.get_positive("block_count"), 0)
+    heads = meta.get_per_layer("attention.head_count_kv", meta.count_blocks(), 0)
     if len(set(heads) - {0}) > 1:
         raise UnsupportedError(f"{meta.arch}.attention.head_count_kv differs between layers, which is not supported")
     return heads

@@ -27,7 +27,7 @@ NEVER = 1e20  # a divisor from here on stops a frequency: llama.cpp's converter 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of Gemma 4's text model. Layers differ in head sizes, kv heads and widths of the MLP."""
-    layers = meta.get_positive("block_count")
+    layers = meta.count_blocks()
     shared = meta.get("attention.shared_kv_layers", 0)
     kv_heads = meta.get_per_layer("attention.head_count_kv", layers, 0)
     widths = meta.get_per_layer("feed_forward_length", layers, 0)
