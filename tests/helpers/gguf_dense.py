@@ -43,7 +43,7 @@ def get_head_dim(c: Config) -> int:
 def text_model_metadata(c: Config) -> dict[str, Any]:
     """Return what all text models write."""
     values = {
-        "block_count": c["num_hidden_layers"],
+        "block_count": c.get("num_hidden_layers"),
         "context_length": c["max_position_embeddings"],
         "embedding_length": c["hidden_size"],
         "feed_forward_length": c["intermediate_size"],

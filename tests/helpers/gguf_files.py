@@ -33,6 +33,7 @@ from tests.helpers.gguf_hybrids import (
     split_qkvz,
 )
 from tests.helpers.gguf_latent import LATENT_ARCHS, split_kv_b
+from tests.helpers.gguf_mamba2 import MAMBA2_ARCHS, choose_arch, split_mamba2_stacks
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 
 FLOAT_TYPES = [t for t in GGMLQuantizationType if t.name not in ("I8", "I16", "I32", "I64", "F64")]
@@ -54,7 +55,9 @@ GGUF_ARCHS = {
     "mpt": "mpt",
     **DENSE_ARCHS,
     **LATENT_ARCHS,
+    **MAMBA2_ARCHS,
 }
+TEXT_MODELS = {*DENSE_ARCHS.values(), *LATENT_ARCHS.values(), *MAMBA2_ARCHS.values(), "nemotron_h"}
 BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
 # 128 tokens: 110 single bytes, 15 merges, and three control tokens.
 MERGES = [
@@ -138,7 +141,7 @@ def write_gguf(
 
     `extra` and `tensors` replace what there is; None removes it. In parts of `split_max_tensors`, where it is not 0.
     """
-    arch = GGUF_ARCHS[checkpoint.config["model_type"]]
+    arch = choose_arch(checkpoint.config) or GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = config_to_metadata(arch, checkpoint.config) | hybrid_metadata(arch, checkpoint.config)
     meta |= {**(vocabulary or {}), **(extra or {})}
     others = {**extra_tensors(arch, checkpoint.config), **longrope_tensors(checkpoint.config), **(tensors or {})}
@@ -179,7 +182,7 @@ def list_tensors(checkpoint: TinyCheckpoint) -> dict[str, NDArray[np.float32]]:
     for name in [n for n in tensors if n.endswith("in_proj_qkvz.weight")]:
         qkv_and_z = split_qkvz(tensors.pop(name), checkpoint.config)
         tensors |= {name.replace("qkvz", part): x for part, x in zip(("qkv", "z"), qkv_and_z, strict=True)}
-    return split_halves(split_kv_b(tensors, checkpoint.config))
+    return split_halves(split_mamba2_stacks(split_kv_b(tensors, checkpoint.config)))
 
 
 def split_stacks(tensors: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
@@ -223,7 +226,7 @@ def add_metadata(w: GGUFWriter, key: str, value: Any) -> None:
 
 def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
     """Convert config.json to metadata."""
-    if arch in {**DENSE_ARCHS, **LATENT_ARCHS}.values():
+    if arch in TEXT_MODELS:
         return {f"{arch}.{key}": value for key, value in dense_metadata(arch, c).items()}
     hidden = c.get("hidden_size") or c.get("n_embd") or c["d_model"]
     heads = c.get("num_attention_heads") or c.get("n_head") or c["n_heads"]

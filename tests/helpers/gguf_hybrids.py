@@ -12,7 +12,7 @@ import numpy as np
 from gguf import ExpertGatingFuncType, Keys
 from numpy.typing import NDArray
 
-from tests.helpers import gguf_latent
+from tests.helpers import gguf_latent, gguf_mamba2
 
 Array = NDArray[np.float32]
 Tensors = dict[str, Array]
@@ -33,7 +33,7 @@ STORABLE: dict[str, dict[str, Any]] = {
 }
 STORABLE |= {family: {"rope_theta": 1000000.0} for family in ("lfm2", "lfm2_moe")}
 STORABLE |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), EVERY_SECOND)
-STORABLE |= gguf_latent.STORABLE
+STORABLE |= gguf_latent.STORABLE | gguf_mamba2.STORABLE
 # Further changes to each of them that files can store.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": None}),
@@ -51,8 +51,10 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("lfm2_moe", {"use_expert_bias": False, "num_experts_per_tok": 3, "num_dense_layers": 0}),
     ("gemma4_text", {"layer_types": ["full_attention"] * 4, "tie_word_embeddings": False}),
     *gguf_latent.VARIANTS,
+    *gguf_mamba2.VARIANTS,
 ]
-EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv")  # never quantized
+# Never quantized.
+EXACT = ("ffn_gate_inp", "ffn_gate_inp_shexp", "ssm_conv1d", "shortconv.conv", "ssm_a", "ssm_d", "ssm_norm")
 NO_LEAF = ".<none>"  # at the end of the name of a tensor that is no `.weight`
 
 
@@ -261,6 +263,7 @@ METADATA: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "qwen35": qwen_metadata,
     "qwen35moe": qwen_metadata,
     **gguf_latent.METADATA,
+    **gguf_mamba2.METADATA,
 }
 CONVERTERS: dict[str, Converter] = {
     "gemma4": convert_gemma4_tensor,
@@ -270,4 +273,5 @@ CONVERTERS: dict[str, Converter] = {
     "qwen35": convert_qwen35_tensor,
     "qwen35moe": convert_qwen35_tensor,
     **gguf_latent.CONVERTERS,
+    **gguf_mamba2.CONVERTERS,
 }

@@ -20,7 +20,7 @@ from tests.helpers.gguf_files import GGUF_ARCHS, tiny_for_gguf, write_gguf
 
 
 @pytest.mark.parametrize(
-    "model_type", ["gemma4_text", "qwen3_5_text", "lfm2", "olmo3"]
+    "model_type", ["gemma4_text", "qwen3_5_text", "lfm2", "olmo3", "granitemoehybrid", "nemotron_h"]
 )
 def test_a_number_of_layers_is_checked_before_lists_are_made(tmp_path: Path, model_type: str) -> None:
     arch = GGUF_ARCHS[model_type]

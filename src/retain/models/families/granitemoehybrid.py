@@ -115,10 +115,15 @@ def load_mixture(w: Weights) -> MixtureOfExperts:
 
 
 def load_mlp(w: Weights) -> Layer:
-    """Load the MLP of a layer and its experts, if it has any. Their last products take the residual's multiplier."""
+    """Load the MLP of a layer and its experts, if it has any. Their last products take the residual's multiplier.
+
+    Gates and up projections are one matrix, and two in GGUF files.
+    """
     c = w.config
     down = multiply(load_linear(w, "shared_mlp.output_linear", bias=False), c["residual_multiplier"])
-    mlp = GatedMLP(load_linear(w, "shared_mlp.input_linear", bias=False), down, c["hidden_act"])
+    is_one = "shared_mlp.input_linear.weight" in w
+    names = ("shared_mlp.input_linear",) if is_one else ("shared_mlp.gate_proj", "shared_mlp.up_proj")
+    mlp = GatedMLP(load_linear(w, *names, bias=False), down, c["hidden_act"])
     return SharedExpertMixture(load_mixture(w.scope("block_sparse_moe.")), mlp) if c["num_local_experts"] else mlp
 
 
