@@ -35,10 +35,10 @@ VARIANTS: list[tuple[str, Config]] = [
     ("granitemoehybrid", {"num_local_experts": 0, "num_experts_per_tok": 0, "tie_word_embeddings": True}),
     ("granitemoehybrid", {"position_embedding_type": "rope", "attention_bias": True, "rope_theta": 5000.0}),
     ("granitemoehybrid", {"mamba_conv_bias": False, "mamba_proj_bias": True, "mamba_d_conv": 3, "mamba_n_groups": 4}),
-    ("nemotron_h", {"layer_types": WITHOUT_EXPERTS}),
+    ("nemotron_h", {"layer_types": WITHOUT_EXPERTS, "tie_word_embeddings": True}),
     ("nemotron_h", {"layer_types": WITHOUT_EXPERTS, "use_bias": True, "mlp_bias": True, "conv_kernel": 3}),
     ("nemotron_h", {"use_conv_bias": False, "n_groups": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
-    ("nemotron_h", {"mlp_bias": True, "num_key_value_heads": 4, "tie_word_embeddings": True}),
+    ("nemotron_h", {"mlp_bias": True, "num_key_value_heads": 4, "layer_norm_epsilon": 1e-3}),
 ]
 
 
