@@ -25,7 +25,7 @@ STORABLE: dict[str, Config] = {
 DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 VARIANTS: list[tuple[str, Config]] = [
     ("deepseek_v2", {"q_lora_rank": None, "first_k_dense_replace": 0, "routed_scaling_factor": 3.0}),
-    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "v_head_dim": 24}),
+    ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "v_head_dim": 32}),
     ("deepseek_v2", {"rope_scaling": {**DEEPSEEK_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}}),
     ("deepseek_v3", {"rope_scaling": {**DEEPSEEK_YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0}}),
     ("deepseek_v3", {"norm_topk_prob": False, "n_group": 1, "first_k_dense_replace": 2, "tie_word_embeddings": True}),
