@@ -93,7 +93,7 @@ def pack(numbers: NDArray[Any], bits: int) -> Tensor:
 
 
 def draw(out: int, width: int, groups: int, bits: int, seed: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Draw numbers [out, in], zeros [out, groups] from 1 on, and scales [out, groups], float16."""
+    """Draw numbers [out, in], zeros [out, groups], and scales [out, groups], float16."""
     rng = np.random.default_rng(seed)
     q = rng.integers(0, 1 << bits, (out, width))
     zero = rng.integers(1 << bits - 2, 3 << bits - 2, (out, groups))
@@ -124,6 +124,7 @@ def pack_gptq(
 ) -> Packer:
     def pack_matrix(out: int, width: int, seed: int) -> Packed:
         q, zero, scale = draw(out, width, 1 if one_group else width // 32, bits, seed)
+        zero[::3] = 0  # words of the first version then borrow
         if symmetric:
             zero[:] = 1 << bits - 1
         order = np.arange(width) * scale.shape[1] // width
@@ -131,7 +132,7 @@ def pack_gptq(
             order = np.random.default_rng(seed).permutation(order)
         tensors = {
             ".qweight": pack(q, bits).T.contiguous(),
-            ".qzeros": pack(zero.T - offset, bits),
+            ".qzeros": pack(zero.T, bits) - offset * sum(1 << i for i in range(0, 32, bits)),
             ".scales": torch.from_numpy(scale.T.copy()),
             ".g_idx": torch.from_numpy(order.astype(np.int32)),
         }
