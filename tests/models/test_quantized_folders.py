@@ -60,6 +60,24 @@ def test_a_quantized_folder_computes_what_its_tensors_mean(tmp_path: Path, metho
         assert (eight.dequantize() - dense).abs().max() <= dense.abs().max() / 127
 
 
+def test_groups_of_inputs_that_are_not_set_are_adjacent(tmp_path: Path) -> None:
+    """compressed-tensors saves the -1 with which it begins where inputs were not sorted."""
+    folder = write_quantized_folder(tmp_path, small(), "ct-int4")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{MATRIX}_g_idx"] = torch.full((folder.quantized[MATRIX].shape[1],), -1, dtype=torch.int32)
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert torch.equal(open_checkpoint(tmp_path).read(MATRIX), folder.quantized[MATRIX])
+
+
+@pytest.mark.parametrize("method", ["ct-fp8", "ct-fp8-block"])
+def test_one_scheme_may_have_blocks_and_another_none(tmp_path: Path, method: str) -> None:
+    folder = write_quantized_folder(tmp_path, small(), method)
+    groups = {"a": {"weights": {"strategy": "channel"}}, "b": {"weights": {"block_structure": [16, 24]}}}
+    quantization = METHODS[method] | {"config_groups": groups}
+    (tmp_path / "config.json").write_text(json.dumps(small().config | {"quantization_config": quantization}))
+    assert torch.equal(open_checkpoint(tmp_path).read(MATRIX), folder.quantized[MATRIX])
+
+
 @pytest.mark.parametrize("method", ["awq", "gptq", "ct-int4-zeros", "fp8", "ct-int8"])
 def test_experts_of_their_own_modules(tmp_path: Path, method: str) -> None:
     folder = write_quantized_folder(tmp_path, small("qwen3_moe"), method)

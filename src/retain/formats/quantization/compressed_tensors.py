@@ -2,7 +2,7 @@
 
 `pack-quantized`: `weight_packed` int32 [out, in / 8], a word of eight adjacent inputs, each plus 8; `weight_shape`;
 `weight_scale` [out, groups]; `weight_zero_point` int32 [out / 8, groups] in the same words, or absent where it is 0;
-`weight_g_idx` [in] is the group of each input. With 8 bits a word has four, each plus 128.
+`weight_g_idx` [in] is the group of each input; with a -1 in it groups are of adjacent inputs. With 8 bits a word has four, each plus 128.
 `int-quantized`: `weight` int8 [out, in]. `float-quantized`: `weight` float8_e4m3fn (fp8.py). Both with `weight_scale`.
 """
 
@@ -61,7 +61,9 @@ def _read_packed(label: str, tensors: Mapping[str, Tensor]) -> FileRows:
             zero = unpack_words(stored.T, bits)[:, :out].T.short()
         else:
             zero = _to_matrix(stored, out).short() + half
-    groups = Groups(bits, scale, zero, find_order(tensors.get("weight_g_idx"), width, scale.shape[1]))
+    index = tensors.get("weight_g_idx")
+    index = None if index is not None and bool((index == -1).any()) else index
+    groups = Groups(bits, scale, zero, find_order(index, width, scale.shape[1]))
 
     def read(begin: int, end: int) -> Tensor:
         return unpack_words(words[begin:end], bits)[:, :width]

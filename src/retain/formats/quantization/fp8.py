@@ -42,7 +42,7 @@ def _fit_scale(scale: Tensor, shape: tuple[int, int, int], block: Block | None) 
     n, out, width = shape
     if scale.numel() == 1:
         return scale.reshape(1, 1, 1).expand(n, 1, 1), (max(out, 1), max(width, 1))
-    for rows, columns in [block] if block else [(1, max(width, 1)), (max(out, 1), max(width, 1))]:
+    for rows, columns in [*([block] if block else []), (1, max(width, 1)), (max(out, 1), max(width, 1))]:
         expected = (n, -(-out // rows), -(-width // columns))
         if [x for x in scale.shape if x > 1] == [x for x in expected if x > 1]:
             return scale.reshape(expected), (rows, columns)
