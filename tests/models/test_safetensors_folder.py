@@ -50,6 +50,15 @@ def test_only_the_language_model_of_a_multimodal_model_is_read(tmp_path: Path, p
     build_model(open_weights(tmp_path, torch.float32))
 
 
+def test_two_tensors_of_one_name_in_the_language_model_are_damage(tmp_path: Path) -> None:
+    text = tiny_checkpoint("gemma3_text")
+    tensors = {name.replace("model.", "model.language_model.", 1): text.read(name) for name in text.names()}
+    save_file(tensors | {"language_model.model.norm.weight": torch.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text.config}))
+    with pytest.raises(ValueError, match=r"^[^\n]*damaged: the tensors '[^']*' and '[^']*norm.weight' are one$"):
+        SafetensorsCheckpoint(tmp_path)
+
+
 @pytest.mark.slow
 def test_folder_saved_by_transformers_is_read(tmp_path: Path) -> None:
     """transformers splits the shards by its own rule."""

@@ -51,6 +51,9 @@ class SafetensorsCheckpoint:
                         f"{file}: damaged: it lacks the tensor {quote(stored_name)}, which the index lists"
                     )
                 if name := _language_model_name(stored_name) if is_multimodal else stored_name:
+                    if name in self._locations:
+                        other = quote(self._locations[name][1])
+                        raise ValueError(f"{file}: damaged: the tensors {other} and {quote(stored_name)} are one")
                     self._locations[name] = opened, stored_name
         self._quantization = quantization
         self._parts: dict[str, dict[str, str]] = {}  # name of a quantized matrix -> its tensors by part
