@@ -2,7 +2,8 @@
 
 `pack-quantized`: `weight_packed` int32 [out, in / 8], a word of eight adjacent inputs, each plus 8; `weight_shape`;
 `weight_scale` [out, groups]; `weight_zero_point` int32 [out / 8, groups] in the same words, or absent where it is 0;
-`weight_g_idx` [in] is the group of each input; with a -1 in it groups are of adjacent inputs. With 8 bits a word has four, each plus 128.
+`weight_g_idx` [in] is the group of each input; with a -1 in it groups are of adjacent inputs. With 8 bits a word has
+four, each plus 128.
 `int-quantized`: `weight` int8 [out, in]. `float-quantized`: `weight` float8_e4m3fn (fp8.py). Both with `weight_scale`.
 """
 
