@@ -158,3 +158,21 @@ def test_tensors_that_a_config_promises_are_missed_by_name(family: str, changes:
     checkpoint.config |= changes
     with pytest.raises(ValueError, match=re.escape(f"no tensor {name!r}")):
         build_model(Weights(checkpoint, F32))
+
+
+@pytest.mark.parametrize("family", models.list_families())
+def test_tensors_of_another_shape_are_refused(family: str) -> None:
+    """One of each name, of half the width and as a vector. Embeddings may have more rows than tokens."""
+    checkpoint = tiny_checkpoint(family)
+    one_of_each = {re.sub(r"\d+", "", name): name for name in sorted(checkpoint.names())}
+    for name in one_of_each.values():
+        *rows, width = checkpoint.shapes[name]
+        for shape in {(*rows, width // 2 or 2), (width // 2,), (width,)} - {(*rows, width)}:
+            changed = tiny_checkpoint(family)
+            changed.shapes = {**checkpoint.shapes, name: shape}
+            changed.read = lambda n, shapes=changed.shapes: torch.ones(shapes[n])  # type: ignore[method-assign]
+            try:
+                build_model(Weights(changed, F32))
+            except ValueError:
+                continue
+            pytest.fail(f"{name} may be {shape}")

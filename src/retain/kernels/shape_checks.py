@@ -49,6 +49,8 @@ class BufferShapes:
             check_equal("the weight of a norm", n, self.widths[x], self.widths[out])
         elif first + heads * n > min(self.widths[x], self.widths[out]):
             raise WidthError(f"a norm of {heads} heads of {n} does not fit a buffer of width {self.widths[x]}")
+        elif x != out and heads * n < self.widths[out]:  # the other columns would be those of another layer
+            raise WidthError(f"a norm of {heads} heads of {n} writes a part of a buffer of width {self.widths[out]}")
         check_equal("the bias of a norm", n if bias is None else bias, n)
         return heads, n
 

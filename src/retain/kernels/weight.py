@@ -66,7 +66,9 @@ def select_rows(weight: Weight, index: Tensor) -> Weight:
 def scale_rows(weight: Weight, factors: Tensor) -> Weight:
     """Multiply each row by its factor, float32 [out]."""
     weight = unpack(weight)
-    return (weight * factors[:, None]).to(weight.dtype) if isinstance(weight, Tensor) else weight.scale_rows(factors)
+    if isinstance(weight, Tensor):
+        return (weight * factors[:, None]).to(weight.dtype).view(weight.shape)  # no other than a matrix
+    return weight.scale_rows(factors)
 
 
 def concat_rows(weights: Sequence[Weight]) -> Weight:

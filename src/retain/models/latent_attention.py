@@ -139,7 +139,7 @@ def load_attention(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Attention:
     bias = c["attention_bias"]
     kv = load_linear(w, "kv_a_proj_with_mqa", bias=bias)
     rows = torch.arange(kv.weight.shape[0])
-    kv_norm = RMSNorm(w["kv_a_layernorm.weight"][None], NORM_EPS, first=sizes.rope)
+    kv_norm = RMSNorm(w["kv_a_layernorm.weight"].view(1, sizes.latent), NORM_EPS, first=sizes.rope)
     if "k_b_proj.weight" in w:
         key_weight, value_weight = (w.load_stack(f"{n}_b_proj.weight", sizes.num_heads) for n in ("k", "v"))
     else:

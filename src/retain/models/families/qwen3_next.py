@@ -124,7 +124,7 @@ def load_linear_attention(w: Weights, cache: int, load_projections: LoadProjecti
         z_proj=z_proj,
         weight=load_convolution_weight(w, "conv1d.weight", p.qkv_width, c["linear_conv_kernel_dim"]),
         act=resolve_activation(c["hidden_act"]),
-        norm=RMSNorm(w["norm.weight"].expand(p.num_value_heads, -1), c["rms_norm_eps"]),
+        norm=RMSNorm(w["norm.weight"].view(1, p.v_dim).expand(p.num_value_heads, -1), c["rms_norm_eps"]),
         out_proj=load_linear(w, "out_proj", bias=False),
     )
 
