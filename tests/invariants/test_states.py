@@ -69,13 +69,15 @@ def test_a_state_is_no_saving() -> None:
     assert {g["policy"] for g in stats["groups"]} == {"full", "state"}
 
 
-@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text", "qwen3_next", "gemma4_text"])
+@pytest.mark.parametrize("family", ["llama", "lfm2", "qwen3_5_text", "qwen3_next", "gemma4_text", "nemotron_h"])
 def test_layers_have_the_numbers_of_the_model(family: str) -> None:
     """However many caches a layer has. Of each kind the statistics name the layers of that kind."""
     checkpoint = tiny_checkpoint(family)
     spec = models.load_family(family).spec_from_config(checkpoint.config)
-    assert spec.num_layers == checkpoint.config["num_hidden_layers"]
-    assert set(spec.kv_cache.layer_numbers) == set(range(spec.num_layers))
+    types = checkpoint.config.get("layer_types", [])
+    assert spec.num_layers == checkpoint.config.get("num_hidden_layers", len(types))
+    uncached = {i for i, name in enumerate(types) if name in ("mlp", "moe")}
+    assert {*spec.kv_cache.layer_numbers} == {*range(spec.num_layers)} - uncached
     engine = make_engine(family)
     run_to_completion(engine, [request := make_request([1, 2, 3], 2)])
     groups = engine.cache.request_stats(request.policy, 4, RequestMemory([], [], 0))["groups"]
@@ -83,9 +85,9 @@ def test_layers_have_the_numbers_of_the_model(family: str) -> None:
     own = {spec.kv_cache.layer_numbers[layer] for group in spec.kv_cache.groups for layer in group.layers}
     assert sorted(listed) == sorted(own)
     assert {g["kind"] for g in groups} <= {"full", "sliding", "state"}
-    if family.startswith("qwen3"):
-        (full,) = (group["layers"] for group in groups if group["kind"] == "full")
-        assert full == [i for i, name in enumerate(checkpoint.config["layer_types"]) if name == "full_attention"]
+    if types:
+        full = [layer for group in groups if group["kind"] == "full" for layer in group["layers"]]
+        assert full == [i for i, name in enumerate(types) if name == "full_attention"]
 
 
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5_text"])

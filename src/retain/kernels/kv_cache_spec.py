@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import accumulate
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,7 @@ class KVCacheSpec:
     """What all layers of a model cache. Raises ValueError where a layer shares the cache of one that has none."""
 
     layers: tuple[LayerCacheSpec, ...]
+    uncached_layers: tuple[int, ...] = ()  # the numbers in the model of layers that cache nothing
 
     def __post_init__(self) -> None:
         for i, layer in enumerate(self.layers):
@@ -166,7 +168,7 @@ class KVCacheSpec:
                 return replace(layer, window=page_size)
             return replace(layer, page_size=page_size) if isinstance(layer, LinearStateSpec) else layer
 
-        return KVCacheSpec(tuple(resize(layer) for layer in self.layers))
+        return replace(self, layers=tuple(resize(layer) for layer in self.layers))
 
     @property
     def has_shared_caches(self) -> bool:
@@ -180,17 +182,19 @@ class KVCacheSpec:
 
     @cached_property
     def layer_numbers(self) -> tuple[int, ...]:
-        """For each cache, the number of its layer in the model, of those that cache something.
+        """For each cache, the number of its layer in the model.
 
         A layer of linear attention has three: of its convolution, then of tokens, then of states.
         """
         is_first = [not isinstance(layer, LinearTokensSpec | LinearStateSpec) for layer in self.layers]
-        return tuple(sum(is_first[: i + 1]) - 1 for i in range(len(is_first)))
+        uncached = set(self.uncached_layers)
+        cached = [i for i in range(len(self.layers) + len(uncached)) if i not in uncached]
+        return tuple(cached[places - 1] for places in accumulate(is_first))
 
     @property
     def num_layers(self) -> int:
-        """Layers of the model that cache something, or attend to what others cached."""
-        return len(set(self.layer_numbers))
+        """All layers of the model."""
+        return len(set(self.layer_numbers)) + len(self.uncached_layers)
 
     @cached_property
     def groups(self) -> tuple[KVCacheGroupSpec, ...]:

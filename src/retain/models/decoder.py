@@ -55,6 +55,7 @@ class ModelSpec:
     max_position_embeddings: int  # context length, in tokens
     layers: tuple[LayerCacheSpec, ...]
     attention: AttentionParams  # of every layer that has none of its own
+    uncached_layers: tuple[int, ...] = ()  # the numbers of layers that cache nothing
 
     @property
     def num_caches(self) -> int:
@@ -63,13 +64,13 @@ class ModelSpec:
 
     @property
     def num_layers(self) -> int:
-        """Return L, the layers of the model that cache something: one of linear attention has several caches."""
+        """Return L, the layers of the model: one of linear attention has several caches."""
         return self.kv_cache.num_layers
 
     @cached_property
     def kv_cache(self) -> KVCacheSpec:
         """What the layers cache."""
-        return KVCacheSpec(self.layers)
+        return KVCacheSpec(self.layers, self.uncached_layers)
 
 
 def multi_head_spec(
@@ -263,7 +264,7 @@ class Decoder:
     norm: Layer | None
     lm_head: Layer
     ropes: Sequence[Rope] = ()
-    num_layers: int | None = None  # None: those that cache something
+    num_layers: int | None = None  # None: as the spec says
     # By cache: of the layers that were emitted and have them, [G, D] each.
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 

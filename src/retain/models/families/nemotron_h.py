@@ -66,7 +66,8 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     caches = read_caches(c)
-    layers = tuple(cache for layer_type in read_layer_types(c) for cache in caches[layer_type])
+    types = read_layer_types(c)
+    layers = tuple(cache for layer_type in types for cache in caches[layer_type])
     if not layers:
         raise ValueError("a model without layers of Mamba-2 or attention is not supported")
     return ModelSpec(
@@ -76,6 +77,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
         max_position_embeddings=c["max_position_embeddings"],
         layers=layers,
         attention=AttentionParams(c["head_dim"] ** -0.5),
+        uncached_layers=tuple(i for i, layer_type in enumerate(types) if not caches[layer_type]),
     )
 
 
@@ -183,5 +185,4 @@ def build(w: Weights) -> Decoder:
         lambda i: load_layer(m.scope(f"layers.{i}."), types[i], first_caches[i], s),
         RMSNorm(m["norm_f.weight"], c["layer_norm_epsilon"]),
         load_lm_head(w, "lm_head", table, tied_to),
-        num_layers=len(types),
     )
