@@ -101,6 +101,13 @@ def build_tokenizer(reader: GGUFReader) -> Tokenizer:
     return _load_or_build_sentencepiece(reader, tokens)
 
 
+def lists_merges(metadata: Mapping[str, Any]) -> bool:
+    """Return whether a tokenizer is Gemma 4's, whose scores say nothing. Some files of that family call it llama."""
+    model = metadata.get("tokenizer.ggml.model")
+    is_renamed = model == "llama" and metadata.get("general.architecture") == "gemma4"
+    return model == "gemma4" or (is_renamed and "tokenizer.ggml.merges" in metadata)
+
+
 def get_token_types(metadata: Mapping[str, Any], tokens: Sequence[str]) -> list[int]:
     """Return the type of each token; NORMAL where the file lists none."""
     types = metadata.get("tokenizer.ggml.token_type")
@@ -160,7 +167,7 @@ def _build_sentencepiece(metadata: Mapping[str, Any], tokens: list[str]) -> Toke
     unknown = [t for t, token_type in zip(tokens, types, strict=True) if token_type == UNKNOWN]
     if "<unk>" in vocabulary:
         unknown.insert(0, "<unk>")
-    has_listed_merges = metadata.get("tokenizer.ggml.model") == "gemma4"
+    has_listed_merges = lists_merges(metadata)
     if has_listed_merges:
         merges = _listed_merges(metadata)
     else:
