@@ -114,6 +114,7 @@ def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
     """Create a tiny checkpoint without the options that a GGUF file of its architecture cannot store."""
     if model_type in STORABLE:
         return tiny_checkpoint(model_type, **{**STORABLE[model_type], **changes})
+    assert not changes, model_type
     if model_type == "gemma3_text":  # files store no other pattern
         return tiny_checkpoint(model_type, sliding_window_pattern=6, num_hidden_layers=7, query_pre_attn_scalar=16)
     if model_type == "qwen3_moe":  # llama.cpp normalizes weights

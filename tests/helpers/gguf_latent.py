@@ -21,6 +21,7 @@ STORABLE: dict[str, Config] = {
     "deepseek_v2": WHOLE_GROUPS,
     "deepseek_v3": WHOLE_GROUPS,
     "glm4_moe_lite": WHOLE_GROUPS,
+    "glm4_moe": {},
 }
 DEEPSEEK_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
 VARIANTS: list[tuple[str, Config]] = [

@@ -10,7 +10,8 @@ from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import llama
 from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, common_config, expert_config, read_rope_scaling
 
-SOFTMAX, SIGMOID = 1, 2  # of `expert_gating_func`
+SOFTMAX = 1  # of `expert_gating_func`, as the next
+SIGMOID = 2
 LAYER_TENSORS = {
     **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem not in ("attn_k", "attn_v")},
     "attn_q_a": "self_attn.q_a_proj",
