@@ -42,6 +42,12 @@ def run(backend: Backend, weight: Weight, num_tokens: int, choices: Tensor) -> T
     p.gather_rows(y, last)
     p.linear(last, p.logits_buffer(OUT_WIDTH), torch.eye(OUT_WIDTH))
     p.finalize()
+    return p.run(make_batch(backend, choices)).cpu().clone()
+
+
+def make_batch(backend: Backend, choices: Tensor) -> Batch:
+    """A step of these tokens, for a program without layers."""
+    device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
     T = len(choices)
     tables = Tables(
         pages=torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device),
@@ -52,8 +58,7 @@ def run(backend: Backend, weight: Weight, num_tokens: int, choices: Tensor) -> T
     )
     kv = backend.allocate(2, 32, 64, torch.float32, device=device)
     group = GroupInputs(kv, tables, torch.zeros(1, 1, T, dtype=torch.int32, device=device))
-    batch = Batch([group], [(0, 0)], choices, torch.arange(T, dtype=torch.int32), torch.arange(T))
-    return p.run(batch).cpu().clone()
+    return Batch([group], [(0, 0)], choices, torch.arange(T, dtype=torch.int32), torch.arange(T))
 
 
 def by_words(weight: Weight, num_tokens: int) -> Tensor:
@@ -93,6 +98,19 @@ def test_cpu_equals_the_reference(kind: str, num_tokens: int) -> None:
 def test_triton_equals_the_reference(kind: str) -> None:
     weight = make_weight(kind)
     torch.testing.assert_close(run(triton, weight, 5, torch.arange(5)), by_words(weight, 5), atol=1e-4, rtol=0)
+
+
+def test_columns_that_nothing_has_written_are_no_numbers() -> None:
+    """In the definition, so that every test of a family notices a program that reads them."""
+    p = reference.program(torch.float32, CPU)
+    x, y = p.buffer("x", 16), p.buffer("y", 32)
+    p.embedding(x, torch.ones(4, 16))
+    p.copy_columns(x, y, HeadColumns(1, 16, 16), HeadColumns(1, 16, 16, first=16))
+    last = p.buffer("last", 32)
+    p.gather_rows(y, last)
+    p.linear(last, p.logits_buffer(32), torch.eye(32))
+    p.finalize()
+    assert p.run(make_batch(reference, torch.arange(3))).isnan().all()
 
 
 @pytest.mark.parametrize(

@@ -267,7 +267,11 @@ class Program(Protocol):
         """
 
     def copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
-        """Copy the columns of heads to another buffer. Columns of a buffer that nothing has written yet are 0."""
+        """Copy the columns of heads to another buffer.
+
+        A program must write the other columns of that buffer, too, before it reads them: they hold any numbers until
+        then, as of an earlier step.
+        """
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS.

@@ -10,6 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from math import nan
 from typing import Generic, TypeVar
 
 import torch
@@ -239,7 +240,7 @@ class TorchProgram(Generic[S]):
 
         def replace_heads(s: S) -> Tensor:
             rows = s.buffers[x]
-            earlier = s.buffers[out] if out in s.buffers else rows.new_zeros(len(rows), width)
+            earlier = s.buffers[out] if out in s.buffers else rows.new_full((len(rows), width), nan)
             return target.replace(earlier, compute(source.view(rows)))
 
         self._emit(out, replace_heads)

@@ -231,7 +231,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
         def write_heads(s: DeviceStep) -> Tensor:
             rows = s.buffers[x]
-            to = s.buffers[out] if out in s.buffers else rows.new_zeros(len(rows), width)
+            to = s.buffers[out] if out in s.buffers else rows.new_empty(len(rows), width)
             target.view(to).copy_(compute(source.view(rows)))
             return to
 
