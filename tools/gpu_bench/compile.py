@@ -57,8 +57,8 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
         launch_kernels(*case, quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)
-    for bits, dtype in WEIGHT_CASES[: 2 if quick else None]:
-        launch_weight_kernels(bits, dtype)
+    for kind, dtype in WEIGHT_CASES[: 4 if quick else None]:
+        launch_weight_kernels(kind, dtype)
     launch_step_kernels()
     yield from lines.values()
 
@@ -81,6 +81,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "SOFTCAP",
         "SINKS",
         "BITS",
+        "SECOND",
         "TOKENS",
         "num_warps",
     )

@@ -15,7 +15,7 @@ from tools.gpu_bench.layers import cycle_calls
 from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
 if TYPE_CHECKING:
-    from retain.kernels.quantized import Int4, Int8
+    from retain.kernels.quantized import Int4, Int8, QuantizedWeight
     from retain.kernels.triton.packed_weight import PackedMatrix
 
 SHAPES = ((28672, 4096), (14336, 4096), (4096, 14336), (6144, 4096), (128256, 4096))  # [out, in] of Llama-3.1-8B
@@ -63,7 +63,7 @@ def random_weight(out: int, width: int, bits: int, device: torch.device) -> Int4
     return Int4(torch.randint(0, 16, (out, width), device=device, dtype=torch.uint8), scale, shift)
 
 
-def pack(weight: Int4 | Int8, dtype: torch.dtype) -> PackedMatrix:
+def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedMatrix:
     """Return a packed matrix, where the other one is."""
     from retain.kernels.triton import packed_weight
 
@@ -94,21 +94,31 @@ def compare_products(weight: Int4 | Int8, sizes: tuple[int, ...]) -> list[float]
     return differences
 
 
-WEIGHT_CASES: list[tuple[int, torch.dtype]] = [
-    (4, BF16),
-    (8, BF16),
-    (4, torch.float16),
-    (8, torch.float16),
-    (4, torch.float32),
-    (8, torch.float32),
-]  # bits, dtype of the rows
+WEIGHT_CASES: list[tuple[str, torch.dtype]] = [
+    ("Int4", BF16),
+    ("Int8", BF16),
+    ("Int5", BF16),
+    ("Int6", BF16),
+    ("Int4", torch.float16),
+    ("Int8", torch.float16),
+    ("Int5", torch.float16),
+    ("Int6", torch.float16),
+    ("Int4", torch.float32),
+    ("Int8", torch.float32),
+    ("Int5", torch.float32),
+    ("Int6", torch.float32),
+]  # kind, dtype of the rows
 
 
-def launch_weight_kernels(bits: int, dtype: torch.dtype) -> None:
+def launch_weight_kernels(kind: str, dtype: torch.dtype) -> None:
     """Launch the kernels of a packed weight for each block of rows, and for a prompt."""
+    from retain.kernels import quantized
     from retain.kernels.triton import packed_weight
 
-    packed = pack(random_weight(256, 2048, bits, torch.device("cpu")), dtype)
+    cls: type[quantized.QuantizedWeight] = getattr(quantized, kind)
+    names = ("scale", "shift") if issubclass(cls, quantized.ShiftedWeight) else ("scale",)
+    q = torch.zeros(256, 2048, dtype=torch.int8 if kind in ("Int6", "Int8") else torch.uint8)
+    packed = pack(cls(q, **{name: torch.ones(256, 2048 // cls.GROUP, dtype=torch.float16) for name in names}), dtype)
     for T in (1, 32, 64):
         x, y = (torch.ones(T, n, dtype=dtype) for n in (2048, 256))
         packed_weight.linear(x, packed, None)
