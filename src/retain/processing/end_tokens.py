@@ -17,12 +17,13 @@ TURN_ENDS = (
     "<|end|>",
     "<|end_of_turn|>",
     "<end_of_turn>",
+    "<turn|>",
     "<end_of_utterance>",
     "<|END_OF_TURN_TOKEN|>",
     "<|EOT|>",
     "<|return|>",
 )
-TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>")
+TOOL_CALL_ENDS = ("<|eom_id|>", "<|call|>", "<|tool_response>")
 # A middle that is filled in, and the beginning of the next file or repository.
 FILL_IN_ENDS = (
     "<|fim_pad|>",

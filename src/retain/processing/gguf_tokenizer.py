@@ -46,6 +46,13 @@ GPT4O_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# One after another: numbers of three digits, Chinese and Japanese, and words.
+DEEPSEEK3_PATTERNS = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ PRE_TOKENIZERS: Mapping[str, PreTokenizer] = (
     | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), QWEN2)
     | dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), PreTokenizer((GPT4O_PATTERN,)))  # gpt-oss, Phi-4 mini
     | {
+        "deepseek-v3": PreTokenizer(DEEPSEEK3_PATTERNS),
         "qwen35": PreTokenizer((QWEN35_PATTERN,)),
         "seed-coder": PreTokenizer((SEED_PATTERN,)),
         "tekken": PreTokenizer((TEKKEN_PATTERN,), ignore_merges=True, adds_bos=True),
