@@ -12,9 +12,12 @@ import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
+from retain import models
 from retain.config import Config
 from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
+from retain.kernels import reference
+from retain.kernels.api import CPU
 from retain.kernels.ggml_blocks import convert_blocks, dequantize_blocks, is_supported, stored_kind
 from retain.kernels.quantized import (
     IQ4,
@@ -32,7 +35,7 @@ from retain.kernels.quantized import (
 from retain.kernels.weight import unpack
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
-from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
+from tests.helpers.decoder_runner import ReferenceModel, build_model, random_tokens, run_decoder
 from tests.helpers.folders import save_model_folder
 from tests.helpers.gguf_files import FLOAT_TYPES, GGUF_ARCHS, add_metadata, tiny_for_gguf, write_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
@@ -184,6 +187,21 @@ def test_quantized_files_give_the_logits_of_their_dequantized_weights(tmp_path: 
     ours, expected = (run_decoder(build_model(open_weights(p, torch.float32)), [text], [[12]])[0] for p in paths)
     torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(ours.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("model_type", GGUF_ARCHS)
+def test_matrices_of_several_types_keep_their_numbers(tmp_path: Path, model_type: str) -> None:
+    """q, k and v, or gate and up, are of types of which none holds another's numbers. Experts are stacked in int8."""
+    checkpoint = tiny_for_gguf(model_type)
+    has_experts = any("expert" in name for name in checkpoint.names())
+    types = ["Q8_0", "MXFP4", "Q5_0", "Q4_0"] if has_experts else ["Q4_1", "MXFP4", "Q5_1", "Q8_0"]
+    source = write_gguf(tmp_path / "quantized.gguf", checkpoint, types)
+    dense = build_model(open_weights(write_dequantized(tmp_path / "dense.gguf", source), torch.float32))
+    program = reference.program(torch.float32, CPU)
+    w = Weights(GGUFCheckpoint(source), torch.bfloat16, vector_dtype=torch.float32)  # float32 would make them dense
+    model = ReferenceModel(models.build(w, program), program)
+    ours, expected = (run_decoder(m, [random_tokens(12)], [[12]])[0] for m in (model, dense))
+    torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_the_library_writes_no_other_types() -> None:

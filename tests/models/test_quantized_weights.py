@@ -25,7 +25,7 @@ from retain.kernels.quantized import (
     quantize_int4,
     quantize_int8,
 )
-from retain.kernels.weight import Weight, concat_rows, scale_rows, select_rows
+from retain.kernels.weight import StackedWeight, Weight, concat_rows, dense_chunks, scale_rows, select_rows, stack_rows
 
 NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))
@@ -207,3 +207,23 @@ def test_concat_of_several_kinds_has_the_widest() -> None:
         assert torch.equal(
             whole, torch.cat([m if isinstance(m, Tensor) else m.dequantize(torch.bfloat16) for m in parts])
         )
+
+
+def test_a_stack_keeps_the_numbers_of_all_kinds() -> None:
+    four, five, six = (
+        make(random_matrix(2, 64, seed=i)) for i, make in enumerate((quantize_int4, make_int5, make_int6))
+    )
+    dense = random_matrix(3, 64, seed=4)
+    whole = stack_rows([four, stack_rows([four, six]), dense, five])
+    assert isinstance(whole, StackedWeight)
+    assert [type(part) for part in whole.parts] == [Int4, Int6, Tensor, Int5]  # adjacent ones of a kind are one
+    numbers = torch.cat([m.dequantize() for m in (four, four, six)] + [dense, five.dequantize()])
+    assert whole.shape == numbers.shape and torch.equal(torch.cat(list(dense_chunks(whole))), numbers)
+    factors = torch.tensor([1.0, 2.0, -1.0, 0.5]).repeat(3)[: len(numbers)]
+    assert torch.equal(torch.cat(list(dense_chunks(scale_rows(whole, factors)))), numbers * factors[:, None])
+    index = torch.tensor([6, 0, 9])
+    torch.testing.assert_close(select_rows(whole, index), numbers[index])
+    for parts in ([four, four], [dense, dense]):
+        assert matrices_equal(stack_rows(parts), concat_rows(parts))
+    with pytest.raises(ValueError, match=r"\(2, 64\), \(1, 32\) cannot be stacked"):
+        stack_rows([four, random_matrix(1, 32)])

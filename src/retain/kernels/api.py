@@ -258,7 +258,7 @@ class Program(Protocol):
         """
 
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
-        """Set out = x weight^T + bias; weight [out width, x width]."""
+        """Set out = x weight^T + bias; weight [out width, x width]. Parts of a stack keep their kinds."""
 
     def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
         """Set the target columns of each head in out = its source columns of x, times its own matrix.

@@ -214,7 +214,12 @@ def concat_stored(weights: Sequence[StoredWeight]) -> StoredWeight:
 
     Raises ValueError for matrices that differ in `in`: a backend would read beyond the rows of the narrower one.
     """
-    if len({w.shape[1] for w in weights}) > 1:
-        raise ValueError(f"matrices of the shapes {', '.join(str(tuple(w.shape)) for w in weights)} cannot be stacked")
+    check_equal_inputs(weights)
     kind = widest_kind([w.kind for w in weights])
     return StoredWeight(tuple(part for w in weights for part in w.parts), kind)
+
+
+def check_equal_inputs(weights: Sequence[Tensor | QuantizedWeight | StoredWeight]) -> None:
+    """Raise ValueError unless all matrices have the same `in`."""
+    if len({w.shape[1] for w in weights}) > 1:
+        raise ValueError(f"matrices of the shapes {', '.join(str(tuple(w.shape)) for w in weights)} cannot be stacked")

@@ -3,16 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Generic, TypeVar
 from weakref import ref
 
 import torch
 from torch import Tensor
 
-from retain.kernels.quantized import QuantizedWeight, concat_matrices
-from retain.kernels.stored_weight import StoredWeight, concat_stored
+from retain.kernels.quantized import Kind, QuantizedWeight, concat_matrices
+from retain.kernels.stored_weight import StoredWeight, check_equal_inputs, concat_stored
 
-Weight = Tensor | QuantizedWeight | StoredWeight  # a Tensor is dense, [out, in]
+SingleWeight = Tensor | QuantizedWeight | StoredWeight  # a Tensor is dense, [out, in]
+
+
+@dataclass(frozen=True, eq=False)
+class StackedWeight:
+    """Matrices of several kinds, one below the other: [sum of out, in]. Each keeps its kind in a linear layer."""
+
+    parts: tuple[SingleWeight, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """Return (out, in)."""
+        return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
+
+
+Weight = SingleWeight | StackedWeight
 UnpackedWeight = Tensor | QuantizedWeight
 CHUNK_ELEMENTS = 2**23  # 32 MiB in float32
 T = TypeVar("T")
@@ -42,12 +59,18 @@ class ConvertedWeights(Generic[T]):
 
 
 def unpack(weight: Weight) -> UnpackedWeight:
-    """Convert blocks; return any other matrix as it is."""
+    """Convert blocks, and stacks to the widest kind of their parts; return any other matrix as it is."""
+    if isinstance(weight, StackedWeight):
+        return unpack(concat_rows(weight.parts))
     return weight.unpack() if isinstance(weight, StoredWeight) else weight
 
 
 def dense_chunks(weight: Weight) -> Iterator[Tensor]:
     """Yield the rows of a matrix in float32, some at a time: all of them could exceed what loading may take."""
+    if isinstance(weight, StackedWeight):
+        for part in weight.parts:
+            yield from dense_chunks(part)
+        return
     if isinstance(weight, StoredWeight):
         chunks = weight.chunks(CHUNK_ELEMENTS)
     else:
@@ -59,19 +82,52 @@ def dense_chunks(weight: Weight) -> Iterator[Tensor]:
 
 
 def select_rows(weight: Weight, index: Tensor) -> Weight:
-    """Return the rows of index int64 [n]. Raises IndexError."""
+    """Return the rows of index int64 [n]; those of a stack in its widest kind. Raises IndexError."""
+    weight = unpack(weight) if isinstance(weight, StackedWeight) else weight
     return weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
 
 
 def scale_rows(weight: Weight, factors: Tensor) -> Weight:
     """Multiply each row by its factor, float32 [out]."""
+    if isinstance(weight, StackedWeight):
+        own = torch.split(factors, [part.shape[0] for part in weight.parts])
+        return stack_rows([scale_rows(*part) for part in zip(weight.parts, own, strict=True)])
     weight = unpack(weight)
     if isinstance(weight, Tensor):
         return (weight * factors[:, None]).to(weight.dtype).view(weight.shape)  # no other than a matrix
     return weight.scale_rows(factors)
 
 
-def concat_rows(weights: Sequence[Weight]) -> Weight:
+def concat_rows(weights: Sequence[Weight]) -> SingleWeight:
     """Stack matrices of equal `in` by rows: [sum of out, in]. See concat_matrices for matrices of several kinds."""
     blocks = [w for w in weights if isinstance(w, StoredWeight)]
     return concat_stored(blocks) if len(blocks) == len(weights) else concat_matrices([unpack(w) for w in weights])
+
+
+def stack_rows(weights: Sequence[Weight]) -> Weight:
+    """Stack matrices of equal `in` for a linear layer. Each keeps its kind; adjacent ones of a kind become one.
+
+    Raises ValueError for matrices that differ in `in`.
+    """
+    parts = [part for w in weights for part in (w.parts if isinstance(w, StackedWeight) else (w,))]
+    groups = [list(group) for _, group in groupby(parts, _kind)]
+    if len(groups) == 1:
+        return concat_rows(groups[0])
+    check_equal_inputs(parts)
+    return StackedWeight(tuple(concat_rows(group) for group in groups))
+
+
+def split_stack(weight: Weight, bias: Tensor | None) -> Iterator[tuple[SingleWeight, int, Tensor | None]]:
+    """Yield the parts of a stack, or the one matrix; the first output of each; and its numbers of `bias` [out]."""
+    parts: tuple[SingleWeight, ...] = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+    first = 0
+    for part in parts:
+        end = first + part.shape[0]
+        yield part, first, None if bias is None else bias[first:end]
+        first = end
+
+
+def _kind(weight: SingleWeight) -> Kind:
+    if isinstance(weight, StoredWeight):
+        return weight.kind
+    return weight.dtype if isinstance(weight, Tensor) else type(weight)

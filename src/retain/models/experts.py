@@ -9,7 +9,7 @@ import torch
 from retain.kernels.api import Program
 from retain.kernels.experts import Experts, Router
 from retain.kernels.weight import concat_rows
-from retain.models.layers import Layer, Linear, load_linear, resolve_activation
+from retain.models.layers import Layer, Linear, resolve_activation
 from retain.models.weights import Weights
 
 
@@ -43,10 +43,9 @@ class SharedExpertMixture:
 
 def load_shared_expert(w: Weights, act: str) -> MixtureOfExperts:
     """Load the expert of all tokens from shared_expert, and its score from shared_expert_gate."""
-    gate_up = load_linear(w, "shared_expert.gate_proj", "shared_expert.up_proj", bias=False)
-    down = w.load_matrix("shared_expert.down_proj.weight")
+    gate, up, down = (w.load_matrix(f"shared_expert.{name}.weight") for name in EXPERT_NAMES)
     router = Router(top_k=1, is_sigmoid=True, normalize=False)
-    experts = Experts(1, gate_up.weight, down, router, resolve_activation(act))
+    experts = Experts(1, concat_rows((gate, up)), down, router, resolve_activation(act))
     return MixtureOfExperts(Linear(w["shared_expert_gate.weight"].to(torch.float32)), experts)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.files import quote
 from retain.kernels.api import ACTIVATIONS, Program
 from retain.kernels.head_columns import HeadColumns
-from retain.kernels.weight import Weight, concat_rows, select_rows
+from retain.kernels.weight import Weight, select_rows, stack_rows
 from retain.models.weights import Weights
 
 
@@ -28,7 +28,7 @@ class Layer(Protocol):
 
 
 class Linear:
-    """Compute y = x W^T + b. The weight [out, in] is dense or quantized."""
+    """Compute y = x W^T + b. The weight [out, in] is dense, quantized, or a stack of several kinds."""
 
     def __init__(self, weight: Weight, bias: Tensor | None = None):
         self.weight = weight
@@ -49,7 +49,7 @@ def load_linear(w: Weights, *names: str, bias: bool, transposed: bool = False) -
     Whether they have biases is the family's word, or its config's, not the file's.
     """
     weights = [w.load_matrix(f"{n}.weight", transposed=transposed) for n in names]
-    return Linear(concat_rows(weights), torch.cat([w[f"{n}.bias"] for n in names]) if bias else None)
+    return Linear(stack_rows(weights), torch.cat([w[f"{n}.bias"] for n in names]) if bias else None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,7 +23,7 @@ from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
-from retain.kernels.weight import ConvertedWeights, Weight
+from retain.kernels.weight import ConvertedWeights, Weight, split_stack
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ class CpuProgram:
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product."""
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
-        self._program.linear(x, out, *self._weights.get(weight).c_args, self._keep_alive(bias), add)
+        for part, first, b in split_stack(weight, bias):
+            self._program.linear(x, out, *self._weights.get(part).c_args, self._keep_alive(b), add, first)
 
     def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
         """Emit a matrix product of each head."""

@@ -26,6 +26,7 @@ from retain.kernels.reference.experts import ExpertWeights, mix_experts
 from retain.kernels.reference.linear_attention import attend_linearly, convolve
 from retain.kernels.reference.rows import (
     activate,
+    join_columns,
     linear,
     linear_by_head,
     replace_columns,
@@ -35,7 +36,7 @@ from retain.kernels.reference.rows import (
 )
 from retain.kernels.rope import Angles, Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
-from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, unpack
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
 
 # (layer, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to the cache of another one.
@@ -130,9 +131,8 @@ class TorchProgram(Generic[S]):
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product."""
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
-        w = self._weights.get(weight)
-        b = self._to_dtype(bias)
-        self._emit(out, lambda s: linear(s.buffers[x], w, b), add)
+        parts = [(self._weights.get(w), self._to_dtype(b)) for w, _, b in split_stack(weight, bias)]
+        self._emit(out, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), add)
 
     def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
         """Emit a matrix product of each head."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -68,3 +68,8 @@ def select_indices(rows: Tensor, indices: Tensor) -> Tensor:
 def replace_columns(rows: Tensor, columns: Tensor, first: int = 0) -> Tensor:
     """Return rows [T, width] whose columns from `first` on are `columns` [T, n]."""
     return torch.cat((rows[:, :first], columns, rows[:, first + columns.shape[1] :]), 1)
+
+
+def join_columns(parts: Sequence[Tensor]) -> Tensor:
+    """Put rows [T, n] beside each other: [T, sum of n]. One part is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts), 1)

@@ -22,7 +22,7 @@ from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.program import TorchProgram
-from retain.kernels.reference.rows import split_heads
+from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
 from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention, packed_weight
@@ -31,7 +31,7 @@ from retain.kernels.triton.graphs import CUDAGraphRunner
 from retain.kernels.triton.packed_weight import PackedMatrix
 from retain.kernels.triton.plan import plan_attention, request_tiles
 from retain.kernels.triton.step_inputs import DeviceStep, upload_step
-from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
 
 
 class TritonProgram(TorchProgram[DeviceStep]):
@@ -90,8 +90,11 @@ class TritonProgram(TorchProgram[DeviceStep]):
     def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
         """Emit a matrix product, with the addition in the same kernel, in place, where there is no bias."""
         self._shapes.check_linear(x, out, weight.shape, numel_or_none(bias))
-        w = self._matrices.get(weight)
-        b = self._to_dtype(bias)
+        parts = [(self._matrices.get(w), self._to_dtype(b)) for w, _, b in split_stack(weight, bias)]
+        if len(parts) > 1:
+            self._emit(out, lambda s: join_columns([_multiply(s.buffers[x], w, b) for w, b in parts]), add)
+            return
+        ((w, b),) = parts
         if isinstance(w, PackedMatrix):
             self._emit(out, lambda s: packed_weight.linear(s.buffers[x], w, b, s.buffers[out] if add else None))
         elif add and b is None:
@@ -268,4 +271,9 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
 
 def _to_dense(weight: Weight, dtype: torch.dtype) -> Tensor:
-    return weight if isinstance(weight, Tensor) else weight.dequantize(dtype)
+    matrix = unpack(weight)
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize(dtype)
+
+
+def _multiply(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else packed_weight.linear(x, weight, bias)

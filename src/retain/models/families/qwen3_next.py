@@ -11,7 +11,7 @@ import torch
 
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
-from retain.kernels.weight import concat_rows
+from retain.kernels.weight import stack_rows
 from retain.models.decoder import Attention, Decoder, DecoderLayer, ModelSpec, PreNormLayer, scope_base_model
 from retain.models.experts import SharedExpertMixture, load_shared_expert
 from retain.models.families import llama, qwen3_moe
@@ -139,7 +139,7 @@ def load_attention(w: Weights, cache: int, s: ModelSpec, rope: Rope) -> Attentio
     kv = load_linear(w, "k_proj", "v_proj", bias=bias)
     q_proj = q_and_gate.select(q)
     biases = [x for x in (q_proj.bias, kv.bias) if x is not None]
-    qkv = Linear(concat_rows([q_proj.weight, kv.weight]), torch.cat(biases) if biases else None)
+    qkv = Linear(stack_rows([q_proj.weight, kv.weight]), torch.cat(biases) if biases else None)
     norm = llama.load_qk_norm(w, cache, s, c["rms_norm_eps"], offset=1)
     return Attention(cache, s, qkv, load_linear(w, "o_proj", bias=bias), rope, norm, gate_proj=q_and_gate.select(gate))
 

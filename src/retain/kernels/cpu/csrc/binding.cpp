@@ -117,8 +117,9 @@ static void bind_program(nb::module_& m) {
              p.norm(in, out, {ptr<float>(weight), ptr<float>(bias), eps, subtract_mean}, n, heads, add, first);
            })
       .def("linear",
-           [](Program& p, int in, int out, Address data, int rows, int columns, int format, Address bias, bool add) {
-             p.linear(in, out, packed_weight(data, rows, columns, format), ptr<float>(bias), add);
+           [](Program& p, int in, int out, Address data, int rows, int columns, int format, Address bias, bool add,
+              int first) {
+             p.linear(in, out, packed_weight(data, rows, columns, format), ptr<float>(bias), add, first);
            })
       .def("activation",
            [](Program& p, int in, int out, int kind, int n, bool gated) {

@@ -81,11 +81,11 @@ struct Program::LinearOp {
   PackedWeight weight;
   const float* bias;
   bool add;
+  int first;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    const int64_t ldy = out == LOGITS ? weight.out : state.width(out);
     packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared_,
-                {state.data(out), ldy, bias, add}, member);
+                {state.data(out) + first, state.row_width(out), bias, add}, member);
   }
 };
 
@@ -385,10 +385,10 @@ void Program::embedding(int out, const PackedWeight& table, bool by_position, in
 void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bool add, int first) {
   push(NormOp{in, out, norm, n, heads, add, first});
 }
-void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add) {
+void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add, int first) {
   max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, weight.activation_bytes());
-  if (out == LOGITS) logits_width_ = weight.out;
-  push(LinearOp{in, out, weight, bias, add});
+  if (out == LOGITS) logits_width_ = std::max(logits_width_, first + weight.out);
+  push(LinearOp{in, out, weight, bias, add, first});
 }
 void Program::head_linear(int in, int out, const PackedWeight& weight, const HeadColumns& source,
                           const HeadColumns& target) {

@@ -52,7 +52,8 @@ class Program {
   // Each of these appends an operation. The caller keeps weights, biases, factors and the tensors of AttentionParams alive.
   void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
   void norm(int in, int out, const NormParams&, int n, int heads, bool add, int first);
-  void linear(int in, int out, const PackedWeight&, const float* bias, bool add);
+  // `first` is the column of `out` at which the outputs begin.
+  void linear(int in, int out, const PackedWeight&, const float* bias, bool add, int first);
   void head_linear(int in, int out, const PackedWeight&, const HeadColumns& source, const HeadColumns& target);
   void copy_columns(int in, int out, const HeadColumns& source, const HeadColumns& target);
   void activation(int in, int out, Activation, int n, bool gated);
