@@ -46,14 +46,14 @@ CACHED_KEYS = "less offset, balanced"  # what stored keys are; part of a store's
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. `key_transform` is of the keys in its cache, and `ropes` says how they are rotated."""
+    """A model in memory. `key_transform` is of the keys in its cache; `rope_fingerprint` says how they rotate."""
 
     path: Path
     spec: ModelSpec
     weight_bytes: int  # of the program
     runner: Runner
     key_transform: KeyTransform
-    ropes: str = ""
+    rope_fingerprint: str = ""
 
     @property
     def cache_spec(self) -> KVCacheSpec:
@@ -160,7 +160,7 @@ def build_offload(
     path = model.path
     shape = cache.spec
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
-    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.ropes)
+    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")

@@ -153,7 +153,7 @@ def to_kind(dense: Tensor, kind: Kind) -> Tensor | QuantizedWeight:
 
 
 def widest_kind(kinds: Sequence[Kind]) -> Kind:
-    """Return the kind of stacked matrices: one that keeps the values of all, else Int8, or the dtype of a dense one."""
+    """Return the kind of stacked matrices: their own, Int5 for it and Int4, the dtype of a dense one, or else Int8."""
     if len(set(kinds)) == 1:
         return kinds[0]
     if {*kinds} == {Int4, Int5}:
