@@ -108,7 +108,7 @@ def test_cohere2_may_list_its_sliding_layers(tmp_path: Path) -> None:
     [
         ("granite", {"rope.scaling.finetuned": False}, "without rope"),
         ("granite", {"rope.dimension_count": 8}, "a part is rotated .* granite"),
-        ("glm4", {"rope.dimension_sections": [4, 4, 0, 0]}, "sections"),
+        ("glm4", {"rope.dimension_sections": [4, 4, 0, 0]}, "M-RoPE"),
         ("glm4", {"rope.dimension_count": 32}, "differ in size"),
         ("cohere2", {"attention.key_length": 8, "attention.value_length": 8, "rope.dimension_count": 8}, "hidden size"),
         ("cohere2", {"attention.sliding_window": None}, "sliding_window is missing"),

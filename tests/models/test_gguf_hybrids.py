@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from retain.formats.gguf import GGUFCheckpoint
+from retain.formats.gguf.architecture import is_layer
 from retain.models import load_family
 from retain.models.families.gemma4_text import get_ropes
 from retain.models.family_config import FamilyConfig
@@ -28,6 +29,12 @@ def test_a_number_of_layers_is_checked_before_lists_are_made(tmp_path: Path, mod
     path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), extra=extra)
     with processor_time.at_most(1), pytest.raises(ValueError, match="block_count is 4294967295, but there are only"):
         GGUFCheckpoint(path)
+
+
+@pytest.mark.parametrize("text", ["0", "7", "8", "12", "007", "-1", "+3", " 3", "3_0", "\u0663", "", "1" * 5000])
+def test_numbers_of_layers_are_read_as_they_are_written(text: str) -> None:
+    assert is_layer(text, 8) == (text in map(str, range(8)))
+    assert is_layer(text, 13, 8) == (text in map(str, range(8, 13)))
 
 
 # Gemma 4

@@ -160,6 +160,7 @@ def test_stacked_matrices_with_block_scales(tmp_path: Path) -> None:
         ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "format marlin-24"),
         ({"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse"),
         ({"quant_method": "compressed-tensors", "transform_config": {"a": 1}}, "transforms"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": {"num_bits": 3}}}}, "of 3 bits"),
         ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt'"),
         ("x" * 5000, "xxx"),
     ],

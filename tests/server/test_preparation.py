@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -29,7 +29,7 @@ class FakeSandbox(Sandbox):
         self.tried: list[str] = []
         self.release = threading.Event()
 
-    def check_grammar(self, grammar: str) -> None:
+    def check_grammar(self, grammar: str, special_tokens: Sequence[str] = ()) -> None:
         self.tried.append(grammar)
         assert self.release.wait(120)
         if grammar == "bad":

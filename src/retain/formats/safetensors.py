@@ -109,7 +109,7 @@ class SafetensorsCheckpoint:
         tensor = self._read_tensor(name)
         if tensor.dtype not in DENSE_DTYPES:
             raise ValueError(
-                f"{self._label(name)} is of {tensor.dtype}, without what else a quantized matrix has: not supported"
+                f"{self._label(name)} is of {tensor.dtype}, and nothing says how it is quantized: that is not supported"
             )
         return tensor
 

@@ -26,7 +26,7 @@ NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
-CACHE_VERSION = 1  # changes when the same metadata gives another tokenizer
+CACHE_VERSION = 2  # changes when the same metadata gives another tokenizer
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 LLAMA3_PATTERN = (

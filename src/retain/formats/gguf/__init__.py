@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
-from retain.formats.gguf.architecture import load_architecture, split_name
+from retain.formats.gguf.architecture import is_layer, load_architecture, split_name
 from retain.formats.gguf.metadata import GGUFMetadata
 from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
@@ -96,8 +96,8 @@ class GGUFCheckpoint:
     def _is_ignored(self, name: str) -> bool:
         """Return whether a tensor does not count, such as one of a layer that predicts further tokens."""
         first = self.config["num_hidden_layers"]
-        predictors = range(first, first + self.config["num_nextn_predict_layers"])
-        return name.endswith(IGNORED_TENSORS) or split_name(name)[0] in map(str, predictors)
+        end = first + self.config["num_nextn_predict_layers"]
+        return name.endswith(IGNORED_TENSORS) or is_layer(split_name(name)[0], end, first)
 
     def _map_name(self, name: str, info: TensorInfo) -> dict[str, tuple[str, TensorInfo]]:
         """Map a tensor, or each matrix of a tensor of all experts. Raises UnsupportedError for an unknown name."""

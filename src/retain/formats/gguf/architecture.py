@@ -50,7 +50,7 @@ class Architecture:
     def to_hf_name(self, name: str, num_layers: int) -> str | None:
         """Translate `blk.3.attn_q.weight` to `model.layers.3.self_attn.q_proj.weight`; None for an unknown name."""
         layer, stem, leaf = split_name(name)
-        if layer and layer not in map(str, range(num_layers)):
+        if layer and not is_layer(layer, num_layers):
             return None
         prefix = self.layer_prefix.format(layer)
         if layer and (whole := self.whole_names.get(name.removeprefix(f"blk.{layer}."))):
@@ -66,7 +66,7 @@ class Architecture:
     def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:
         """Return the Hugging Face names of the matrices in a tensor of all experts; None for any other tensor."""
         layer, stem, leaf = split_name(name)
-        is_known = stem in self.expert_tensors and layer in map(str, range(num_layers))
+        is_known = stem in self.expert_tensors and is_layer(layer, num_layers)
         if leaf in TENSOR_SCALES or not is_known:
             return None
         prefix = self.layer_prefix.format(layer)
@@ -92,6 +92,12 @@ def split_name(name: str) -> tuple[str, str, str]:
         _, layer, name = (*name.split(".", 2), "")[:3]
     stem, _, leaf = name.rpartition(".")
     return layer, stem or leaf, leaf if stem else ""
+
+
+def is_layer(text: str, end: int, begin: int = 0) -> bool:
+    """Return whether a part of a tensor's name is a number from `begin` to `end` - 1, as Python writes it."""
+    is_number = len(text) < 10 and text.isascii() and text.isdecimal() and str(int(text)) == text
+    return is_number and begin <= int(text) < end
 
 
 def list_architectures() -> list[str]:

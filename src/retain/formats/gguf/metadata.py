@@ -142,6 +142,12 @@ def read_kv_heads(meta: GGUFMetadata) -> list[int]:
     return heads
 
 
+def refuse_mrope(meta: GGUFMetadata) -> None:
+    """Raise UnsupportedError for a file whose rope has sections: it is that of a vision model."""
+    if meta.entries.get(f"{meta.arch}.rope.dimension_sections") is not None:
+        raise UnsupportedError(f"M-RoPE (vision models) is not supported in the architecture {meta.arch}")
+
+
 def get_share(part: int, whole: int) -> float:
     """Return the share that gives `part` when it is multiplied by `whole` and rounded down."""
     share = part / whole

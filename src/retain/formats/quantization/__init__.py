@@ -125,6 +125,8 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     if config.get("transform_config"):
         raise UnsupportedError(_refuse("compressed-tensors with transforms of activations"))
     weights = [scheme["weights"] for scheme in schemes if isinstance(scheme.get("weights"), Mapping)]
+    if other := [bits for x in weights if (bits := x.get("num_bits", 4)) not in (4, 8)]:
+        raise UnsupportedError(_refuse(f"compressed-tensors of {quote(other[0], 20)} bits"))
     blocks = [block for x in weights if (block := _read_block(x.get("block_structure")))]
     if len(set(blocks)) > 1:
         raise UnsupportedError(_refuse("compressed-tensors, blocks of several shapes"))

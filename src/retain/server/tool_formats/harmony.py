@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -86,29 +86,22 @@ class Format(ToolFormat):
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with one call each and one text beside it: the template shows no more."""
         fitted: list[dict[str, Any]] = []
-        results = 0  # tool messages that were already moved behind their calls
-        for i, message in enumerate(messages):
-            if results and message["role"] == "tool":
-                results -= 1
-                continue
+        i = 0
+        while i < len(messages):
+            message = messages[i]
+            i += 1
             if not message.get("tool_calls"):
                 fitted.append(dict(message))
                 continue
-            answers = list(_take_results(messages[i + 1 :]))
-            results = len(answers)
-            fitted += _split_calls(_join_texts(message), answers)
+            first = i
+            while i < len(messages) and messages[i]["role"] == "tool":
+                i += 1
+            fitted += _split_calls(_join_texts(message), messages[first:i])
         return fitted
 
     def fit_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return tools that all have a description, which the template reads."""
         return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
-
-
-def _take_results(messages: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for message in messages:
-        if message["role"] != "tool":
-            return
-        yield message
 
 
 def _join_texts(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,11 +116,12 @@ def _join_texts(message: Mapping[str, Any]) -> dict[str, Any]:
 def _split_calls(message: dict[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a message for each call, each before its results. Results of no call here follow the last one."""
     calls = message["tool_calls"]
-    ids = [call.get("id") for call in calls]
+    place: dict[Any, int] = {}
+    for i, call in enumerate(calls):
+        place.setdefault(call.get("id"), i)
     of_call: list[list[dict[str, Any]]] = [[] for _ in calls]
     for result in results:
-        found = result.get("tool_call_id")
-        of_call[ids.index(found) if found in ids else -1].append(dict(result))
+        of_call[place.get(result.get("tool_call_id"), -1)].append(dict(result))
     bare = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
     split: list[dict[str, Any]] = []
     for i, call in enumerate(calls):

@@ -47,7 +47,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     query = meta.get_positive("attention.key_length_mla", meta.get("attention.key_length", 0))
     value = meta.get_positive("attention.value_length_mla", meta.get("attention.value_length", 0))
     if query <= rope:
-        raise ValueError(f"heads of {query} numbers, of which {rope} are rotated, leave none for the latent")
+        raise ValueError(f"heads of {query} numbers, of which {rope} are rotated, leave none without rotation")
     return c | {
         "model_type": "deepseek_v2" if is_softmax else "deepseek_v3",
         "topk_method": "greedy" if c["n_group"] == 1 else "group_limited_greedy",
@@ -67,7 +67,10 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def read_gating(meta: GGUFMetadata, default: int) -> int:
-    """Return what the scores of experts pass. Older files lack it: a bias that only chooses experts implies SIGMOID."""
+    """Return the scoring function of experts, SOFTMAX or SIGMOID.
+
+    Older files lack it: a bias that only chooses experts implies SIGMOID.
+    """
     dense = meta.get("leading_dense_block_count", 0)
     if f"blk.{dense}.exp_probs_b.bias" in meta.tensor_shapes:
         default = SIGMOID
@@ -75,6 +78,12 @@ def read_gating(meta: GGUFMetadata, default: int) -> int:
     if gating not in (SOFTMAX, SIGMOID):
         raise UnsupportedError(f"{meta.arch}.expert_gating_func is {gating}: only 1 and 2 are supported")
     return gating
+
+
+def require_sigmoid(meta: GGUFMetadata) -> None:
+    """Raise UnsupportedError for another scoring function of experts."""
+    if (gating := read_gating(meta, SIGMOID)) != SIGMOID:
+        raise UnsupportedError(f"{meta.arch}.expert_gating_func is {gating}: only {SIGMOID}, sigmoid, is supported")
 
 
 def make_expert_config(meta: GGUFMetadata) -> HFConfig:

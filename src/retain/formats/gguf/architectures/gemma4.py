@@ -39,7 +39,8 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     dim = meta.get_positive("attention.key_length_swa", c["head_dim"])
     if any(meta.get(f"{key}_swa", dim) != dim for key in ("attention.value_length", "rope.dimension_count")):
         raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
-    if types[-1] != "full_attention" or c.pop("rope_scaling"):
+    scaling = c.pop("rope_scaling")
+    if types[-1] != "full_attention" or scaling:
         raise UnsupportedError("a Gemma 4 whose last layer slides, or whose rope is scaled, is not supported")
     if "rope_freqs.weight" not in meta.tensor_shapes:
         raise ValueError("there is no tensor 'rope_freqs.weight'")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, refuse_mrope
 
 LAYER_TENSORS = {
     "ffn_up": "mlp.gate_up_proj",  # llama.cpp keeps the gates above
@@ -18,9 +17,8 @@ LAYER_TENSORS = {
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of GLM-4. Files with sections of rope, of models that see, have rows in another order."""
-    if meta.entries.get(f"{meta.arch}.rope.dimension_sections") is not None:
-        raise UnsupportedError("rope with sections (models that see) is not supported in the architecture glm4")
+    """Return the config of GLM-4. Files of vision models have rows in another order."""
+    refuse_mrope(meta)
     return llama.make_partial_rope_config(meta, "glm4")
 
 

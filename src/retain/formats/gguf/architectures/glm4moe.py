@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import deepseek2, llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, refuse_mrope
 
 LAYER_TENSORS = {
     **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem != "ffn_norm"},
@@ -16,12 +15,9 @@ LAYER_TENSORS = {
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of GLM-4.5. Files with sections of rope are those of models that see."""
-    if meta.entries.get(f"{meta.arch}.rope.dimension_sections") is not None:
-        raise UnsupportedError("rope with sections (models that see) is not supported in the architecture glm4moe")
-    gating = deepseek2.read_gating(meta, deepseek2.SIGMOID)
-    if gating != deepseek2.SIGMOID:
-        raise UnsupportedError(f"{meta.arch}.expert_gating_func is {gating}: only 2, sigmoid, is supported")
+    """Return the config of GLM-4.5. Files with sections of rope (M-RoPE) are those of vision models."""
+    refuse_mrope(meta)
+    deepseek2.require_sigmoid(meta)
     c = llama.make_partial_rope_config(meta, "glm4_moe") | deepseek2.make_expert_config(meta)
     return c | {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensor_shapes}
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
-from retain.formats.gguf.architectures import lfm2, llama
+from retain.formats.gguf.architectures import deepseek2, lfm2, llama
 from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config
-
-SIGMOID = 2  # of `expert_gating_func`
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of LFM2 with experts, whose weights llama.cpp normalizes and does not scale."""
-    gating = meta.get("expert_gating_func", SIGMOID)
-    if gating != SIGMOID:
-        raise UnsupportedError(f"{meta.arch}.expert_gating_func is {gating}: only {SIGMOID}, sigmoid, is supported")
+    deepseek2.require_sigmoid(meta)
     dense = meta.get("leading_dense_block_count", 0)
     c = lfm2.make_config(meta, "lfm2_moe") | expert_config(meta)
     return c | {

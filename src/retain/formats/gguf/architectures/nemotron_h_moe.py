@@ -10,9 +10,10 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of Nemotron-H with experts. llama.cpp knows no other scores than a sigmoid."""
+    """Return the config of Nemotron-H with experts. llama.cpp knows no other scoring function than a sigmoid."""
     if meta.get("moe_latent_size", 0):
         raise UnsupportedError(f"experts of a latent vector are not supported in the architecture {meta.arch}")
+    deepseek2.require_sigmoid(meta)
     return nemotron_h.make_config(meta) | deepseek2.make_expert_config(meta)
 
 
