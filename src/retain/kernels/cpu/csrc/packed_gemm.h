@@ -33,6 +33,18 @@ constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
 // stream.
 constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == WeightFormat::int8 ? 12 : 4; }
 
+// How far in advance a product with one row asks for quantized weights. It is bound by memory, and an Intel processor's
+// own prefetching fetches too little where words are unpacked between loads; a Zen 4's does better (log/cpu-speed.md).
+constexpr int PREFETCH_BYTES = 4096;
+#if defined(__x86_64__)
+inline const bool PREFETCHES_WEIGHTS = [] {
+  __builtin_cpu_init();
+  return bool(__builtin_cpu_is("intel"));
+}();
+#else
+constexpr bool PREFETCHES_WEIGHTS = false;
+#endif
+
 // The number of rows at once whose sums stay in registers.
 constexpr int max_rows(WeightFormat format, int tiles) {
   if (HAS_TILES && format != WeightFormat::float32) return 3;  // more rows are computed by tiles
@@ -170,6 +182,9 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
       return *reinterpret_cast<const ActivationGroup*>(row_group);
     };
     const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * vector * WIDTH;
+    if (ROWS == 1 && PREFETCHES_WEIGHTS) {
+      EACH(i, group_bytes(FORMAT) / 64) __builtin_prefetch(group + PREFETCH_BYTES + 64 * i, 0, 2);
+    }
     EACH(part, PARTS) {
       I group_sum[TILES][ROWS];
       EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = splat(offset_of<FORMAT>(group_of_row(r), part));
