@@ -191,6 +191,11 @@ class KVCacheSpec:
         cached = [i for i in range(len(self.layers) + len(uncached)) if i not in uncached]
         return tuple(cached[places - 1] for places in accumulate(is_first))
 
+    @cached_property
+    def first_caches(self) -> dict[int, int]:
+        """By the number of a layer that caches something: the number of its first cache."""
+        return {layer: cache for cache, layer in reversed(list(enumerate(self.layer_numbers)))}
+
     @property
     def num_layers(self) -> int:
         """All layers of the model."""

@@ -142,6 +142,15 @@ def read_kv_heads(meta: GGUFMetadata) -> list[int]:
     return heads
 
 
+def read_ssm_heads(meta: GGUFMetadata) -> tuple[int, int]:
+    """Return the number of value heads of a layer with a state, which llama.cpp calls `time_step_rank`; their size."""
+    heads = meta.get_positive("ssm.time_step_rank")
+    size, rest = divmod(meta.get_positive("ssm.inner_size"), heads)
+    if rest:
+        raise ValueError(f"{meta.arch}.ssm.inner_size is no multiple of {heads} heads")
+    return heads, size
+
+
 def refuse_mrope(meta: GGUFMetadata) -> None:
     """Raise UnsupportedError for a file whose rope has sections: it is that of a vision model."""
     if meta.entries.get(f"{meta.arch}.rope.dimension_sections") is not None:

@@ -61,10 +61,10 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     return make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES), ROPE_DEFAULTS)
 
 
-def load_mixture(w: Weights) -> Layer:
-    """Load the experts of a layer, and those of all tokens, which are one MLP. The bias of scores only chooses."""
+def load_router(w: Weights) -> Router:
+    """Load the router of a layer. The bias of scores only chooses."""
     c = w.config
-    router = Router(
+    return Router(
         c["num_experts_per_tok"],
         is_sigmoid=True,
         normalize=c["norm_topk_prob"],
@@ -73,7 +73,12 @@ def load_mixture(w: Weights) -> Layer:
         num_groups=c["n_group"],
         top_groups=c["topk_group"],
     )
-    experts = load_experts(w, c["n_routed_experts"], router, c["hidden_act"])
+
+
+def load_mixture(w: Weights) -> Layer:
+    """Load the experts of a layer, and those of all tokens, which are one MLP."""
+    c = w.config
+    experts = load_experts(w, c["n_routed_experts"], load_router(w), c["hidden_act"])
     mixture = MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)
     return SharedExpertMixture(mixture, llama.load_mlp(w.scope("shared_experts.")))
 

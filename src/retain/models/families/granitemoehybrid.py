@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -150,7 +149,7 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(c)
     types = read_layer_types(c)
-    first_caches = [0, *accumulate(3 if layer_type == "linear_attention" else 1 for layer_type in types)]
+    first_caches = s.kv_cache.first_caches
     head_dim = c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]
     rope = get_whole_head_rope(head_dim, c) if c["position_embedding_type"] == "rope" else None
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
@@ -163,5 +162,4 @@ def build(w: Weights) -> Decoder:
         RMSNorm(m["norm.weight"] / c["logits_scaling"], c["rms_norm_eps"]),
         load_lm_head(w, "lm_head", table, tied_to),
         [rope] if rope else [],
-        num_layers=len(types),
     )

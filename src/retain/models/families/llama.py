@@ -130,5 +130,4 @@ def build_decoder(
         RMSNorm(m["norm.weight"], w.config["rms_norm_eps"]),
         load_lm_head(w, "lm_head", table, tied_to),
         [rope],
-        num_layers=w.config["num_hidden_layers"],
     )

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import accumulate
 from typing import Any
 
 import torch
 
 from retain.files import quote
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.experts import Experts, Router
+from retain.kernels.experts import Experts
 from retain.kernels.kv_cache_spec import LayerCacheSpec, uniform_layers
 from retain.kernels.weight import concat_rows
 from retain.models.decoder import BranchLayer, Decoder, ModelSpec, scope_base_model
 from retain.models.experts import MixtureOfExperts, SharedExpertMixture
 from retain.models.families import llama
+from retain.models.families.deepseek_v3 import load_router
 from retain.models.family_config import add_defaults, check_supported, get_layer_types
 from retain.models.layers import MLP, Embedding, Layer, Linear, RMSNorm, load_linear, load_lm_head, resolve_activation
 from retain.models.mamba2 import Mamba2Config, load_mamba2, read_time_step_limits
@@ -134,15 +134,7 @@ def load_mixture(w: Weights) -> SharedExpertMixture:
     """Load the experts of a layer, one by one or stacked, and the one of all tokens. They have no gates."""
     c = w.config
     n = c["n_routed_experts"]
-    router = Router(
-        c["num_experts_per_tok"],
-        is_sigmoid=True,
-        normalize=c["norm_topk_prob"],
-        scale=c["routed_scaling_factor"],
-        bias=w["gate.e_score_correction_bias"].float(),
-        num_groups=c["n_group"],
-        top_groups=c["topk_group"],
-    )
+    router = load_router(w)
     if "experts.up_proj" in w:
         up, down = (w.load_stack(f"experts.{name}", n) for name in ("up_proj", "down_proj"))
     else:
@@ -153,15 +145,17 @@ def load_mixture(w: Weights) -> SharedExpertMixture:
     return SharedExpertMixture(mixture, load_mlp(w.scope("shared_experts.")))
 
 
-def load_layer(w: Weights, layer_type: str, cache: int, s: ModelSpec) -> BranchLayer:
-    """Load a layer; `cache` is the number of its first cache, if it has any."""
+def load_layer(w: Weights, i: int, layer_type: str, s: ModelSpec) -> BranchLayer:
+    """Load layer i."""
+    first_caches = s.kv_cache.first_caches
     norm = RMSNorm(w["norm.weight"], w.config["layer_norm_epsilon"])
     m = w.scope("mixer.")
     if layer_type == "full_attention":
-        return BranchLayer(s.hidden_size, norm, llama.build_attention(m, cache, s, None, llama.OptionalTensors()))
+        attention = llama.build_attention(m, first_caches[i], s, None, llama.OptionalTensors())
+        return BranchLayer(s.hidden_size, norm, attention)
     mixer: Layer
     if layer_type == "linear_attention":
-        mixer = load_mamba2(m, cache, read_mamba2_config(w.config))
+        mixer = load_mamba2(m, first_caches[i], read_mamba2_config(w.config))
     else:
         mixer = load_mlp(m) if layer_type == "mlp" else load_mixture(m)
     return BranchLayer(s.hidden_size, norm, None, mixer)
@@ -174,15 +168,13 @@ def build(w: Weights) -> Decoder:
     check_supported(c, moe_latent_size=None, sliding_window=None)
     s = spec_from_config(c)
     types = read_layer_types(c)
-    caches = read_caches(c)
-    first_caches = [0, *accumulate(len(caches[layer_type]) for layer_type in types)]
     m = scope_base_model(w, "embeddings.weight", "model.", "backbone.", "")
     table = m.load_matrix("embeddings.weight", embedding=True)
     tied_to = m.full_name("embeddings.weight") if c["tie_word_embeddings"] else None
     return Decoder(
         s,
         Embedding(table),
-        lambda i: load_layer(m.scope(f"layers.{i}."), types[i], first_caches[i], s),
+        lambda i: load_layer(m.scope(f"layers.{i}."), i, types[i], s),
         RMSNorm(m["norm_f.weight"], c["layer_norm_epsilon"]),
         load_lm_head(w, "lm_head", table, tied_to),
     )

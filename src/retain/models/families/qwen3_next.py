@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -167,8 +166,7 @@ def build_decoder(w: Weights, s: ModelSpec, load_projections: LoadProjections, l
     c = w.config
     eps = c["rms_norm_eps"]
     layer_types = read_layer_types(c)
-    sizes = [3 if layer_type == "linear_attention" else 1 for layer_type in layer_types]
-    first_caches = [0, *accumulate(sizes)]
+    first_caches = s.kv_cache.first_caches
     rope = get_partial_rope(c["head_dim"], c, ROPE_DEFAULTS)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "")
     table = m.load_matrix("embed_tokens.weight", embedding=True)
@@ -185,4 +183,4 @@ def build_decoder(w: Weights, s: ModelSpec, load_projections: LoadProjections, l
 
     head = load_lm_head(w, "lm_head", table, tied_to)
     norm = load_norm(m, "norm", eps)
-    return Decoder(s, Embedding(table), load_layer, norm, head, [rope], num_layers=len(layer_types))
+    return Decoder(s, Embedding(table), load_layer, norm, head, [rope])

@@ -7,7 +7,7 @@ from torch import Tensor
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import granite, llama, qwen3next
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, read_kv_heads
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, read_kv_heads, read_ssm_heads
 
 MAMBA_TENSORS = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 MAMBA_WHOLE_NAMES = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
@@ -47,11 +47,8 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def read_mamba_sizes(meta: GGUFMetadata) -> dict[str, int]:
-    """Return the sizes of Mamba-2. llama.cpp's `time_step_rank` is its number of heads."""
-    heads = meta.get_positive("ssm.time_step_rank")
-    head_dim, rest = divmod(meta.get_positive("ssm.inner_size"), heads)
-    if rest:
-        raise ValueError(f"{meta.arch}.ssm.inner_size is no multiple of {heads} heads")
+    """Return the sizes of Mamba-2."""
+    heads, head_dim = read_ssm_heads(meta)
     return {
         "heads": heads,
         "head_dim": head_dim,

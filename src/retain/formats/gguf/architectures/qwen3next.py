@@ -7,7 +7,7 @@ from torch import Tensor
 
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, get_share, read_kv_heads
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, get_share, read_kv_heads, read_ssm_heads
 
 LAYER_TENSORS = {
     **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem != "ffn_norm"},
@@ -39,10 +39,7 @@ def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "feed_forward_length": meta.get("feed_forward_length", 0) or width,
     }
     c = llama.make_config(meta.with_values(changes), model_type)
-    values = meta.get_positive("ssm.time_step_rank")
-    size, rest = divmod(meta.get_positive("ssm.inner_size"), values)
-    if rest:
-        raise ValueError(f"{meta.arch}.ssm.inner_size is no multiple of {values} heads")
+    values, size = read_ssm_heads(meta)
     return c | {
         "attention_bias": False,
         "partial_rotary_factor": get_share(meta.get_positive("rope.dimension_count", c["head_dim"]), c["head_dim"]),
