@@ -65,57 +65,76 @@ class ShortConvolution:
 
 
 @dataclass(frozen=True, eq=False)
-class GatedDeltaNet:
-    """Compute out_proj(norm(attend(act(convolve(qkv)))) * silu(z)), where z, qkv and gates are linear in x.
-
-    Heads of q and k have length 1 (arXiv 2412.06464). `norm` is one of each value head.
-    """
+class ConvolvedAttention:
+    """Compute attend(act(convolve(qkv)), gates): linear attention behind a short convolution. Both are linear in x."""
 
     cache: int  # the number of its ConvolutionSpec; those of tokens and states follow
     params: LinearAttention
     qkv_proj: Linear  # [T, E] -> [T, C]
-    gates_proj: Linear  # [T, E] -> [a | b], [T, 2 H]; see LinearAttention
-    z_proj: Linear  # [T, E] -> [T, H V]
+    gates_proj: Linear  # [T, E] -> a row of gates; see LinearAttention
     weight: Tensor  # [C, W], of the convolution
     act: str
+    bias: Tensor | None = None  # [C], of the convolution
+    qk_norm: Layer | None = None  # applied to the heads of q and k
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of all value heads, H V."""
+        return self.params.num_value_heads * self.params.v_dim
+
+    def emit(self, program: Program, x: int, out: int) -> None:
+        """Write the operations into a program; they fill buffer `out` [T, H V]."""
+        p = self.params
+        C = p.qkv_width
+        inputs = program.buffer(f"linear attention inputs {C}", C)
+        qkv = program.buffer(f"linear attention qkv {C}", C)
+        gates = program.buffer(f"linear attention gates {p.gates_width}", p.gates_width)
+        self.qkv_proj.emit(program, x, inputs)
+        program.convolve(inputs, qkv, self.cache, self.weight, self.bias)
+        program.activation(qkv, qkv, self.act, C)
+        if self.qk_norm:
+            self.qk_norm.emit(program, qkv, qkv)
+        self.gates_proj.emit(program, x, gates)
+        program.linear_attention(qkv, gates, out, (self.cache + 1, self.cache + 2), p)
+
+
+@dataclass(frozen=True, eq=False)
+class GatedDeltaNet:
+    """Compute out_proj(norm(attention) * silu(z)), where z is linear in x. `norm` is one of each value head."""
+
+    attention: ConvolvedAttention
+    z_proj: Linear  # [T, E] -> [T, H V]
     norm: Layer
     out_proj: Linear
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
-        p = self.params
-        C = p.qkv_width
-        n = p.num_value_heads * p.v_dim
-        inputs = program.buffer(f"linear attention inputs {C}", C)
-        qkv = program.buffer(f"linear attention qkv {C}", C)
-        gates = program.buffer(f"linear attention gates {2 * p.num_value_heads}", 2 * p.num_value_heads)
+        n = self.attention.width
         z = program.buffer(f"linear attention z {n}", n)
         y = program.buffer(f"linear attention {n}", n)
-        self.qkv_proj.emit(program, x, inputs)
-        program.convolve(inputs, qkv, self.cache, self.weight)
-        program.activation(qkv, qkv, self.act, C)
-        self._qk_norm.emit(program, qkv, qkv)
-        self.gates_proj.emit(program, x, gates)
+        self.attention.emit(program, x, y)
         self.z_proj.emit(program, x, z)
-        program.linear_attention(qkv, gates, y, (self.cache + 1, self.cache + 2), p)
         self.norm.emit(program, y, y)
         program.activation(z, z, "silu", n)
         program.multiply(y, z)
         self.out_proj.emit(program, y, out, add)
 
-    @property
-    def _qk_norm(self) -> RMSNorm:
-        """Divide heads by (sum of squares + eps)^(1/2), and those of q by the root of their size too."""
-        D = self.params.k_dim
-        weight = torch.full((2 * self.params.num_key_heads, D), D**-0.5)
-        weight[: self.params.num_key_heads] *= D**-0.5
-        return RMSNorm(weight, QK_NORM_EPS / D)
+
+def make_qk_norm(p: LinearAttention) -> RMSNorm:
+    """Return what gives heads of q and k length 1, as the gated delta rule needs (arXiv 2412.06464).
+
+    It divides heads by (sum of squares + eps)^(1/2), and those of q by the root of their size too.
+    """
+    D = p.k_dim
+    weight = torch.full((2 * p.num_key_heads, D), D**-0.5)
+    weight[: p.num_key_heads] *= D**-0.5
+    return RMSNorm(weight, QK_NORM_EPS / D)
 
 
 def linear_attention_specs(
     num_key_heads: int, num_value_heads: int, k_dim: int, v_dim: int, window: int
 ) -> tuple[LayerCacheSpec, ...]:
-    """Return the caches of a GatedDeltaNet with a convolution of this window, in the order of their use.
+    """Return the caches of a ConvolvedAttention with a convolution of this window, in the order of their use.
 
     Raises ValueError for sizes that slots cannot have.
     """

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from retain.files import quote
 from retain.kernels.api import Program
@@ -18,44 +17,26 @@ from retain.kernels.kv_cache_spec import LayerCacheSpec
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.shape_checks import WidthError
 from retain.models.layers import Layer, Linear, RMSNorm, load_linear, resolve_activation
-from retain.models.linear_attention import linear_attention_specs, load_convolution_weight
+from retain.models.linear_attention import ConvolvedAttention, linear_attention_specs, load_convolution_weight
 from retain.models.weights import Weights
 
 
 @dataclass(frozen=True, eq=False)
 class Mamba2Mixer:
-    """Compute out_proj(norm(attend(act(convolve(qkv))) * silu(z))), where z, qkv and gates are linear in x.
+    """Compute out_proj(norm(attention * silu(z))), where z is linear in x. `norm` is one of each group of heads."""
 
-    The norm is one of each group of heads.
-    """
-
-    cache: int  # the number of its ConvolutionSpec; those of tokens and states follow
-    params: LinearAttention
-    qkv_proj: Linear  # [T, E] -> [C | B | x] of Mamba-2, [T, C]
-    gates_proj: Linear  # [T, E] -> [T, H]
+    attention: ConvolvedAttention  # rows of qkv are [C | B | x] of Mamba-2
     z_proj: Linear  # [T, E] -> [T, H V]
-    weight: Tensor  # [C, W], of the convolution
-    bias: Tensor | None  # [C]
-    act: str
     norm: Layer
     out_proj: Linear
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
-        p = self.params
-        C = p.qkv_width
-        n = p.num_value_heads * p.v_dim
-        inputs = program.buffer(f"linear attention inputs {C}", C)
-        qkv = program.buffer(f"linear attention qkv {C}", C)
-        gates = program.buffer(f"linear attention gates {p.gates_width}", p.gates_width)
+        n = self.attention.width
         z = program.buffer(f"linear attention z {n}", n)
         y = program.buffer(f"linear attention {n}", n)
-        self.qkv_proj.emit(program, x, inputs)
-        program.convolve(inputs, qkv, self.cache, self.weight, self.bias)
-        program.activation(qkv, qkv, self.act, C)
-        self.gates_proj.emit(program, x, gates)
+        self.attention.emit(program, x, y)
         self.z_proj.emit(program, x, z)
-        program.linear_attention(qkv, gates, y, (self.cache + 1, self.cache + 2), p)
         program.activation(z, z, "silu", n)
         program.multiply(y, z)
         self.norm.emit(program, y, y)
@@ -96,14 +77,14 @@ def load_mamba2(w: Weights, cache: int, c: Mamba2Config) -> Mamba2Mixer:
     in_proj = load_linear(w, "in_proj", bias=c.proj_bias)
     bias = w["conv1d.bias"] if c.conv_bias else None
     weight = load_convolution_weight(w, "conv1d.weight", channels, c.window)
-    norm = w["norm.weight"]
-    found = in_proj.weight.shape[0], norm.numel(), channels if bias is None else bias.numel()
+    norm_weight = w["norm.weight"]
+    found = in_proj.weight.shape[0], norm_weight.numel(), channels if bias is None else bias.numel()
     if found != (n + channels + c.num_heads, n, channels):
         expected = [n + channels + c.num_heads, n, channels]
         raise WidthError(f"in_proj, norm and conv1d of Mamba-2 have {list(found)} rows, but {expected} are expected")
     z, x, b, c_rows, dt = torch.split(torch.arange(found[0]), [n, n, keys, keys, c.num_heads])
     qkv = torch.cat((c_rows, b, x))
-    return Mamba2Mixer(
+    attention = ConvolvedAttention(
         cache=cache,
         params=LinearAttention(
             num_key_heads=c.num_groups,
@@ -116,13 +97,12 @@ def load_mamba2(w: Weights, cache: int, c: Mamba2Config) -> Mamba2Mixer:
         ),
         qkv_proj=in_proj.select(qkv),
         gates_proj=in_proj.select(dt),
-        z_proj=in_proj.select(z),
         weight=weight[qkv - n],
-        bias=None if bias is None else bias[qkv - n],
         act=resolve_activation(c.act),
-        norm=RMSNorm(norm.view(c.num_groups, -1), c.eps),
-        out_proj=load_linear(w, "out_proj", bias=c.proj_bias),
+        bias=None if bias is None else bias[qkv - n],
     )
+    norm = RMSNorm(norm_weight.view(c.num_groups, -1), c.eps)
+    return Mamba2Mixer(attention, in_proj.select(z), norm, load_linear(w, "out_proj", bias=c.proj_bias))
 
 
 def read_time_step_limits(value: Any) -> tuple[float, float]:

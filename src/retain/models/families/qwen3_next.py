@@ -18,10 +18,12 @@ from retain.models.families.gemma3_text import load_norm
 from retain.models.family_config import add_defaults, get_layer_types
 from retain.models.layers import Embedding, Layer, Linear, RMSNorm, load_linear, load_lm_head, resolve_activation
 from retain.models.linear_attention import (
+    ConvolvedAttention,
     GatedDeltaNet,
     StateLayer,
     linear_attention_specs,
     load_convolution_weight,
+    make_qk_norm,
 )
 from retain.models.rope import get_partial_rope
 from retain.models.weights import Weights
@@ -115,17 +117,17 @@ def load_linear_attention(w: Weights, cache: int, load_projections: LoadProjecti
         time_bias=w["dt_bias"].float(),
     )
     qkv_proj, gates_proj, z_proj = load_projections(w, p)
-    return GatedDeltaNet(
+    attention = ConvolvedAttention(
         cache=cache,
         params=p,
         qkv_proj=qkv_proj,
         gates_proj=gates_proj,
-        z_proj=z_proj,
         weight=load_convolution_weight(w, "conv1d.weight", p.qkv_width, c["linear_conv_kernel_dim"]),
         act=resolve_activation(c["hidden_act"]),
-        norm=RMSNorm(w["norm.weight"].view(1, p.v_dim).expand(p.num_value_heads, -1), c["rms_norm_eps"]),
-        out_proj=load_linear(w, "out_proj", bias=False),
+        qk_norm=make_qk_norm(p),
     )
+    norm = RMSNorm(w["norm.weight"].view(1, p.v_dim).expand(p.num_value_heads, -1), c["rms_norm_eps"])
+    return GatedDeltaNet(attention, z_proj, norm, load_linear(w, "out_proj", bias=False))
 
 
 def load_attention(w: Weights, cache: int, s: ModelSpec, rope: Rope) -> Attention:
