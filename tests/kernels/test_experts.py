@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from retain.kernels import cpu, reference
-from retain.kernels.api import CPU, Backend, Batch, GroupInputs, Tables
+from retain.kernels.api import CPU, Backend
 from retain.kernels.experts import Experts, Router
 from retain.kernels.quantized import Int6, quantize_int4, quantize_int8
 from retain.kernels.reference.experts import ExpertWeights, mix_experts, route
 from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.layerless_batch import make_layerless_batch
 
 E, I, N = 64, 32, 12
 ROUTERS = {
@@ -95,7 +96,7 @@ class MixtureProgram:
     """A program of one mixture: embeds token ids, mixes experts by random scores, and returns rows as logits."""
 
     def __init__(self, backend: Backend, experts: Experts, num_tokens: int):
-        self.kv = backend.allocate(2, 32, 64, torch.float32)
+        self.backend = backend
         self.program = p = backend.program(torch.float32, CPU)
         x, scores, y = p.buffer("x", E), p.buffer("scores", N), p.buffer("y", E)
         p.embedding(x, random(num_tokens, E, seed=5))
@@ -109,17 +110,8 @@ class MixtureProgram:
 
     def run(self, ids: Tensor) -> Tensor:
         """The rows [T, E] of one request; no layer attends."""
-        T = len(ids)
-        tables = Tables(
-            pages=torch.zeros(1, 1, 1, 1, dtype=torch.int32),
-            counts=torch.zeros(1, 1, 1, dtype=torch.int32),
-            windows=torch.zeros(1, 1, dtype=torch.int32),
-            rows=torch.zeros(1, dtype=torch.int32),
-            query_start_loc=torch.tensor([0, T], dtype=torch.int32),
-        )
-        group = GroupInputs(self.kv, tables, torch.zeros(1, 1, T, dtype=torch.int32))
-        positions = torch.arange(T, dtype=torch.int32)
-        return self.program.run(Batch([group], [(0, 0)], ids, positions, torch.arange(T))).clone()
+        batch = make_layerless_batch(self.backend, ids, torch.arange(len(ids)))
+        return self.program.run(batch).clone()
 
 
 @each_router

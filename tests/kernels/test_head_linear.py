@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu, reference, triton
-from retain.kernels.api import CPU, Backend, Batch, GroupInputs, Tables
+from retain.kernels.api import CPU, Backend, Batch
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.quantized import quantize_int4, quantize_int8
 from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
+from tests.helpers.layerless_batch import make_layerless_batch
 
 H, IN, OUT, WIDTH, OUT_WIDTH = 3, 64, 32, 230, 170
 SOURCE, TARGET = HeadColumns(H, IN, IN + 8, first=5), HeadColumns(H, OUT, OUT + 21, first=7)
@@ -29,10 +30,13 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def device_of(backend: Backend) -> torch.device:
+    return torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
+
+
 def run(backend: Backend, weight: Weight, num_tokens: int, choices: Tensor) -> Tensor:
     """The rows [T, OUT_WIDTH] of a program that multiplies heads of embedded tokens, and copies others."""
-    device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
-    p = backend.program(torch.float32, device)
+    p = backend.program(torch.float32, device_of(backend))
     x, y = p.buffer("x", WIDTH), p.buffer("y", OUT_WIDTH)
     p.embedding(x, random(num_tokens, WIDTH, seed=1))
     p.embedding(y, random(num_tokens, OUT_WIDTH, seed=2))
@@ -46,19 +50,8 @@ def run(backend: Backend, weight: Weight, num_tokens: int, choices: Tensor) -> T
 
 
 def make_batch(backend: Backend, choices: Tensor) -> Batch:
-    """A step of these tokens, for a program without layers."""
-    device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
-    T = len(choices)
-    tables = Tables(
-        pages=torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device),
-        counts=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
-        windows=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        rows=torch.zeros(1, dtype=torch.int32),
-        query_start_loc=torch.tensor([0, T], dtype=torch.int32),
-    )
-    kv = backend.allocate(2, 32, 64, torch.float32, device=device)
-    group = GroupInputs(kv, tables, torch.zeros(1, 1, T, dtype=torch.int32, device=device))
-    return Batch([group], [(0, 0)], choices, torch.arange(T, dtype=torch.int32), torch.arange(T))
+    """A step of as many tokens as are chosen."""
+    return make_layerless_batch(backend, choices, torch.arange(len(choices)), device_of(backend))
 
 
 def by_words(weight: Weight, num_tokens: int) -> Tensor:

@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu, reference, triton
-from retain.kernels.api import CPU, Backend, Batch, GroupInputs, Tables
+from retain.kernels.api import CPU, Backend
 from retain.kernels.quantized import quantize_int4, quantize_int8
 from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import StackedWeight, dense_chunks, stack_rows
 from tests.helpers.backend_variants import ISAS, use_isa
-from tests.kernels.test_head_linear import needs_triton, random
+from tests.helpers.layerless_batch import make_layerless_batch
+from tests.kernels.test_head_linear import device_of, needs_triton, random
 
 IN, OUT = 64, 71
 BIAS = random(OUT, seed=3)
@@ -29,7 +30,7 @@ def make_stack() -> StackedWeight:
 
 def run(backend: Backend, ids: Tensor, bias: Tensor | None, add: bool, as_logits: bool = False) -> Tensor:
     """The rows [T, OUT] of a program with one linear layer, whose output held embedded tokens."""
-    device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
+    device = device_of(backend)
     p = backend.program(torch.float32, device)
     x = p.buffer("x", IN)
     y = p.logits_buffer(OUT) if as_logits else p.buffer("y", OUT)
@@ -40,17 +41,7 @@ def run(backend: Backend, ids: Tensor, bias: Tensor | None, add: bool, as_logits
     if not as_logits:
         p.linear(y, p.logits_buffer(OUT), torch.eye(OUT))
     p.finalize()
-    T = len(ids)
-    tables = Tables(
-        pages=torch.zeros(1, 1, 1, 1, dtype=torch.int32, device=device),
-        counts=torch.zeros(1, 1, 1, dtype=torch.int32, device=device),
-        windows=torch.zeros(1, 1, dtype=torch.int32, device=device),
-        rows=torch.zeros(1, dtype=torch.int32),
-        query_start_loc=torch.tensor([0, T], dtype=torch.int32),
-    )
-    kv = backend.allocate(2, 32, 64, torch.float32, device=device)
-    group = GroupInputs(kv, tables, torch.zeros(1, 1, T, dtype=torch.int32, device=device))
-    batch = Batch([group], [(0, 0)], ids, torch.arange(T, dtype=torch.int32), torch.arange(T))
+    batch = make_layerless_batch(backend, ids, torch.arange(len(ids)), device)
     return p.run(batch).cpu().clone()
 
 
