@@ -10,7 +10,8 @@ from tools.reference_text import NOTE, code, sentence, table
 TESTED = """Each family is compared with `transformers`: tiny random weights with every config below, in float32, whole,
 in chunks, token by token and in company (`tests/models/test_families.py`). Every instruction set and Triton's kernels
 are compared with that (`tests/models/test_programs.py`). A GGUF file of an architecture that is named here, written by
-the `gguf` package, gives the same logits (`tests/models/test_gguf.py`). Files of Mistral say `llama`.
+the `gguf` package, gives the same logits (`tests/models/test_gguf.py`). Files of Mistral say `llama`, those of
+Nemotron-H without experts `nemotron_h`.
 """
 FORMATS = """## Formats
 

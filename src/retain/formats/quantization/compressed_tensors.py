@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retain.formats.quantization import fp8
-from retain.formats.quantization.groups import Groups, check_words, find_order, group_rows, unpack_words
+from retain.formats.quantization.groups import Groups, check_words, find_input_groups, group_rows, unpack_words
 from retain.kernels.stored_weight import FileRows
 
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
@@ -64,7 +64,7 @@ def _read_packed(label: str, tensors: Mapping[str, Tensor]) -> FileRows:
             zero = _to_matrix(stored, out).short() + half
     index = tensors.get("weight_g_idx")
     index = None if index is not None and bool((index == -1).any()) else index
-    groups = Groups(bits, scale, zero, find_order(index, width, scale.shape[1]))
+    groups = Groups(bits, scale, zero, find_input_groups(index, width, scale.shape[1]))
 
     def read(begin: int, end: int) -> Tensor:
         return unpack_words(words[begin:end], bits)[:, :width]

@@ -3,8 +3,8 @@
 `qweight` is int32 [in / 8, out], a word of eight adjacent inputs; `qzeros` int32 [groups, out / 8], a word of eight
 adjacent outputs; `scales` [groups, out]. With 8 bits a word has four. Files of the first version store words of zeros
 less 1 in each number, with a borrow from the next one where a zero is 0; files of `checkpoint_format: gptq_v2` store
-the zeros. `g_idx` int32 [in] is the group of each input: other than adjacent ones
-where inputs were sorted by their activations (`desc_act`).
+the zeros. `g_idx` int32 [in] is the group of each input: other than adjacent ones where inputs were sorted by their
+activations (`desc_act`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from retain.formats.quantization.groups import Groups, check_words, find_order, group_rows, unpack_words
+from retain.formats.quantization.groups import Groups, check_words, find_input_groups, group_rows, unpack_words
 from retain.kernels.stored_weight import FileRows
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # a word of ones, by bits
@@ -31,7 +31,7 @@ def read_rows(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1) -
     check_words(words, (len(words), out), "qweight")
     width = len(words) * 32 // bits
     zero = unpack_words(zeros + ONES[bits] * zero_offset, bits)[:, :out].T.short()
-    groups = Groups(bits, scales.T, zero, find_order(tensors.get("g_idx"), width, num_groups))
+    groups = Groups(bits, scales.T, zero, find_input_groups(tensors.get("g_idx"), width, num_groups))
 
     def read(begin: int, end: int) -> Tensor:
         return unpack_words(words[:, begin:end].T, bits)

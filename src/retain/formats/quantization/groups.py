@@ -32,8 +32,9 @@ class Groups:
         """Return the kind that holds a matrix with `width` inputs: Int4, Int8 where it is symmetric, or dense."""
         if self.index is not None or width % (GROUP_SIZE * self.scale.shape[1]):
             return DENSE
-        is_symmetric = self.bits == 4 or bool((self.zero == 128).all())
-        return (Int4 if self.bits == 4 else Int8) if is_symmetric else DENSE
+        if self.bits == 4:
+            return Int4
+        return Int8 if bool((self.zero == 128).all()) else DENSE
 
     def convert(self, q: Tensor, begin: int, own: Kind, kind: Kind) -> Tensor | QuantizedWeight:
         """Convert rows `begin` and following, q uint8 [rows, in], which are stored in the kind `own`."""
@@ -66,7 +67,7 @@ def group_rows(label: str, shape: tuple[int, int], groups: Groups, read: Callabl
     return FileRows(label, shape, own, lambda begin, end, kind: groups.convert(read(begin, end), begin, own, kind))
 
 
-def find_order(index: Tensor | None, width: int, num_groups: int) -> Tensor | None:
+def find_input_groups(index: Tensor | None, width: int, num_groups: int) -> Tensor | None:
     """Return the group of each input, int64 [in], or None where groups are of adjacent inputs. Raises ValueError."""
     if index is None:
         return None

@@ -7,10 +7,9 @@ from retain.formats.gguf.architectures import deepseek2, llama
 from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, refuse_mrope
 
 LAYER_TENSORS = {
-    **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem != "ffn_norm"},
+    **llama.POST_ATTENTION_NORM_TENSORS,
     **llama.QK_NORM_TENSORS,
     **deepseek2.EXPERT_LAYER_TENSORS,
-    "post_attention_norm": "post_attention_layernorm",
 }
 
 

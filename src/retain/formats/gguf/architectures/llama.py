@@ -19,6 +19,11 @@ ATTENTION = {
 }
 PROJECTIONS = ATTENTION | {"ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 LAYER_TENSORS = PROJECTIONS | {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
+# Where the norm before the MLP has the name of what it is behind.
+POST_ATTENTION_NORM_TENSORS = PROJECTIONS | {
+    "attn_norm": "input_layernorm",
+    "post_attention_norm": "post_attention_layernorm",
+}
 EXPERT_TENSORS = {
     "ffn_gate_exps": ("mlp.experts.{}.gate_proj",),
     "ffn_up_exps": ("mlp.experts.{}.up_proj",),

@@ -10,9 +10,8 @@ from retain.formats.gguf.architectures import llama
 from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, get_share, read_kv_heads, read_ssm_heads
 
 LAYER_TENSORS = {
-    **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem != "ffn_norm"},
+    **llama.POST_ATTENTION_NORM_TENSORS,
     **llama.QK_NORM_TENSORS,
-    "post_attention_norm": "post_attention_layernorm",
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
