@@ -40,7 +40,8 @@ class Architecture:
     # Of the matrices of all experts, which llama.cpp stacks [n, out, in]; {} is the number of the expert. Several names
     # share the rows of each expert.
     expert_tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    whole_names: Mapping[str, str] = field(default_factory=dict)  # of a layer, with what follows the stem
+    # Names inside a layer that change with their ending, as `ssm_dt.bias` to `linear_attn.dt_bias`.
+    whole_names: Mapping[str, str] = field(default_factory=dict)
     row_order: Order = lambda stem, rows, config: None
     column_order: Order = lambda stem, columns, config: None
     values: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of numbers and shapes, by stem

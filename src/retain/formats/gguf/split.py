@@ -23,7 +23,7 @@ PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
 
 def find_first_part(path: Path) -> Path:
-    """Return the first part of the model that a file's name says it is a part of; the file itself where it is none."""
+    """Return the path of part 1 of the model that a file is named as a part of; else the file itself."""
     first = part_paths(path)[0]
     return first if first.is_file() else path
 

@@ -38,9 +38,10 @@ RowsReader = Callable[[str, Mapping[str, Tensor]], FileRows]
 
 @dataclass(frozen=True)
 class Quantization:
-    """What the names of a matrix's tensors end in, with the end of its own name and the part; and what reads them.
+    """How a method names the tensors of a matrix, and reads them.
 
-    A matrix has all parts of one of the forms. Of those that lack equally many, the first is meant.
+    `endings` maps the end of a tensor's name to the end of the matrix's name, and to the tensor's part of the matrix.
+    `forms` are the sets of parts that a matrix may have; the first of the nearest ones counts.
     """
 
     endings: Mapping[str, tuple[str, str]]
