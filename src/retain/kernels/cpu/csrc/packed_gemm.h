@@ -33,8 +33,8 @@ constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
 // stream.
 constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == WeightFormat::int8 ? 12 : 4; }
 
-// How far in advance a product with one row asks for quantized weights. It is bound by memory, and an Intel processor's
-// own prefetching fetches too little where words are unpacked between loads; a Zen 4's does better (log/cpu-speed.md).
+// How far in advance a product with one row asks for weights. It is bound by memory, and an Intel processor's own
+// prefetching fetches too little; a Zen 4's does better (log/cpu-speed.md).
 constexpr int PREFETCH_BYTES = 4096;
 #if defined(__x86_64__)
 inline const bool PREFETCHES_WEIGHTS = [] {
@@ -44,6 +44,11 @@ inline const bool PREFETCHES_WEIGHTS = [] {
 #else
 constexpr bool PREFETCHES_WEIGHTS = false;
 #endif
+
+template <int ROWS>
+INLINE void prefetch_weights(const void* p) {
+  if (ROWS == 1 && PREFETCHES_WEIGHTS) __builtin_prefetch(static_cast<const char*>(p) + PREFETCH_BYTES, 0, 2);
+}
 
 // The number of rows at once whose sums stay in registers.
 constexpr int max_rows(WeightFormat format, int tiles) {
@@ -108,6 +113,7 @@ INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, con
   const int64_t stride = w.activation_bytes() / 4, tile_stride = w.tile_bytes() / 4;
   const float* a = reinterpret_cast<const float*>(rows);
   for (int k = 0; k < w.in; ++k, b += TILE_OUT) {
+    prefetch_weights<ROWS>(b);
     F x[TILES];
     EACH(t, TILES) x[t] = load<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] += a[r * stride + k] * x[t];
@@ -124,6 +130,7 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
     F even[TILES][ROWS] = {}, odd[TILES][ROWS] = {};
     const int end = begin + TILE_DEPTH < w.in ? begin + TILE_DEPTH : w.in;
     for (int k = begin; k < end; k += 2, b += 2 * TILE_OUT) EACH(t, TILES) {
+        prefetch_weights<ROWS>(b);
         const Bf16Pairs<WIDTH> x = load_pairs<WIDTH>(b + t * tile_stride);
         EACH(r, ROWS) even[t][r] = add_even<WIDTH>(even[t][r], x, a + r * stride + k);
         EACH(r, ROWS) odd[t][r] = add_odd<WIDTH>(odd[t][r], x, a + r * stride + k);
@@ -132,6 +139,7 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
   }
 #else
   for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
+    prefetch_weights<ROWS>(b);
     Bf16Pairs<WIDTH> x[TILES];
     EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
@@ -182,9 +190,7 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
       return *reinterpret_cast<const ActivationGroup*>(row_group);
     };
     const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * vector * WIDTH;
-    if (ROWS == 1 && PREFETCHES_WEIGHTS) {
-      EACH(i, group_bytes(FORMAT) / 64) __builtin_prefetch(group + PREFETCH_BYTES + 64 * i, 0, 2);
-    }
+    EACH(i, group_bytes(FORMAT) / 64) prefetch_weights<ROWS>(group + 64 * i);
     EACH(part, PARTS) {
       I group_sum[TILES][ROWS];
       EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = splat(offset_of<FORMAT>(group_of_row(r), part));

@@ -106,6 +106,10 @@ void convolve(const ConvolutionArgs& args, int block) {
 
 // ---- products with a state ------------------------------------------------------------------------------------------
 
+// How many rows of a state a product of one token asks for in advance. It is bound by memory, and a state lies in
+// pieces of some KB, which a processor's own prefetching does not cross.
+constexpr int PREFETCH_ROWS = 8;
+
 // Sets y[m] = sum_d x[m][d] * rows[d] for M vectors x of n numbers; rows of y and of the state have `width` numbers.
 template <int M, int MAX>
 INLINE void multiply_state(const float* const* rows, int n, int width, const float* const* x, float* y) {
@@ -115,6 +119,7 @@ INLINE void multiply_state(const float* const* rows, int n, int width, const flo
     for (int d = 0; d < n; ++d)
       for (int i = 0; i < N; ++i) {
         const auto row = load<L>(rows[d] + column + i * L);
+        if (M <= 2) __builtin_prefetch(rows[d + PREFETCH_ROWS] + column + i * L, 0, 2);
         for (int m = 0; m < M; ++m) sum[m][i] += broadcast<L>(x[m][d]) * row;
       }
     for (int m = 0; m < M; ++m)
@@ -149,7 +154,7 @@ struct ValueHead {
   const LinearAttentionArgs& args;
   const int h;
   float *const products, *const u, *const state;  // scratch: [2 PRODUCT_TOKENS, v_dim], [S, v_dim], [k_dim, v_dim]
-  const float* rows[MAX_K_DIM];  // of the state at the last page end
+  const float* rows[MAX_K_DIM + PREFETCH_ROWS] = {};  // of the state at the last page end
   bool is_zero;                  // that state, which has no rows then
   PageTokens page;
 
@@ -383,10 +388,28 @@ static void attend_page(ValueHead& head, int begin, int end) {
   }
 }
 
+// Asks for the positions of a cache's pages, which say where the tokens and the states of some heads are.
+static void prefetch_positions(const SlotCache& cache, int b, int first_head, int num_heads) {
+  for (int g = first_head; g < first_head + num_heads; ++g) {
+    const int32_t* const pages = cache.tables.page_table(b, g);
+    for (int i = 0; i < cache.tables.num_pages(b, g); ++i)
+      __builtin_prefetch(cache.kv.pos + int64_t(pages[i]) * cache.kv.S, 0, 3);
+  }
+}
+
+// Asks for the positions that the next head, or the next request, looks at first.
+static void prefetch_next(const LinearAttentionArgs& args, int b, int h) {
+  if (++h == args.params.num_value_heads) h = 0, ++b;
+  if (b == args.tokens.tables.B) return;
+  prefetch_positions(args.states, b, h * args.num_parts(), args.num_parts());
+  prefetch_positions(args.tokens, b, h, 1);
+}
+
 void attend_linearly(const LinearAttentionArgs& args, int b, int h, float* scratch) {
   const int32_t* const starts = args.tokens.tables.query_start_loc;
   const int begin = starts[b], end = starts[b + 1], S = args.fold();
   if (begin == end) return;
+  prefetch_next(args, b, h);
   ValueHead head(args, h, scratch);
   const int32_t position = args.pos[begin], base = position / S * S;
   if (!find_state(head, b, base) || !find_tokens(head, b, base, position)) {
