@@ -1,15 +1,21 @@
-"""The cases of parametrized tests that run: `make check` has few with many values, `make test` each pair of values."""
+"""The cases of parametrized tests that run: `make check` has few with many values, `make test` each pair of values.
+
+Of a parameter with very many values, such as the family, `make test` has each value once.
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from itertools import combinations
 
 import pytest
 
 MAX_CHECKED_CASES = 2  # of a test in `make check`: the first that together have the most values
+MAX_PAIRED_VALUES = 12  # of a parameter whose values `make test` runs with each of another
 Parts = frozenset[str]  # what a case must share with another to be a repetition of it
+Values = dict[str, str]  # by the names of the parameters
 
 
 def mark_repetitions(items: Iterable[pytest.Item]) -> None:
@@ -26,12 +32,23 @@ def mark_repetitions(items: Iterable[pytest.Item]) -> None:
 def find_repeated_pairs(items: Iterable[pytest.Item]) -> list[pytest.Function]:
     """Return cases until each that is left has a pair of values which no other case of its test has.
 
-    A test over 6 dtypes times 4 sizes times 3 families keeps 24 of 72 cases or few more. Those of `make check` stay.
+    A test over 6 dtypes times 4 sizes times 3 layouts keeps 24 of 72 cases or few more. A test over 40 families times 5
+    dtypes keeps 40 of 200: a parameter of more than MAX_PAIRED_VALUES is in no pair. Those of `make check` stay.
     """
     found = list[pytest.Function]()
     for cases in cases_of_tests(items):
-        found += find_repetitions(cases, pairs, [item for item in cases if not item.get_closest_marker("slow")])
+        kept = [item for item in cases if not item.get_closest_marker("slow")]
+        found += find_repetitions(cases, partial(pairs, unpaired=find_long_parameters(cases)), kept)
     return found
+
+
+def find_long_parameters(cases: Iterable[pytest.Function]) -> set[str]:
+    """Return the names of the parameters that have more than MAX_PAIRED_VALUES."""
+    found = defaultdict[str, set[str]](set)
+    for item in cases:
+        for name, value in named_values(item).items():
+            found[name].add(value)
+    return {name for name, seen in found.items() if len(seen) > MAX_PAIRED_VALUES}
 
 
 def cases_of_tests(items: Iterable[pytest.Item]) -> Iterator[list[pytest.Function]]:
@@ -54,25 +71,38 @@ def find_repetitions(
     With a `limit`, all but so many cases are returned.
     """
     left = {item: parts_of(item) for item in cases}
+    own = {item: values(item) for item in cases}
     missing = set[str]().union(*left.values())
+    uses = Counter[str]()
     for item in kept:
         missing -= left.pop(item)
+        uses.update(own[item])
     while missing and (limit is None or len(cases) - len(left) < limit):
-        chosen = max(left, key=lambda item: len(left[item] & missing))  # the first of the best
+        gain = {item: len(parts & missing) for item, parts in left.items()}
+        best = max(gain.values())
+        # Of the best the first whose values were used least, so that families take turns with dtypes.
+        chosen = min((item for item in left if gain[item] == best), key=lambda item: sum(uses[v] for v in own[item]))
         missing -= left.pop(chosen)
+        uses.update(own[chosen])
     return list(left)
 
 
-def pairs(item: pytest.Function) -> Parts:
-    """Return each pair of values of a case, or its only value."""
-    found = sorted(values(item))
-    return frozenset(map(repr, combinations(found, 2))) if len(found) > 1 else frozenset(found)
+def pairs(item: pytest.Function, unpaired: Collection[str] = ()) -> Parts:
+    """Return each pair of values of a case but those `unpaired`, and each value."""
+    found = named_values(item)
+    paired = sorted(value for name, value in found.items() if name not in unpaired)
+    return frozenset([*found.values(), *map(repr, combinations(paired, 2))])
 
 
 def values(item: pytest.Function) -> Parts:
+    """Return the values of a case."""
+    return frozenset(named_values(item).values())
+
+
+def named_values(item: pytest.Function) -> Values:
     """Return what a case has of each `parametrize`, whose arguments belong together, and of each fixture."""
     params = dict(item.callspec.params)
     names = [mark.args[0] for mark in item.iter_markers("parametrize")]
     groups = [[n.strip() for n in name.split(",")] if isinstance(name, str) else list(name) for name in names]
     rows = [{name: params.pop(name) for name in group} for group in groups]
-    return frozenset(repr(row) for row in [*rows, *({name: value} for name, value in params.items())])
+    return {",".join(row): repr(row) for row in [*rows, *({name: value} for name, value in params.items())]}

@@ -19,6 +19,11 @@ def fixture(request): ...
 @pytest.mark.parametrize(("b", "c"), [(1, 2), (2, 1), (1, 1), (2, 2)])
 def test_product(a, b, c, fixture): ...
 
+@pytest.mark.parametrize("family", range(20))
+@pytest.mark.parametrize("dtype", range(4))
+@pytest.mark.parametrize("size", range(3))
+def test_many(family, dtype, size): ...
+
 @pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_rows(a): ...
 
@@ -43,10 +48,11 @@ def test_each_value_stays_in_a_case_and_repetitions_are_slow(
     mark_repetitions(items)
     fast = [item for item in items if not item.get_closest_marker("slow")]
     params = [item.callspec.params for item in fast if item.originalname == "test_product"]
-    assert len(items) == 48 + 3 + 1 and len(params) == 6
+    assert len(items) == 48 + 240 + 3 + 1 and len(params) == 6
     assert {p["a"] for p in params} == {*range(6)} and {p["fixture"] for p in params} == {"x", "y"}
     assert {(p["b"], p["c"]) for p in params} == {(1, 2), (2, 1), (1, 1), (2, 2)}
-    assert [item.name for item in fast[len(params) :]] == ["test_rows[1]", "test_rows[2]", "test_plain"]
+    others = [item for item in fast if item.originalname not in ("test_product", "test_many")]
+    assert [item.name for item in others] == ["test_rows[1]", "test_rows[2]", "test_plain"]
 
 
 def test_no_test_has_more_fast_cases_than_the_limit(items: list[pytest.Function]) -> None:
@@ -56,7 +62,7 @@ def test_no_test_has_more_fast_cases_than_the_limit(items: list[pytest.Function]
     params = [item.callspec.params for item in fast if item.originalname == "test_product"]
     assert len(params) == covering_cases.MAX_CHECKED_CASES == 2 == len({p["a"] for p in params})
     assert {p["fixture"] for p in params} == {"x", "y"} and len({(p["b"], p["c"]) for p in params}) == 2
-    assert len(fast) == 2 + 2 + 1
+    assert len(fast) == 2 + 2 + 2 + 1
 
 
 def test_each_pair_of_values_stays_in_a_case(items: list[pytest.Function]) -> None:
@@ -72,4 +78,16 @@ def test_each_pair_of_values_stays_in_a_case(items: list[pytest.Function]) -> No
     assert 24 <= len(params(left)) <= 28
     for i, j in combinations(range(3), 2):
         assert {(p[i], p[j]) for p in params(left)} == {(p[i], p[j]) for p in params(items)}
-    assert not any(item.originalname != "test_product" or not item.get_closest_marker("slow") for item in repeated)
+    assert not any(
+        item.originalname in ("test_rows", "test_plain") or not item.get_closest_marker("slow") for item in repeated
+    )
+
+
+def test_values_of_a_long_parameter_take_turns_with_the_others(items: list[pytest.Function]) -> None:
+    """Each of them is in one case; all pairs of the other parameters stay."""
+    mark_repetitions(items)
+    repeated = find_repeated_pairs(items)
+    left = [item.callspec.params for item in items if item.originalname == "test_many" and item not in repeated]
+    assert len(left) == 20 and {p["family"] for p in left} == {*range(20)}
+    assert len({(p["dtype"], p["size"]) for p in left}) == 12
+    assert {sum(p["dtype"] == dtype for p in left) for dtype in range(4)} <= {4, 5, 6}
