@@ -9,6 +9,12 @@ import pytest
 from retain import models
 
 Changes = dict[str, Any]
+# A family of each kind of cache, on which laws about caches run: heads in groups, ALiBi, windows in some and in all
+# layers, shared layers and K = V, sinks and experts, latents, short convolutions, states of both update rules.
+CACHE_KINDS = (
+    *("llama", "mpt", "gemma3_text", "mistral", "gemma4_text"),
+    *("gpt_oss", "deepseek_v3", "lfm2", "qwen3_5_text", "granitemoehybrid"),
+)
 LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 MROPE = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import cycle, product
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,27 +25,34 @@ from tests.helpers.engines import (
     run_alone,
     run_to_completion,
 )
+from tests.helpers.family_variants import CACHE_KINDS
 from tests.helpers.marks import slow
 from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, tiny_model
 
 FAST = ["llama", "gemma3_text"]
-FAMILIES = [*FAST, *slow(*sorted(set(CONFIGS) - {*FAST, *MULTIMODAL}))]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
 BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+CHUNKED_POLICIES = [
+    "full",
+    "ring:window=24",
+    "h2o:budget=40,prefill=stream,chunk=30",
+    "reread:budget=50,rereads=40",
+    "h2o:budget=25%",  # layer by layer where the prompt is computed in one step
+]
+
+
+def chunked_cases() -> Iterator[Any]:
+    """Yield a family of each kind of cache with every policy, and every other family with one of them in turn."""
+    others = sorted(set(CONFIGS) - {*CACHE_KINDS, *MULTIMODAL})
+    cases = [*product(CACHE_KINDS, CHUNKED_POLICIES), *zip(others, cycle(CHUNKED_POLICIES), strict=False)]
+    for family, policy in cases:
+        yield pytest.param(family, policy, marks=[] if family in FAST else [pytest.mark.slow])
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "full",
-        "ring:window=24",
-        "h2o:budget=40,prefill=stream,chunk=30",
-        "reread:budget=50,rereads=40",
-        "h2o:budget=25%",  # layer by layer where the prompt is computed in one step
-    ],
-)
+@pytest.mark.parametrize(("family", "policy"), list(chunked_cases()))
 def test_chunk_size_changes_no_token(family: str, policy: str, backend: str) -> None:
     prompt = random_prompts(1, seed=3)[0] + random_prompts(1, seed=4)[0]
     whole = run_alone(family, prompt, policy=policy, backend=backend, max_batched_tokens=400)
