@@ -118,7 +118,7 @@ def test_damaged_gguf_files_are_read_or_refused(
     metadata = vocabulary | {"tokenizer.chat_template": "{{ messages }}"}
     path = write_gguf(tmp_path / "m.gguf", checkpoint, ggml_type, metadata)
     header_size = min(info.start for info in GGUFReader(path).tensors.values())
-    refused = fuzz(lambda: read_everything(path), path, header_size, cases=1200)
+    refused = fuzz(lambda: read_everything(path), path, header_size, cases=500)
     assert 0.2 < refused < 0.95  # some cases are read to the end, others are refused
 
 
