@@ -96,6 +96,11 @@ VARIANTS: dict[str, list[Changes]] = {
         {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 32},
     ],
     "gemma4": [],
+    "muse_glimmer_text": [
+        {"attention_bias": True, "layer_rope_theta": [0, 10000.0, 0, 10000.0, 10000.0], "post_norm_eps": 0.1},
+        {"layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"], "tie_word_embeddings": True},
+    ],
+    "muse_glimmer": [],
     "lfm2": [
         {"conv_bias": True, "conv_L_cache": 4, "tie_word_embeddings": False},
         {"layer_types": None, "full_attn_idxs": [1], "num_key_value_heads": 1},

@@ -24,8 +24,9 @@ DENSE_ARCHS = {
     "seed_oss": "seed_oss",
     "smollm3": "smollm3",
     "ministral3": "mistral3",
+    "muse_glimmer_text": "muse-glimmer",
 }
-PERMUTED = ("llama", "granite", "smollm3", "mistral3")  # the converter's subclasses of LlamaModel
+PERMUTED = ("llama", "granite", "smollm3", "mistral3", "muse-glimmer")  # most are the converter's LlamaModel
 
 
 def dense_metadata(arch: str, c: Config) -> dict[str, Any]:
@@ -151,6 +152,29 @@ def add_mistral3(c: Config, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def add_muse_glimmer(c: Config, values: dict[str, Any]) -> dict[str, Any]:
+    n = c["num_hidden_layers"]
+    types = c.get("layer_types") or ["sliding_attention" if (n - 1 - i) % 4 else "full_attention" for i in range(n)]
+    return values | {
+        "final_logit_softcapping": c.get("final_logit_softcapping", 20.0),
+        "logit_scale": c["output_multiplier"],
+        "attention.sliding_window": c["sliding_window"],
+        "attention.sliding_window_pattern": [t == "sliding_attention" for t in types],
+    }
+
+
+def qk_norm_tensors(arch: str, c: Config) -> dict[str, NDArray[np.float32]]:
+    """Return the norms that MuseGlimmerModel adds, of which that of q holds a factor."""
+    if arch != "muse-glimmer":
+        return {}
+    values = {"q": c["qk_scale_factor"], "k": 1.0}
+    return {
+        f"blk.{i}.attn_{name}_norm.weight": np.full(c["head_dim"], x, np.float32)
+        for i in range(c["num_hidden_layers"])
+        for name, x in values.items()
+    }
+
+
 METADATA: dict[str, Callable[[Config, dict[str, Any]], dict[str, Any]]] = {
     "olmo2": add_olmo2,
     "phi3": add_phi3,
@@ -158,6 +182,7 @@ METADATA: dict[str, Callable[[Config, dict[str, Any]], dict[str, Any]]] = {
     "glm4": add_glm4,
     "cohere2": add_cohere2,
     "mistral3": add_mistral3,
+    "muse-glimmer": add_muse_glimmer,
 }
 
 

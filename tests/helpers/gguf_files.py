@@ -21,7 +21,14 @@ from gguf import GGMLQuantizationType, GGUFWriter
 from numpy.typing import NDArray
 
 from retain.processing.detokenizer import unicode_to_bytes
-from tests.helpers.gguf_dense import DENSE_ARCHS, PERMUTED, dense_metadata, longrope_tensors, permute_rows
+from tests.helpers.gguf_dense import (
+    DENSE_ARCHS,
+    PERMUTED,
+    dense_metadata,
+    longrope_tensors,
+    permute_rows,
+    qk_norm_tensors,
+)
 from tests.helpers.gguf_hybrids import (
     EXACT,
     NO_LEAF,
@@ -58,6 +65,7 @@ GGUF_ARCHS = {
     **MAMBA2_ARCHS,
 }
 TEXT_MODELS = {*DENSE_ARCHS.values(), *LATENT_ARCHS.values(), *MAMBA2_ARCHS.values(), "nemotron_h"}
+CENTERED_NORMS = {"gemma3": "norm.weight", "muse-glimmer": "layernorm.weight"}  # they multiply by 1 + w
 BYTE_TO_CHAR = {b: c for c, b in unicode_to_bytes().items()}
 # 128 tokens: 110 single bytes, 15 merges, and three control tokens.
 MERGES = [
@@ -123,6 +131,8 @@ def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
         return tiny_checkpoint(model_type, use_sliding_window=False)
     if model_type == "granite":  # float32 in a file
         return tiny_checkpoint(model_type, attention_multiplier=0.25)
+    if model_type == "muse_glimmer_text":
+        return tiny_checkpoint(model_type, qk_scale_factor=3.875)
     if model_type == "ministral3":  # the converter requires the scales of YaRN
         rope = CONFIGS[model_type]["rope_parameters"]
         return tiny_checkpoint(model_type, rope_parameters={**rope, "mscale": 1.0, "mscale_all_dim": 1.0})
@@ -145,13 +155,15 @@ def write_gguf(
     arch = choose_arch(checkpoint.config) or GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = config_to_metadata(arch, checkpoint.config) | hybrid_metadata(arch, checkpoint.config)
     meta |= {**(vocabulary or {}), **(extra or {})}
-    others = {**extra_tensors(arch, checkpoint.config), **longrope_tensors(checkpoint.config), **(tensors or {})}
+    others = {**extra_tensors(arch, checkpoint.config), **longrope_tensors(checkpoint.config)}
+    others |= {**qk_norm_tensors(arch, checkpoint.config), **(tensors or {})}
     types = cycle([ggml_type] if isinstance(ggml_type, str) else ggml_type)
     w = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
     for key, value in meta.items():
         if value is not None:
             add_metadata(w, key, value)
-    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == arch), 100)
+    known = {"muse-glimmer": "afmoe"}.get(arch, arch)  # which the library does not have, of the same names
+    names = gguf.get_tensor_name_map(next(a for a, n in gguf.MODEL_ARCH_NAMES.items() if n == known), 100)
     converted = {n: convert_tensor(arch, n, checkpoint.read(n), checkpoint.config) for n in checkpoint.names()}
     converted = split_stacks(converted) if arch == "gpt-oss" else converted
     converted = convert_hybrid_tensors(arch, converted, checkpoint.config)
@@ -271,7 +283,7 @@ def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> 
     a = x.float().numpy()
     if arch in PERMUTED:
         a = permute_rows(name, a, c)
-    if arch == "gemma3" and name.endswith("norm.weight"):
+    if name.endswith(CENTERED_NORMS.get(arch, " ")):
         a = a + 1
     if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
         a = a.T

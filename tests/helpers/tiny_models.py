@@ -63,6 +63,13 @@ GEMMA4: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "tie_word_embeddings": True,
 }
+MUSE: dict[str, Any] = {
+    **{k: v for k, v in LLAMA.items() if k != "rope_theta"},
+    "num_hidden_layers": 5,
+    "sliding_window": 8,
+    "rms_norm_eps": 1e-2,  # what it adds to counts
+    "output_multiplier": 0.5,
+}
 LFM2: dict[str, Any] = {
     **{k: v for k, v in LLAMA.items() if k not in ("head_dim", "rms_norm_eps", "rope_theta")},
     "norm_eps": 1e-5,
@@ -209,6 +216,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gemma3": {"text_config": GEMMA, "tie_word_embeddings": True},
     "gemma4_text": GEMMA4,
     "gemma4": {"text_config": GEMMA4, "tie_word_embeddings": True},
+    "muse_glimmer_text": MUSE,
+    "muse_glimmer": {"text_config": MUSE},
     "lfm2": LFM2,
     "lfm2_moe": {
         **{k: v for k, v in LFM2.items() if k != "block_auto_adjust_ff_dim"},
@@ -297,7 +306,8 @@ class TinyCheckpoint:
             return x / 20
         if len(shape) == 1:  # a norm's weight: 0.5 to 1.5, of either sign
             y = x.sign() * (0.5 + x.abs() % 1)
-            return y - 1 if is_gemma or (is_linear and "linear_attn" not in name) else y
+            is_centered = model_type.startswith("muse_glimmer") and name.endswith("layernorm.weight")
+            return y - 1 if is_gemma or is_centered or (is_linear and "linear_attn" not in name) else y
         if "emb" in name or name.split(".")[-2] in ("wte", "wpe"):
             return x / 8 if is_gemma else x  # Gemma multiplies by the root of E, which is 8
         if len(shape) == 3:  # [experts, in, out], or [experts, out, in]
@@ -315,6 +325,7 @@ NORMS = {
     "cohere2": ("input",),
     "glm4": ("input", "post_attention", "post_self_attn", "post_mlp"),
     "gemma3_text": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
+    "muse_glimmer_text": ("input", "post_attention", "pre_feedforward", "post_feedforward"),
     "olmo2": ("post_attention", "post_feedforward"),
     "olmo3": ("post_attention", "post_feedforward"),
 }
@@ -364,6 +375,8 @@ def special_attention_shapes(prefix: str, c: dict[str, Any], q: int, k: int) -> 
         yield prefix + "k_norm.weight", (k,)
     if c.get("model_type") in ("gpt_oss", "granite_swa"):
         yield prefix + "sinks", (c["num_attention_heads"],)
+    if c.get("model_type") == "muse_glimmer_text":
+        yield prefix + "gate_proj.weight", (q, c["hidden_size"])
 
 
 def mlp_shapes(prefix: str, E: int, F: int, bias: bool = False) -> Shapes:
@@ -387,6 +400,11 @@ def stacked_expert_shapes(prefix: str, num_experts: int, E: int, F: int) -> Shap
 
 def gemma3_shapes(c: dict[str, Any]) -> Shapes:
     yield from llama_shapes(c["text_config"], "model.language_model.")
+
+
+def muse_shapes(c: dict[str, Any]) -> Shapes:
+    text = {**c["text_config"], "model_type": "muse_glimmer_text", "tie_word_embeddings": c.get("tie_word_embeddings")}
+    yield from llama_shapes(text, "model.language_model.")
 
 
 def gemma4_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
@@ -753,6 +771,8 @@ TENSOR_SHAPES = {
     "gemma3": gemma3_shapes,
     "gemma4_text": gemma4_shapes,
     "gemma4": gemma4_vision_shapes,
+    "muse_glimmer_text": llama_shapes,
+    "muse_glimmer": muse_shapes,
     "lfm2": lfm2_shapes,
     "lfm2_moe": lfm2_shapes,
     "granitemoehybrid": granite_hybrid_shapes,

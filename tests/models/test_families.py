@@ -19,7 +19,7 @@ from retain.models.weights import Weights, open_weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.family_variants import VARIANTS, Changes, each_variant
-from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, has_states, tiny_checkpoint, tiny_model
+from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, TinyCheckpoint, has_states, tiny_checkpoint, tiny_model
 
 each_family = pytest.mark.parametrize("family", models.list_families())
 VISION = {
@@ -39,6 +39,16 @@ QWEN_VISION = {
     "out_hidden_size": 64,
     "num_position_embeddings": 4,
 }
+MUSE_VISION = {
+    "vision_config": {
+        **{k: VISION[k] for k in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")},
+        "pos_emb_height": 2,
+        "pos_emb_width": 2,
+        "patch_size": 2,
+    },
+    "out_hidden_size": 64,
+    "projector_hidden_size": 16,
+}
 
 
 @torch.inference_mode()
@@ -52,15 +62,21 @@ def build_transformers_model(checkpoint: TinyCheckpoint) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = json.loads(json.dumps(checkpoint.config))
-    model_type, auto = config.pop("model_type"), AutoModelForCausalLM
+    model_type, auto, prefix = config.pop("model_type"), AutoModelForCausalLM, ("", "")
     if model_type == "gemma3":
         config, auto = {**config, "vision_config": VISION, "mm_tokens_per_image": 4}, AutoModelForImageTextToText
     elif model_type in ("qwen3_5", "qwen3_5_moe"):
         config, auto = {**config, "vision_config": QWEN_VISION}, AutoModelForImageTextToText
+    elif model_type.startswith("muse_glimmer"):
+        is_text = model_type == "muse_glimmer_text"
+        tied = {"tie_word_embeddings": config.get("tie_word_embeddings", False)}
+        config = {"text_config": config if is_text else config["text_config"], **MUSE_VISION, **tied}
+        model_type, auto = "muse_glimmer", AutoModelForImageTextToText
+        prefix = ("model.", "model.language_model.") if is_text else prefix
     model = auto.from_config(AutoConfig.for_model(model_type, **config), attn_implementation="eager").eval()
-    tensors = stack_experts({name: checkpoint.read(name) for name in checkpoint.names()})
+    tensors = stack_experts({name.replace(*prefix, 1): checkpoint.read(name) for name in checkpoint.names()})
     result = model.load_state_dict(tensors, strict=False)
-    vision = ("vision_tower", "projector", "model.visual.")
+    vision = ("vision_tower", "projector", "model.visual.", "model.vision_")
     missing = {name for name in result.missing_keys if not any(part in name for part in vision)}
     assert not result.unexpected_keys and missing <= {"lm_head.weight"}
     return model
@@ -230,6 +246,9 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
             {"rope_parameters": {**CONFIGS["ministral3"]["rope_parameters"], "original_max_position_embeddings": 0.5}},
             "original_max_position_embeddings is 0.5, not a whole number above 0",
         ),
+        ("muse_glimmer_text", {"layer_rope_theta": [5.0] * 5}, "is [5.0, 5.0, 5.0, 5.0, 5.0], not 0 or 10000.0 for"),
+        ("muse_glimmer_text", {"layer_rope_theta": [0] * 4}, "not 0 or 10000.0 for each of 5 layers"),
+        ("muse_glimmer_text", {"layer_rope_theta": [[]] * 5}, "not 0 or 10000.0 for each of 5 layers"),
         ("glm4", {"partial_rotary_factor": 1e8}, "partial_rotary_factor is 100000000.0, not a number above 0 up to 1"),
         ("smollm3", {"no_rope_layers": "abcd"}, "no_rope_layers is 'abcd', not 0 or 1 for each of 4 layers"),
         ("olmo2", {"num_key_value_heads": 4}, "the tensors of the model do not fit its config"),
@@ -371,7 +390,7 @@ def test_greedy_tokens_of_an_engine_equal_transformers(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", [family for family in CONFIGS if has_states(family)])
+@pytest.mark.parametrize("family", [family for family in CONFIGS if has_states(family) or family in MULTIMODAL])
 def test_folder_saved_by_transformers_gives_equal_logits(tmp_path: Path, family: str) -> None:
     """transformers saves tensors under the names of published files, with those of its vision model."""
     build_transformers_model(tiny_checkpoint(family)).save_pretrained(tmp_path)

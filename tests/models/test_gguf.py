@@ -87,6 +87,11 @@ MINISTRAL3_ROPE = {
     **{"mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.25},
 }
 
+MUSE_LAYERS = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    "layer_rope_theta": [0, 10000.0, 0, 10000.0, 0],
+}
+
 
 def check_read_as_written(path: Path, checkpoint: TinyCheckpoint) -> None:
     """Compare the tensors, the spec and the logits of a written checkpoint with its own."""
@@ -123,6 +128,7 @@ STORED_VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("seed_oss", {"attention_out_bias": True, "mlp_bias": True}),
     ("smollm3", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
     ("ministral3", {"rope_parameters": MINISTRAL3_ROPE, "tie_word_embeddings": True}),
+    ("muse_glimmer_text", {**MUSE_LAYERS, "qk_scale_factor": 0.5}),
 ]
 
 

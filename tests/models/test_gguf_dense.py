@@ -118,6 +118,10 @@ def test_cohere2_may_list_its_sliding_layers(tmp_path: Path) -> None:
         ("ministral3", {"rope.scaling.type": None}, "without yarn"),
         ("ministral3", {"rope.scaling.yarn_ext_factor": 0.5}, "ext_factor"),
         ("seed_oss", {"attention.value_length": 4}, "differ in size"),
+        ("muse_glimmer_text", {"rope.freq_base_swa": 5.0}, "another base in sliding layers"),
+        ("muse_glimmer_text", {"rope.scale_linear": 2.0}, "scaled rope"),
+        ("muse_glimmer_text", {"logit_scale": None}, "output_multiplier is 0.0, not a number above 0"),
+        ("muse_glimmer_text", {"attention.sliding_window": None}, "sliding_window is missing"),
     ],
 )
 def test_what_a_family_cannot_do_is_refused(
@@ -146,4 +150,25 @@ def test_tensors_that_a_family_does_not_have_are_refused(
     with pytest.raises(ValueError, match=message) as e:
         write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), tensors={name: np.ones(8, np.float32)})
         GGUFCheckpoint(tmp_path / "m.gguf")
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "message"),
+    [
+        ("blk.0.attn_q_norm.weight", None, "a layer without a tensor 'attn_q_norm.weight'"),
+        ("blk.0.attn_q_norm.weight", [3.875] * 15 + [2.0], "norms of queries other than one number above 0"),
+        ("blk.1.attn_q_norm.weight", [2.0] * 16, "norms of queries other than one number above 0"),
+        ("blk.0.attn_q_norm.weight", [np.inf] * 16, "norms of queries other than one number above 0"),
+        ("blk.0.attn_k_norm.weight", [1.0] * 15 + [2.0], "norms of keys other than 1"),
+        ("blk.9.attn_k_norm.weight", [1.0] * 16, "not known in a muse_glimmer_text model"),
+        ("blk.0.attn_q.bias", [1.0] * 64, "not known in a muse_glimmer_text model"),
+    ],
+)
+def test_norms_of_muse_glimmer_are_one_factor(
+    tmp_path: Path, name: str, values: list[float] | None, message: str
+) -> None:
+    tensors = {name: None if values is None else np.array(values, np.float32)}
+    with pytest.raises(ValueError, match=message) as e:
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("muse_glimmer_text"), tensors=tensors))
     assert "\n" not in str(e.value)

@@ -85,6 +85,8 @@ class GGUFCheckpoint:
                 self._apply_rope_factors(info)
             elif name in LONGROPE_TENSORS:
                 self._apply_longrope_factors(name, info)
+            elif read := self._arch.config_reader(name, self.config["num_hidden_layers"]):
+                self.config |= read(self._dequantize(info).float(), self.config)
             elif not self._is_ignored(name):
                 found = self._map_name(name, info)
                 if twice := infos.keys() & found.keys():

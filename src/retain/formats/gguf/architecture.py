@@ -45,6 +45,8 @@ class Architecture:
     row_order: Order = lambda stem, rows, config: None
     column_order: Order = lambda stem, columns, config: None
     values: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)  # of numbers and shapes, by stem
+    # What tensors inside layers change in a config, by stem: they are no tensors of the family.
+    config_tensors: Mapping[str, Callable[[Tensor, HFConfig], HFConfig]] = field(default_factory=dict)
     # What a tensor of divisors of the rope frequencies changes in a config.
     read_rope_factors: Callable[[Tensor, HFConfig], HFConfig] = read_llama3_rope_factors
 
@@ -63,6 +65,11 @@ class Architecture:
         if layer:
             return f"{prefix}.{self.layer_tensors[stem]}.{leaf}" if stem in self.layer_tensors else None
         return f"{self.global_tensors[stem]}.{leaf}" if stem in self.global_tensors else None
+
+    def config_reader(self, name: str, num_layers: int) -> Callable[[Tensor, HFConfig], HFConfig] | None:
+        """Return what reads changes of the config from this tensor; None for any other tensor."""
+        layer, stem, leaf = split_name(name)
+        return self.config_tensors.get(stem) if leaf == "weight" and is_layer(layer, num_layers) else None
 
     def expert_names(self, name: str, num_experts: int, num_layers: int) -> list[str] | None:
         """Return the Hugging Face names of the matrices in a tensor of all experts; None for any other tensor."""

@@ -1,0 +1,130 @@
+"""Muse Glimmer, text: three sliding layers with rope to a full one without; gated outputs, bounded logits.
+
+The embedding is normalized. Norms are before and after both branches and multiply by 1 + w, the last one by w. Heads of
+q and k are normalized without weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from retain.files import quote
+from retain.kernels.api import Program
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.rope import Rope
+from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
+from retain.models.families import llama
+from retain.models.families.gemma3_text import SandwichNormLayer, load_norm
+from retain.models.families.gemma4_text import CappedHead
+from retain.models.family_config import add_defaults, get_layer_types, get_windows
+from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
+from retain.models.rope import get_rope_parameters, get_whole_head_rope
+from retain.models.weights import Weights
+
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    "vocab_size": 202048,
+    "hidden_size": 6656,
+    "num_hidden_layers": 52,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_activation": "silu",
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "post_norm_eps": 1e-8,
+    "sliding_window": 2048,
+    "layer_rope_theta": None,  # 0, which is no rope, in every fourth layer
+    "qk_scale_factor": 3.87,
+    "output_multiplier": 0.19611613513818404,
+    "final_logit_softcapping": 20.0,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+PATTERN = 4  # a full layer in so many, counted from the last one
+
+
+def is_every_fourth(c: Mapping[str, Any]) -> list[bool]:
+    """Return whether each layer is one of every fourth, of which the last layer is one."""
+    n = c["num_hidden_layers"]
+    return [(n - 1 - i) % PATTERN == 0 for i in range(n)]
+
+
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
+    """Read the spec from config.json. Every fourth layer is full by default."""
+    c = add_defaults(c, DEFAULTS)
+    default = ["full_attention" if x else "sliding_attention" for x in is_every_fourth(c)]
+    spec = llama.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
+    return replace(spec, attention=AttentionParams(spec.attention.scale * c["qk_scale_factor"]))
+
+
+def read_rotated_layers(c: Mapping[str, Any]) -> list[bool]:
+    """Return whether each layer rotates its heads. Raises ValueError unless all that do have the config's base."""
+    thetas = c["layer_rope_theta"]
+    if thetas is None:
+        return [not x for x in is_every_fourth(c)]
+    n = c["num_hidden_layers"]
+    base = get_rope_parameters(c)["rope_theta"]
+    if not isinstance(thetas, list) or len(thetas) != n or not all(theta in (0, base) for theta in thetas):
+        raise ValueError(f"layer_rope_theta is {quote(thetas)}, not 0 or {quote(base)} for each of {n} layers")
+    return [theta != 0 for theta in thetas]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class NormedEmbedding(Embedding):
+    """An embedding with a norm behind it."""
+
+    norm: RMSNorm
+
+    def emit(self, program: Program, out: int) -> None:
+        """See Embedding."""
+        super().emit(program, out)
+        self.norm.emit(program, out, out)
+
+
+def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope | None) -> Attention:
+    """Build the attention of one layer."""
+    c = w.config
+    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"])
+    sizes = s.kv_cache.attention(i)
+    qk_norm = RMSNorm(torch.ones(s.num_heads + sizes.num_kv_heads, sizes.k_dim), c["rms_norm_eps"])
+    gate = load_linear(w, "gate_proj", bias=False)
+    return replace(llama.build_attention(w, i, s, rope, tensors), qk_norm=qk_norm, gate_proj=gate)
+
+
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None) -> SandwichNormLayer:
+    """Build one layer from the weights in layers.<i>."""
+    c = w.config
+    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
+    return SandwichNormLayer(
+        load_norm(w, "input_layernorm", c["rms_norm_eps"]),
+        build_attention(w.scope("self_attn."), i, s, rope),
+        load_norm(w, "post_attention_layernorm", c["post_norm_eps"]),
+        load_norm(w, "pre_feedforward_layernorm", c["rms_norm_eps"]),
+        GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=False), c["hidden_activation"]),
+        load_norm(w, "post_feedforward_layernorm", c["post_norm_eps"]),
+    )
+
+
+def build(w: Weights) -> Decoder:
+    """Build the decoder from weights with Hugging Face's names. The last norm multiplies logits by their factor."""
+    w = w.with_defaults(DEFAULTS)
+    c = w.config
+    s = spec_from_config(c)
+    rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c)
+    is_rotated = read_rotated_layers(c)
+    eps = c["rms_norm_eps"]
+    m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "")
+    table = m.load_matrix("embed_tokens.weight", embedding=True)
+    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
+
+    def load_layer(i: int) -> SandwichNormLayer:
+        return build_layer(m.scope(f"layers.{i}."), i, s, rope if is_rotated[i] else None)
+
+    embedding = NormedEmbedding(table, norm=RMSNorm(torch.ones(s.hidden_size), eps))
+    norm = RMSNorm(m["norm.weight"].float() * c["output_multiplier"], eps)
+    head = CappedHead(load_lm_head(w, "lm_head", table, tied_to), float(c["final_logit_softcapping"]))
+    return Decoder(s, embedding, load_layer, norm, head, [rope])
