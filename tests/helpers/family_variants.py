@@ -138,6 +138,7 @@ VARIANTS: dict[str, list[Changes]] = {
             "topk_group": 1,
             "num_key_value_heads": 4,
         },
+        {"moe_latent_size": 48, "mlp_bias": True},
     ],
     "deepseek_v2": [
         {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 3.0},

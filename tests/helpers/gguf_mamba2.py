@@ -39,6 +39,7 @@ VARIANTS: list[tuple[str, Config]] = [
     ("nemotron_h", {"layer_types": WITHOUT_EXPERTS, "use_bias": True, "mlp_bias": True, "conv_kernel": 3}),
     ("nemotron_h", {"use_conv_bias": False, "n_groups": 8, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     ("nemotron_h", {"mlp_bias": True, "num_key_value_heads": 4, "layer_norm_epsilon": 1e-3}),
+    ("nemotron_h", {"moe_latent_size": 32}),
 ]
 
 
@@ -96,6 +97,7 @@ def nemotron_metadata(c: Config) -> dict[str, Any]:
             Keys.LLM.EXPERT_SHARED_FEED_FORWARD_LENGTH: c["moe_shared_expert_intermediate_size"],
             Keys.LLM.EXPERT_WEIGHTS_NORM: c.get("norm_topk_prob", True),
             Keys.LLM.EXPERT_WEIGHTS_SCALE: c["routed_scaling_factor"],
+            Keys.LLM.MOE_LATENT_SIZE: c.get("moe_latent_size"),
         }
     return mamba2_metadata(c, heads, heads * c["mamba_head_dim"], sizes) | values
 

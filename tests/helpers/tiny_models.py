@@ -596,8 +596,12 @@ def nemotron_h_shapes(c: dict[str, Any]) -> Shapes:
             n, F, shared = c["n_routed_experts"], c["moe_intermediate_size"], c["moe_shared_expert_intermediate_size"]
             yield p + "gate.weight", (n, E)
             yield p + "gate.e_score_correction_bias", (n,)
-            yield p + "experts.up_proj", (n, F, E)
-            yield p + "experts.down_proj", (n, E, F)
+            latent = c.get("moe_latent_size") or E
+            yield p + "experts.up_proj", (n, F, latent)
+            yield p + "experts.down_proj", (n, latent, F)
+            if latent != E:
+                yield from linear_shapes(p + "fc1_latent_proj", latent, E, bias)
+                yield from linear_shapes(p + "fc2_latent_proj", E, latent, bias)
             yield from linear_shapes(p + "shared_experts.up_proj", shared, E, bias)
             yield from linear_shapes(p + "shared_experts.down_proj", E, shared, bias)
     yield "model.norm_f.weight", (E,)

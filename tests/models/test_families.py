@@ -345,7 +345,7 @@ SOFTCAP = {"final_logit_softcapping": 30.0}
             "is not supported: one of linear_attention, full_attention",
         ),
         ("granitemoehybrid", {"num_local_experts": 5}, "has the shape [6, 64, 64], not that of 5 experts"),
-        ("nemotron_h", {"moe_latent_size": 16}, "moe_latent_size=16 is not supported (only None)"),
+        ("nemotron_h", {"moe_latent_size": 16}, "no tensor 'model.layers.2.mixer.fc1_latent_proj.weight'"),
         ("nemotron_h", {"sliding_window": 16}, "sliding_window=16 is not supported (only None)"),
         (
             "nemotron_h",

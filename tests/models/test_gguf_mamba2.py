@@ -70,7 +70,7 @@ def test_the_layer_of_nemotron_that_predicts_further_tokens_is_read_past(tmp_pat
         ("granitemoehybrid", {"expert_count": 2**20}, "expert_count is 1048576"),
         ("nemotron_h", {"feed_forward_length": [0, 0]}, "for 2 layers, there are 4"),
         ("nemotron_h", {"feed_forward_length": [0, 0, 0, 0]}, "feed_forward_length is missing or 0"),
-        ("nemotron_h", {"moe_latent_size": 32}, "latent vector"),
+        ("nemotron_h", {"moe_latent_size": 2**21}, "moe_latent_size is 2097152, not a whole number from 1 to 1048576"),
         ("nemotron_h", {"attention.value_length": 8}, "differ in size"),
     ],
 )
@@ -99,4 +99,19 @@ def test_tensors_of_another_shape_are_refused(
     with pytest.raises(ValueError, match=message) as e:
         ours = open_file(tmp_path, model_type, {}, **{name: -np.ones(shape, np.float32)})
         build_model(Weights(ours, torch.float32))
+    assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "message"),
+    [
+        ({"moe_latent_size": 16}, "do not fit its config: latent vectors have 32 numbers, but 16 in the config"),
+        ({"moe_latent_size": None}, "do not fit its config: the input of experts has width 32, but 64 and 64"),
+    ],
+)
+def test_latent_vectors_of_another_size_are_refused(tmp_path: Path, extra: dict[str, Any], message: str) -> None:
+    metadata = {f"nemotron_h_moe.{key}": value for key, value in extra.items()}
+    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf("nemotron_h", moe_latent_size=32), extra=metadata)
+    with pytest.raises(ValueError, match=message) as e:
+        build_model(Weights(GGUFCheckpoint(path), torch.float32))
     assert "\n" not in str(e.value)

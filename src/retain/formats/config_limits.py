@@ -45,6 +45,7 @@ OPTIONAL_SIZES = {
     "sliding_window_pattern": MAX_LAYERS,
     "top_k_experts": MAX_EXPERTS,
     "moe_intermediate_size": 2**24,
+    "moe_latent_size": MAX_WIDTH,
     "global_head_dim": 2**16,
     "num_global_key_value_heads": MAX_HEADS,
     "vocab_size_per_layer_input": 2**24,

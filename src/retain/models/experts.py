@@ -15,17 +15,29 @@ from retain.models.weights import Weights
 
 @dataclass(frozen=True, eq=False)
 class MixtureOfExperts:
-    """Compute the sum of the experts that the scores of a linear layer choose, in place of an MLP."""
+    """Compute the sum of the experts that the scores of a linear layer choose, in place of an MLP.
+
+    Experts may read and write latent vectors (LatentMoE): a linear layer makes them of x, and one makes E of their sum.
+    """
 
     gate: Linear  # [n, E]: the scores
     experts: Experts
+    latent: tuple[Linear, Linear] | None = None  # the linear layers before the experts, and behind them
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
         n = self.experts.num_experts
         scores = program.buffer(f"scores {n}", n)
         self.gate.emit(program, x, scores)
-        program.experts(x, scores, out, self.experts, add)
+        if not self.latent:
+            program.experts(x, scores, out, self.experts, add)
+            return
+        before, behind = self.latent
+        size = before.weight.shape[0]
+        latent, total = (program.buffer(f"{name} {size}", size) for name in ("latent", "sum of experts"))
+        before.emit(program, x, latent)
+        program.experts(latent, scores, total, self.experts)
+        behind.emit(program, total, out, add)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from retain.files import quote
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.kv_cache_spec import LayerCacheSpec, uniform_layers
+from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import concat_rows
 from retain.models.decoder import BranchLayer, Decoder, ModelSpec, scope_base_model
 from retain.models.experts import MixtureOfExperts, SharedExpertMixture
@@ -40,6 +41,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "conv_kernel": 4,
     "time_step_limit": (0.0, float("inf")),
     "use_conv_bias": True,
+    "moe_latent_size": None,  # experts read and write whole hidden states
     "n_routed_experts": 8,
     "num_experts_per_tok": 2,
     "routed_scaling_factor": 1.0,
@@ -131,7 +133,10 @@ def load_mlp(w: Weights) -> MLP:
 
 
 def load_mixture(w: Weights) -> SharedExpertMixture:
-    """Load the experts of a layer, one by one or stacked, and the one of all tokens. They have no gates."""
+    """Load the experts of a layer, one by one or stacked, and the one of all tokens. They have no gates.
+
+    Raises ValueError where the layer before them makes other latent vectors than the config says.
+    """
     c = w.config
     n = c["n_routed_experts"]
     router = load_router(w)
@@ -141,7 +146,13 @@ def load_mixture(w: Weights) -> SharedExpertMixture:
         names = ([f"experts.{e}.{name}.weight" for e in range(n)] for name in ("up_proj", "down_proj"))
         up, down = (concat_rows([w.load_matrix(name) for name in group]) for group in names)
     experts = Experts(n, up, down, router, resolve_activation(c["mlp_hidden_act"]), is_gated=False)
-    mixture = MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)
+    latent = None
+    if size := c["moe_latent_size"]:
+        before, behind = (load_linear(w, f"fc{i}_latent_proj", bias=c["mlp_bias"]) for i in (1, 2))
+        if before.weight.shape[0] != size:
+            raise WidthError(f"latent vectors have {before.weight.shape[0]} numbers, but {size} in the config")
+        latent = before, behind
+    mixture = MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts, latent)
     return SharedExpertMixture(mixture, load_mlp(w.scope("shared_experts.")))
 
 
@@ -165,7 +176,7 @@ def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names. Published files call the base model backbone."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     c = w.config
-    check_supported(c, moe_latent_size=None, sliding_window=None)
+    check_supported(c, sliding_window=None)
     s = spec_from_config(c)
     types = read_layer_types(c)
     m = scope_base_model(w, "embeddings.weight", "model.", "backbone.", "")
