@@ -14,7 +14,7 @@ from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWei
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 if not triton.unavailable_reason():
-    from retain.kernels.triton import packed_weight
+    from retain.kernels.triton import packed_weight, unpack_kernels
     from retain.kernels.triton.packed_weight import PackedMatrix, linear, look_up, pack_weight
 
 DEVICE = torch.device("cpu" if triton.is_interpreted() else "cuda")
@@ -88,7 +88,7 @@ def test_products_equal_those_of_the_dense_matrix(
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 
 
-@pytest.mark.parametrize("kind", ["int4", "int8", "int5", "int6"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_other_rows_change_no_bit(kind: str) -> None:
     packed = pack(KINDS[kind](random(200, 1056) / 32))
     x = random(packed_weight.FEW_ROWS, 1056, seed=1).to(DEVICE)
@@ -97,12 +97,13 @@ def test_other_rows_change_no_bit(kind: str) -> None:
         assert torch.equal(linear(x[:T], packed, None), together[:T])
 
 
-def test_packed_matrices_take_their_own_bytes() -> None:
+BITS = {"int4": 5, "int8": 8.5, "iq4": 4.5, "mxfp4": 4.5, "nvfp4": 5, "int5": 7, "int6": 7}  # with scales and shifts
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_matrices_take_their_own_bytes(kind: str) -> None:
     weight = random(256, 512)
-    dense = weight.bfloat16().nbytes
-    int4, int8 = (pack(quantize(weight), torch.bfloat16).nbytes for quantize in (quantize_int4, quantize_int8))
-    assert int4 == dense * 5 // 16  # a scale and a shift of 2 bytes for 32 numbers
-    assert int8 == dense * 17 // 32
+    assert pack(KINDS[kind](weight), torch.bfloat16).nbytes == weight.numel() * BITS[kind] / 8
 
 
 DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
@@ -123,8 +124,13 @@ def run_asm(code: str, *inputs: int) -> list[int]:
         elif op == "lop3.b32":
             assert table == 0xEA
             registers[to] = a & b | c
+        elif op == "prmt.b32":
+            selected = [c >> 4 * i & 15 for i in range(4)]
+            assert all(x < 8 for x in selected), "the highest bit of a place would spread a sign"
+            registers[to] = sum(((b << 32 | a) >> 8 * x & 0xFF) << 8 * i for i, x in enumerate(selected))
         else:
-            registers[to] = {"mov.b32": a, "shr.u32": a >> b, "xor.b32": a ^ b}[op]
+            results = {"mov.b32": a, "shr.u32": a >> b, "shl.b32": a << b, "xor.b32": a ^ b, "and.b32": a & b}
+            registers[to] = results[op] & 0xFFFFFFFF
     return [registers[f"${i}"] for i in range(num_results)]
 
 
@@ -132,23 +138,64 @@ def floats(register: int, dtype: torch.dtype) -> list[float]:
     return torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.uint16).view(dtype).tolist()
 
 
-@pytest.mark.parametrize("name", ["BFLOAT16", "FLOAT16"])
-def test_asm_unpacks_every_number(name: str) -> None:
-    """Of two words, the lower one has the nibbles n, n + 1, ... or the bytes n, n + 1."""
-    from retain.kernels.triton import weight_kernels
+def nibbles_from(n: int) -> tuple[list[list[int]], int]:
+    """The four nibbles of two words, and the register that holds the words. They differ with n."""
+    nibbles = [[(n + 5 * word + 3 * i) % 16 for i in range(4)] for word in range(2)]
+    words = [sum(x << 4 * i for i, x in enumerate(of_word)) for of_word in nibbles]
+    return nibbles, words[1] << 16 | words[0]
 
-    dtype = {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16}[name]
+
+each_dtype = pytest.mark.parametrize("name", ["BFLOAT16", "FLOAT16"])
+BY_NAME = {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16}
+
+
+@each_dtype
+def test_asm_unpacks_every_int4(name: str) -> None:
+    dtype = BY_NAME[name]
     s, b, t, c = (int(torch.tensor(x, dtype=dtype).view(torch.uint16)) * 0x10001 for x in (0.5, 3.0, 2.0, -1.0))
-    asm = getattr(weight_kernels, f"_NIBBLES_TO_{name}").value
     for n in range(16):
-        nibbles = [[(n + 5 * word + i) % 16 for i in range(4)] for word in range(2)]
-        words = [sum(x << 4 * i for i, x in enumerate(of_word)) for of_word in nibbles]
-        found = run_asm(asm, words[1] << 16 | words[0], s, b, t, c)
+        nibbles, register = nibbles_from(n)
+        found = run_asm(getattr(unpack_kernels, f"_NIBBLES_TO_{name}").value, register, s, b, t, c)
         for i, (scale, shift) in enumerate(((0.5, 3.0), (0.5, 3.0), (2.0, -1.0), (2.0, -1.0))):
             assert floats(found[i], dtype) == [(of_word[i] - 8) * scale + shift for of_word in nibbles]
-    asm = getattr(weight_kernels, f"_INT8_TO_{name}").value
+
+
+@each_dtype
+def test_asm_unpacks_every_int8(name: str) -> None:
     for n in range(256):
         numbers = [(n + 77 * i) % 256 for i in range(4)]
+        asm = getattr(unpack_kernels, f"_INT8_TO_{name}").value
         found = run_asm(asm, sum(x << 8 * i for i, x in enumerate(numbers)))
         signed = [x - 256 * (x > 127) for x in numbers]
+        dtype = BY_NAME[name]
         assert floats(found[0], dtype) == signed[::2] and floats(found[1], dtype) == signed[1::2]
+
+
+@each_dtype
+def test_asm_unpacks_every_int6(name: str) -> None:
+    for n in range(64):
+        numbers = [[(n + 13 * word + 29 * i) % 64 for i in range(4)] for word in range(2)]
+        words = [sum((x & 15) << 4 * i for i, x in enumerate(of_word)) for of_word in numbers]
+        tops = [sum((x >> 4) << 2 * i for i, x in enumerate(of_word)) for of_word in numbers]
+        signs = [top | 0xFF00 * (top > 127) for top in tops]  # as a byte that becomes a word has them
+        registers = (words[1] << 16 | words[0], signs[1] << 16 | signs[0])
+        found = run_asm(getattr(unpack_kernels, f"_INT6_TO_{name}").value, *registers)
+        for i in range(4):
+            assert floats(found[i], BY_NAME[name]) == [of_word[i] - 32 for of_word in numbers]
+
+
+@each_dtype
+def test_asm_unpacks_every_float_of_4_bits(name: str) -> None:
+    for n in range(16):
+        nibbles, register = nibbles_from(n)
+        found = run_asm(getattr(unpack_kernels, f"_E2M1_TO_{name}").value, register)
+        for i in range(4):
+            assert floats(found[i], BY_NAME[name]) == [MXFP4.CODEBOOK[of_word[i]] for of_word in nibbles]
+
+
+def test_asm_looks_up_every_number_of_a_codebook() -> None:
+    for n in range(16):
+        nibbles, register = nibbles_from(n)
+        for first, found in zip((0, 2), run_asm(unpack_kernels._IQ4_TO_INT8.value, register), strict=True):
+            numbers = [IQ4.CODEBOOK[of_word[first + i]] & 0xFF for of_word in nibbles for i in range(2)]
+            assert found == sum(x << 8 * i for i, x in enumerate(numbers))

@@ -94,20 +94,8 @@ def compare_products(weight: Int4 | Int8, sizes: tuple[int, ...]) -> list[float]
     return differences
 
 
-WEIGHT_CASES: list[tuple[str, torch.dtype]] = [
-    ("Int4", BF16),
-    ("Int8", BF16),
-    ("Int5", BF16),
-    ("Int6", BF16),
-    ("Int4", torch.float16),
-    ("Int8", torch.float16),
-    ("Int5", torch.float16),
-    ("Int6", torch.float16),
-    ("Int4", torch.float32),
-    ("Int8", torch.float32),
-    ("Int5", torch.float32),
-    ("Int6", torch.float32),
-]  # kind, dtype of the rows
+KINDS = ("Int4", "Int8", "Int6", "Int5", "IQ4", "MXFP4", "NVFP4")
+WEIGHT_CASES = [(kind, dtype) for dtype in (BF16, torch.float16, torch.float32) for kind in KINDS]  # dtype of the rows
 
 
 def launch_weight_kernels(kind: str, dtype: torch.dtype) -> None:

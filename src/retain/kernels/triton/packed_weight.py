@@ -3,9 +3,10 @@
 Tiles of 128 outputs and 64 inputs (two groups, or four halves of 16) follow one another along a row of tiles. Word i of
 an output in a tile has number i of each half, from the lowest bits on: of the four halves as nibbles, or, of 8 bits, of
 the two halves of a group as bytes; then the words of the first group of all 128 outputs are before those of the second.
-So two words in a register have adjacent numbers at equal places, which one mask takes out. A word of 32 bits has a
-group's scale and shift, or the scales of its halves, or, where a group has a single scale, those of both groups: loads
-of 2 bytes cannot be asynchronous.
+So two words in a register have adjacent numbers at equal places, which one mask takes out. Behind the words, numbers of
+6 bits have a byte for each of them, with the highest two bits of its four numbers. A word of 32 bits has a group's
+scale and shift, or the scales of its halves, or, where a group has a single scale, those of both groups: loads of 2
+bytes cannot be asynchronous.
 
 What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonProgram.experts).
 """
@@ -13,6 +14,7 @@ What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonP
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels.quantized import GROUP_SIZE, Codebook4, Int4, QuantizedWeight, ShiftedWeight
+from retain.kernels.quantized import GROUP_SIZE, IQ4, Codebook4, Int4, Int5, Int6, QuantizedWeight, ShiftedWeight
 from retain.kernels.triton import weight_kernels
 from retain.kernels.weight import Weight, unpack
 
@@ -38,10 +40,10 @@ class PackedMatrix:
     """A matrix [out, in] on the device, in tiles."""
 
     shape: torch.Size  # (out, in)
-    bits: int  # of a number
+    format: str  # of a number: "int4" (of Int4, with shifts), "int6", "int8", "iq4" or "e2m1"
     second: str  # what a group has beside its scale: "shift", "scale" (of its second half) or "nothing"
-    words: Tensor  # int16 [rows of tiles, tiles of a row, 128, 16], or of 8 bits [rows of tiles, tiles, 2, 128, 16]
-    scales: Tensor  # int32 [rows of tiles, tiles of a row, 1 or 2, 128]
+    words: Tensor  # int16 [rows of tiles, tiles of a row, words of a tile]
+    scales: Tensor  # int32 [rows of tiles, tiles of a row, 128 or 256]
 
     @property
     def nbytes(self) -> int:
@@ -59,9 +61,19 @@ class PackedMatrix:
         splits = max(NUM_PROGRAMS // len(self.words), 1)
         return max(triton.cdiv(self.num_steps, splits), LEAST_STEPS)
 
+    @property
+    def constants(self) -> dict[str, Any]:
+        """Return what kernels are compiled for."""
+        return {
+            "FORMAT": self.format,
+            "SECOND": self.second,
+            "WORDS": self.words.shape[2],
+            "SCALES": self.scales.shape[2],
+        }
+
 
 def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedMatrix:
-    """Copy a matrix to the device: Int4 in its bits, other quantized ones in 8 bits, dense ones in `dtype`.
+    """Copy a matrix to the device: quantized ones in their bits, or in 6 where they have 5, dense ones in `dtype`.
 
     Raises ValueError for blocks of a file with scales that are not finite in float16.
     """
@@ -69,32 +81,45 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
         case Tensor() as source:
             dense = source.to(device, dtype).contiguous()
             return dense.clone() if dense.data_ptr() == source.data_ptr() else dense  # a mapped file can be closed
-        case Int4(q, scale, shift):
-            q, scale, shift = (_to_tiles(x.to(device)) for x in (q, scale, shift))
-            halves = q.unflatten(-1, (2, -1)).int().movedim(-2, 3).flatten(2, 3)  # [.., 4, 128, 16]
-            shifts = torch.arange(0, 16, 4, device=device, dtype=torch.int32)
-            words = (halves << shifts[:, None, None]).sum(2, dtype=torch.int32).short()
-            return PackedMatrix(weight.shape, 4, "shift", words, _join(scale, shift).squeeze(-1))
-        case Codebook4() as matrix:
-            codebook = torch.tensor(matrix.CODEBOOK, dtype=torch.int8, device=device)
-            return _pack_bytes(codebook[matrix.q.to(device).long()], matrix, device)
         case QuantizedWeight() as matrix:
-            return _pack_bytes(matrix.q.to(device), matrix, device)
+            format, words = _pack_numbers(matrix, device)
+            second, scales = _pack_scales(matrix, device)
+            return PackedMatrix(matrix.shape, format, second, words, scales)
 
 
-def _pack_bytes(q: Tensor, matrix: QuantizedWeight, device: torch.device) -> PackedMatrix:
-    """Pack the numbers q of a matrix in 8 bits, with its scales and shifts."""
+def _pack_numbers(matrix: QuantizedWeight, device: torch.device) -> tuple[str, Tensor]:
+    """Return the format of a matrix's numbers, and its words."""
+    q = matrix.q.to(device)
+    match matrix:
+        case Int4():
+            return "int4", _join_bits(_to_tiles(q), 4)
+        case Codebook4():
+            return "iq4" if isinstance(matrix, IQ4) else "e2m1", _join_bits(_to_tiles(q), 4)
+        case Int5() | Int6():
+            biased = _to_tiles(q.view(torch.uint8) + 32)  # of negative numbers the sum wraps around
+            tops = _join_bits(biased >> 4, 2).byte().view(torch.int16)
+            return "int6", torch.cat((_join_bits(biased & 15, 4), tops), -1)
     halves = _to_tiles(q.view(torch.uint8)).unflatten(-1, (2, -1))
-    words = halves.transpose(-2, -1).contiguous().view(torch.int16).squeeze(-1)
+    return "int8", halves.transpose(-2, -1).contiguous().view(torch.int16).flatten(2)
+
+
+def _join_bits(numbers: Tensor, bits: int) -> Tensor:
+    """Join number i of the four halves of a tile, so many bits of each: int16 [rows of tiles, tiles, 2048]."""
+    halves = numbers.unflatten(-1, (2, -1)).int().movedim(-2, 3).flatten(2, 3)  # [.., 4, 128, 16]
+    shifts = torch.arange(4, device=numbers.device, dtype=torch.int32) * bits
+    return (halves << shifts[:, None, None]).sum(2, dtype=torch.int32).short().flatten(2)
+
+
+def _pack_scales(matrix: QuantizedWeight, device: torch.device) -> tuple[str, Tensor]:
+    """Return what a matrix's groups have beside their scales, and the words of both."""
     scale = matrix.scale.to(device)
     if isinstance(matrix, ShiftedWeight):
-        shift = _to_tiles(matrix.shift.to(device))
-        return PackedMatrix(matrix.shape, 8, "shift", words, _join(_to_tiles(scale), shift).squeeze(-1))
+        return "shift", _join(_to_tiles(scale), _to_tiles(matrix.shift.to(device)))
     if matrix.GROUP < GROUP_SIZE:
         first, second = (_to_tiles(x) for x in scale.unflatten(-1, (-1, 2)).unbind(-1))
-        return PackedMatrix(matrix.shape, 8, "scale", words, _join(first, second).squeeze(-1))
+        return "scale", _join(first, second)
     first, second = _to_tiles(scale).unbind(2)
-    return PackedMatrix(matrix.shape, 8, "nothing", words, _join(first, second).movedim(-1, 2).contiguous())
+    return "nothing", _join(first, second)
 
 
 def _to_tiles(x: Tensor) -> Tensor:
@@ -106,8 +131,8 @@ def _to_tiles(x: Tensor) -> Tensor:
 
 
 def _join(low: Tensor, high: Tensor) -> Tensor:
-    """Return two float16 as a word of 32 bits, [..., 1] of [..., 1]."""
-    return torch.cat((low, high), -1).contiguous().view(torch.int32)
+    """Return two float16 [rows of tiles, tiles, ..., 1] as a word of 32 bits: [rows of tiles, tiles, words]."""
+    return torch.cat((low, high), -1).contiguous().view(torch.int32).flatten(2)
 
 
 def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
@@ -133,7 +158,7 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     tokens = min(max(triton.next_power_of_2(T), 16), LARGEST_BLOCK)
     weight_kernels.multiply_packed[(len(weight.words), splits, triton.cdiv(T, tokens))](
         x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
-        BITS=weight.bits, SECOND=weight.second, TOKENS=tokens,
+        **weight.constants, TOKENS=tokens,
         DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype], PRECISION="tf32x3" if is_exact else "tf32", STAGES=4,
         num_warps=4 if tokens == 16 else 8,
     )  # fmt: skip
@@ -158,6 +183,6 @@ def unpack_rows(weight: PackedMatrix, index: Tensor | None, dtype: torch.dtype) 
     if rows:
         weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_steps)](
             weight.words if index is None else index, weight.words, weight.scales, out, rows, weight.shape[1],
-            weight.num_steps, BITS=weight.bits, SECOND=weight.second, INDEXED=index is not None, ROWS=block,
+            weight.num_steps, **weight.constants, INDEXED=index is not None, ROWS=block,
         )  # fmt: skip
     return out
