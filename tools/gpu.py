@@ -6,7 +6,7 @@
     python tools/gpu.py pools mass              decode attention: bandwidth of pools of each dtype; the cost of scoring
     python tools/gpu.py prompts evict           attention of a prompt with and without scores; the choice of victims
     python tools/gpu.py experts states          layers of experts; convolutions and linear attention
-    python tools/gpu.py weights                 linear layers with int4 and int8 weights
+    python tools/gpu.py weights                 linear layers with quantized weights
     python tools/gpu.py step                    a decode step at 1, 32 and 128 requests, with and without overlap
     python tools/gpu.py decode --model random:mpt-7b
     python tools/gpu.py speculate --model random:llama-3.1-8b
@@ -48,7 +48,7 @@ QUICK_STEP_SIZES = ((1, 64), (4, 64))
 
 def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
     """Time kernels."""
-    from tools.gpu_bench import attention, layers, states, weights
+    from tools.gpu_bench import attention, experts, layers, states, weights
 
     if args.device == "cpu":
         from tests.helpers.fast_interpreter import speed_up
@@ -60,7 +60,7 @@ def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
         "prompts": attention.bench_prompts,
         "evict": layers.bench_evict,
         "weights": weights.bench_weights,
-        "experts": layers.bench_experts,
+        "experts": experts.bench_experts,
         "states": states.bench_states,
     }
     return parts[name](KernelBench(torch.device(args.device), args.quick, args.compile_only))

@@ -83,6 +83,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "FORMAT",
         "SECOND",
         "TOKENS",
+        "SPLIT",
         "num_warps",
     )
     return {k: v for k, v in options.items() if k in names}

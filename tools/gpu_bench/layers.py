@@ -1,9 +1,8 @@
-"""Time what layers launch beside attention: the choice of victims, experts, short convolutions, linear attention."""
+"""Time what layers launch beside attention: the choice of victims."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import cycle
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tools.gpu_bench.cases import BF16
-from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
+from tools.gpu_bench.timing import KernelBench, Line, check
 
 VICTIM_CASES = ((1024, 4160, 16), (256, 1088, 16), (1024, 4608, 448))  # lists, slots, victims of each
 QUICK_VICTIM_CASES = ((4, 160, 3),)
@@ -102,88 +101,7 @@ def compare_victims(priority: Tensor, pos: Tensor, lengths: Tensor, last: int, n
     return [float((found != expected).any(1).float().mean())]
 
 
-def bench_experts(bench: KernelBench) -> Iterator[Line]:
-    """Time the experts of a layer of Qwen3-30B-A3B, beside a dense layer of as many operations."""
-    width, size, num_experts, top_k = (64, 32, 8, 2) if bench.quick else (2048, 768, 128, 8)
-    yield {"experts": num_experts, **check(lambda: compare_experts(bench))}
-    bandwidth = bench.measure_bandwidth()
-    weights = make_experts(width, size, num_experts, top_k, bench.device)
-    for T in (1, 3) if bench.quick else (1, 32, 2048):
-        # A graph launches each of several choices, so that no cache holds the weights that it reads.
-        inputs = [torch.randn(T, width, device=bench.device).to(BF16) for _ in range(4)]
-        scores = [torch.randn(T, num_experts, device=bench.device).to(BF16) for _ in range(4)]
-        chosen = sum(count_experts(s, top_k) for s in scores) / len(scores)
-        expert_bytes = 3 * width * size * 2
-        functions = {
-            "experts": cycle_calls(weights.mix, inputs, scores),
-            "dense": dense_layer(inputs, width, size * top_k, bench.device),
-        }
-        flops = 2 * T * top_k * 3 * width * size
-        for name, found in bench.time(functions).items():
-            line: Line = {"rows": T, "kernel": name, **found}
-            if "us" in found:
-                num_bytes = expert_bytes * (chosen if name == "experts" else top_k)
-                line |= {"share": num_bytes / found["us"] * 1e6 / bandwidth, "tflop_s": flops / found["us"] / 1e6}
-            yield line
-
-
-@dataclass(frozen=True)
-class RandomExperts:
-    """The weights of a layer of experts."""
-
-    weights: Any
-
-    def mix(self, x: Tensor, scores: Tensor) -> Tensor:
-        """Return the sums of the chosen experts."""
-        from retain.kernels.triton.experts import mix_experts
-
-        return mix_experts(x, scores, self.weights)
-
-
-def make_experts(
-    width: int, size: int, num_experts: int, top_k: int, device: torch.device, dtype: torch.dtype = BF16
-) -> RandomExperts:
-    """Return experts with random weights."""
-    from retain.kernels.experts import Experts, Router
-    from retain.kernels.reference.experts import ExpertWeights
-
-    gate_up = (torch.randn(num_experts * 2 * size, width, device=device) * width**-0.5).to(dtype)
-    down = (torch.randn(num_experts * width, size, device=device) * size**-0.5).to(dtype)
-    experts = Experts(num_experts, gate_up, down, Router(top_k), "silu")
-    return RandomExperts(ExpertWeights(experts, gate_up, down, None, None))
-
-
-def count_experts(scores: Tensor, top_k: int) -> int:
-    """Return how many experts some rows choose together."""
-    return len(scores.float().topk(top_k, -1).indices.unique())
-
-
 def cycle_calls(function: Callable[..., Tensor], *arguments: list[Tensor]) -> Callable[[], Tensor]:
     """Return a function whose calls take the arguments in turns."""
     turns = cycle(zip(*arguments, strict=True))
     return lambda: function(*next(turns))
-
-
-def dense_layer(inputs: list[Tensor], width: int, size: int, device: torch.device) -> Callable[[], Tensor]:
-    """Return a function that multiplies rows with the matrices of a gated layer, a layer of its own at each call."""
-    shapes = ((2 * size, width), (width, size))
-    weights = [[torch.randn(shape, device=device).to(BF16) for shape in shapes] for _ in inputs]
-
-    def compute(x: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        hidden = x @ up.T
-        return torch.nn.functional.silu(hidden[:, :size]) * hidden[:, size:] @ down.T
-
-    return cycle_calls(compute, inputs, [up for up, _ in weights], [down for _, down in weights])
-
-
-def compare_experts(bench: KernelBench) -> list[float]:
-    """Return how far a small layer of experts is from float32."""
-    from retain.kernels.reference.experts import ExpertWeights, mix_experts
-
-    dtype = BF16 if bench.is_gpu else torch.float32  # the interpreter multiplies bfloat16 as integers
-    small = make_experts(64, 32, 8, 2, bench.device, dtype)
-    x, scores = (torch.randn(21, n, device=bench.device).to(dtype) for n in (64, 8))
-    w = small.weights
-    exact = ExpertWeights(w.experts, w.gate_up.float().cpu(), w.down.float().cpu(), None, None)
-    expected = mix_experts(x.float().cpu(), scores.float().cpu(), exact)
-    return [relative_difference(small.mix(x, scores).cpu(), expected)]

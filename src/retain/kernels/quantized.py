@@ -90,7 +90,7 @@ class Codebook4(QuantizedWeight):
 
     def numbers(self) -> Tensor:
         """Return the numbers that q stands for: float32 [out, in]."""
-        return torch.tensor(self.CODEBOOK, dtype=torch.float32)[self.q.long()]
+        return torch.tensor(self.CODEBOOK, dtype=torch.float32, device=self.q.device)[self.q.long()]
 
 
 class IQ4(Codebook4):

@@ -159,7 +159,7 @@ class TorchProgram(Generic[S]):
         down_bias = self._to_dtype(experts.down_bias)
         router = experts.router.map_tensors(lambda x: x.to(self.device, torch.float32))
         mixture = ExpertWeights(replace(experts, router=router), gate_up, down, gate_up_bias, down_bias)
-        self._emit(out, lambda s: self._mix_experts(s.buffers[x], s.buffers[scores], mixture), add)
+        self._emit(out, lambda s: mix_experts(s.buffers[x], s.buffers[scores], mixture), add)
 
     def clip(self, x: int, limit: float) -> None:
         """Emit a clamp."""
@@ -252,9 +252,6 @@ class TorchProgram(Generic[S]):
 
     def _multiply_heads(self, heads: Tensor, weight: UnpackedWeight) -> Tensor:
         return linear_by_head(heads, weight)
-
-    def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
-        return mix_experts(x, scores, w)
 
     def _look_up(self, index: Tensor, weight: UnpackedWeight) -> Tensor:
         if isinstance(weight, Tensor):

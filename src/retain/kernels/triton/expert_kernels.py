@@ -1,9 +1,12 @@
-"""The grouped product of experts: a program multiplies some rows of one expert with some of its outputs."""
+"""The grouped products of experts: a program multiplies some rows of one expert with some of its outputs."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from retain.kernels.triton.unpack_kernels import HALF, TILE_ROWS
+from retain.kernels.triton.weight_kernels import multiply_tiles
 
 
 @triton.jit
@@ -30,3 +33,49 @@ def grouped_linear(
             total += tl.load(bias + expert * n + column, mask=column < n, other=0.0).to(tl.float32)[None, :]
         to = out + choice[:, None] * n + column[None, :]
         tl.store(to, total.to(out.dtype.element_ty), mask=valid[:, None] & (column < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_choices", "steps", "split_steps"])
+def multiply_packed_experts(
+    x, x_row, words, scales, bias, out, order, block_expert, block_first, expert_end, num_experts, choices_per_row,
+    num_choices, n, width, steps, split_steps,
+    FORMAT: tl.constexpr, SECOND: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, TOKENS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Compute grouped_linear with packed weights, each tile of which a program unpacks for all of its rows.
+
+    With SPLIT, set out[split, c, :n] to the products over one split of the inputs; the first has the bias.
+    """
+    expert = tl.load(block_expert + tl.program_id(0))
+    if expert < num_experts:
+        i = tl.load(block_first + tl.program_id(0)) + tl.arange(0, TOKENS)
+        valid = i < tl.load(expert_end + expert)
+        choice = tl.load(order + i, mask=valid, other=0).to(tl.int64)
+        tile = expert.to(tl.int64) * tl.cdiv(n, TILE_ROWS) + tl.program_id(1)
+        at_x = x + (choice // choices_per_row)[None, :] * x_row + tl.arange(0, HALF)[:, None]
+        begin = tl.program_id(2) * split_steps if SPLIT else 0
+        column = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+        earlier = tl.zeros((TILE_ROWS, 1), tl.float32)
+        if BIAS:
+            mask = (column < n) & (begin == 0)
+            earlier += tl.load(bias + expert * n + column, mask=mask, other=0.0).to(tl.float32)[:, None]
+        total = multiply_tiles(
+            tl.broadcast_to(earlier, (TILE_ROWS, TOKENS)), at_x, valid[None, :],
+            words + tile * steps * WORDS, scales + tile * steps * SCALES,
+            begin, tl.minimum(begin + split_steps, steps) if SPLIT else steps, width, split_steps,
+            FORMAT, SECOND, WORDS, SCALES, TOKENS, DOT, PRECISION, STAGES, SPLIT,
+        )  # fmt: skip
+        row = choice + tl.program_id(2) * num_choices
+        to = out + row[None, :] * n + column[:, None]
+        tl.store(to, total.to(out.dtype.element_ty), mask=valid[None, :] & (column < n)[:, None])
+
+
+@triton.jit
+def mix_choices(y, weights, out, n, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Set out[t] to the sum of the rows y[t K + r] times weights[t, r], in the order of r."""
+    t, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for r in tl.static_range(K):
+        row = tl.load(y + (t * K + r) * n + i, mask=i < n, other=0.0).to(tl.float32)
+        total += row * tl.load(weights + t * K + r)
+    tl.store(out + t * n + i, total.to(out.dtype.element_ty), mask=i < n)

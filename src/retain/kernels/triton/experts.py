@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 import triton
 from torch import Tensor
 
 from retain.kernels.api import ACTIVATIONS
-from retain.kernels.reference.experts import ExpertWeights, route
+from retain.kernels.experts import Router
+from retain.kernels.reference.experts import route
 from retain.kernels.triton import elementwise, expert_kernels
 from retain.kernels.triton.fresh_tokens import tokens_per_program
+from retain.kernels.triton.packed_weight import (
+    FEW_ROWS,
+    LARGEST_BLOCK,
+    LEAST_BLOCK,
+    PackedExperts,
+    add_splits,
+    product_options,
+)
 
-BLOCK_ROWS = 16  # choices of one expert that a program multiplies at once
+BLOCK_ROWS = 16  # choices of one expert that a program multiplies at once with dense weights
 BLOCK_OUT = 64
 BLOCK_IN = 64
+
+
+@dataclass(frozen=True, eq=False)
+class DeviceExperts:
+    """The experts of a layer on the device. See Experts, whose weights on the host it does not keep."""
+
+    num_experts: int
+    intermediate_size: int
+    router: Router
+    act: str
+    is_gated: bool
+    gate_up: Tensor | PackedExperts
+    down: Tensor | PackedExperts
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -28,56 +53,91 @@ class SortedChoices:
     end: Tensor  # [experts]: where the choices of an expert end in `order`
 
 
-def sort_choices(chosen: Tensor, num_experts: int) -> SortedChoices:
+def sort_choices(chosen: Tensor, num_experts: int, block_rows: int) -> SortedChoices:
     """Sort the choices [T, k] by expert, and divide those of each expert into blocks."""
     flat = chosen.flatten()
     experts = torch.arange(num_experts, device=flat.device)
     counts = (flat[:, None] == experts).sum(0)  # bincount would wait for the device
-    blocks = (counts + BLOCK_ROWS - 1) // BLOCK_ROWS
+    blocks = (counts + block_rows - 1) // block_rows
     end = counts.cumsum(0)
     end_block = blocks.cumsum(0)
-    num_blocks = len(flat) // BLOCK_ROWS + min(num_experts, len(flat))  # at most
+    num_blocks = len(flat) // block_rows + min(num_experts, len(flat))  # at most
     block = torch.arange(num_blocks, device=flat.device)
     expert = torch.searchsorted(end_block, block, right=True)
     own = expert.clamp(max=num_experts - 1)
-    first = (end - counts)[own] + (block - (end_block - blocks)[own]) * BLOCK_ROWS
+    first = (end - counts)[own] + (block - (end_block - blocks)[own]) * block_rows
     order = flat.sort(stable=True).indices
     return SortedChoices(order.int(), expert.int(), first.int(), end.int())
 
 
-def mix_experts(x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
+def mix_experts(x: Tensor, scores: Tensor, w: DeviceExperts) -> Tensor:
     """Return the weighted sums [T, E] of the experts that `scores` [T, n] choose for the rows x [T, E]."""
-    T = len(x)
-    k = w.experts.router.top_k
-    width = w.experts.intermediate_size
+    T, E = x.shape
+    k = w.router.top_k
     if not T:
         return torch.zeros_like(x)
-    chosen, weights = route(scores, w.experts.router)
-    choices = sort_choices(chosen, w.experts.num_experts)
-    assert isinstance(w.gate_up, Tensor)
-    assert isinstance(w.down, Tensor)
-    hidden = _grouped_linear(x, k, w.gate_up, w.gate_up_bias, w.experts.inner_size, choices)
-    activated = x.new_empty(T * k, width)
+    chosen, weights = route(scores, w.router)
+    products = GroupedProducts(chosen, w.num_experts)
+    hidden = products.linear(x, w.gate_up, w.gate_up_bias, k)
+    activated = x.new_empty(T * k, w.intermediate_size)
     block_t = tokens_per_program(T * k, 1)
-    block = min(triton.next_power_of_2(width), 1024)
-    elementwise.activation[(triton.cdiv(T * k, block_t), triton.cdiv(width, block))](
-        hidden, hidden.stride(0), activated, T * k, width,
-        T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(w.experts.act), GATED=w.experts.is_gated,
+    block = min(triton.next_power_of_2(w.intermediate_size), 1024)
+    elementwise.activation[(triton.cdiv(T * k, block_t), triton.cdiv(w.intermediate_size, block))](
+        hidden, hidden.stride(0), activated, T * k, w.intermediate_size,
+        T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(w.act), GATED=w.is_gated,
     )  # fmt: skip
-    y = _grouped_linear(activated, 1, w.down, w.down_bias, x.shape[1], choices)
-    return (y.view(T, k, -1).float() * weights[..., None]).sum(1).to(x.dtype)
-
-
-def _grouped_linear(
-    x: Tensor, choices_per_row: int, weight: Tensor, bias: Tensor | None, n: int, choices: SortedChoices
-) -> Tensor:
-    """Return the products [T k, n] of the rows of all choices with the matrices of their experts."""
-    out = x.new_empty(len(choices.order), n)
-    block_out = min(BLOCK_OUT, triton.next_power_of_2(n))
-    expert_kernels.grouped_linear[(len(choices.expert), triton.cdiv(n, block_out))](
-        x, x.stride(0), weight, weight if bias is None else bias, out,
-        choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row, n, x.shape[1],
-        ROWS=BLOCK_ROWS, OUT=block_out, IN=BLOCK_IN, BIAS=bias is not None,
-        PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
-    )  # fmt: skip
+    y = products.linear(activated, w.down, w.down_bias, 1)
+    out = torch.empty_like(x)
+    block = min(triton.next_power_of_2(E), 1024)
+    expert_kernels.mix_choices[(T, triton.cdiv(E, block))](y, weights.contiguous(), out, E, K=k, BLOCK=block)
     return out
+
+
+class GroupedProducts:
+    """The products of the choices [T, k] of some tokens, each with the matrix of its expert."""
+
+    def __init__(self, chosen: Tensor, num_experts: int):
+        self._chosen = chosen
+        self._num_experts = num_experts
+        self._sort = cache(partial(sort_choices, chosen, num_experts))  # by the rows of a block
+
+    def linear(self, x: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, choices_per_row: int) -> Tensor:
+        """Return the products [T k, n] with the rows x, of which each belongs to so many choices."""
+        if isinstance(weight, PackedExperts):
+            return self._multiply_packed(x, weight, bias, choices_per_row)
+        n = len(weight) // self._num_experts
+        choices = self._sort(BLOCK_ROWS)
+        out = x.new_empty(len(choices.order), n)
+        block_out = min(BLOCK_OUT, triton.next_power_of_2(n))
+        expert_kernels.grouped_linear[(len(choices.expert), triton.cdiv(n, block_out))](
+            x, x.stride(0), weight, weight if bias is None else bias, out,
+            choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row, n, x.shape[1],
+            ROWS=BLOCK_ROWS, OUT=block_out, IN=BLOCK_IN, BIAS=bias is not None,
+            PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
+        )  # fmt: skip
+        return out
+
+    def _multiply_packed(self, x: Tensor, weight: PackedExperts, bias: Tensor | None, choices_per_row: int) -> Tensor:
+        """Compute `linear` with packed weights: few tokens in splits of the inputs side by side, as linear layers.
+
+        Of more tokens a program adds the splits itself, in the same order.
+        """
+        T, k = self._chosen.shape
+        n, width = weight.shape
+        matrix = weight.matrix
+        rows = triton.next_power_of_2(triton.cdiv(T * k, self._num_experts))
+        rows = min(max(rows, LEAST_BLOCK), LARGEST_BLOCK)
+        choices = self._sort(rows)
+        split_steps = matrix.split_steps(weight.rows_of_tiles * k)
+        splits = triton.cdiv(matrix.num_steps, split_steps) if T <= FEW_ROWS else 1
+        out = x.new_empty(T * k, n)
+        to = out.new_empty(splits, T * k, n, dtype=torch.float32) if splits > 1 else out
+        expert_kernels.multiply_packed_experts[(len(choices.expert), weight.rows_of_tiles, splits)](
+            x, x.stride(0), matrix.words, matrix.scales, out if bias is None else bias, to,
+            choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row,
+            T * k, n, width, matrix.num_steps, split_steps,
+            **matrix.constants, **product_options(x.dtype, rows), BIAS=bias is not None, SPLIT=splits > 1,
+        )  # fmt: skip
+        if splits > 1:
+            add_splits(to, None, out)
+        return out

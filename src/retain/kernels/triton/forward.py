@@ -1,8 +1,8 @@
 """Programs of the triton backend: those of the reference, with kernels of this folder where torch would launch several.
 
-Rows and weights have the program's dtype. Quantized weights of linear layers and embeddings stay in their bits
-(packed_weight.py); those of experts and of heads become dense, because no kernel here reads them. A step in which all
-requests have equally many fresh tokens runs as a CUDA graph (graphs.py), any other operation by operation.
+Rows and weights have the program's dtype. Quantized weights of linear layers, experts and embeddings stay in their
+bits (packed_weight.py); those of heads become dense, because no kernel here reads them. A step in which all requests
+have equally many fresh tokens runs as a CUDA graph (graphs.py), any other operation by operation.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
-from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.program import TorchProgram
 from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
-from retain.kernels.triton import attention, elementwise, experts, fresh_tokens, linear_attention, packed_weight
+from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
+from retain.kernels.triton.experts import DeviceExperts, mix_experts
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
-from retain.kernels.triton.packed_weight import PackedMatrix
+from retain.kernels.triton.packed_weight import PackedExperts, PackedMatrix
 from retain.kernels.triton.plan import plan_attention, request_tiles
 from retain.kernels.triton.step_inputs import DeviceStep, upload_step
 from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
@@ -107,9 +107,21 @@ class TritonProgram(TorchProgram[DeviceStep]):
         super().head_linear(x, out, _to_dense(weight, self.dtype), source, target)
 
     def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
-        """Emit a mixture of experts, whose weights become dense."""
-        gate_up, down = (_to_dense(w, self.dtype) for w in (experts.gate_up, experts.down))
-        super().experts(x, scores, out, replace(experts, gate_up=gate_up, down=down), add)
+        """Emit a mixture of experts."""
+        self._shapes.check_experts(x, scores, out, experts)
+        gate_up, down = (self._pack_experts(w, experts.num_experts) for w in (experts.gate_up, experts.down))
+        on_device = DeviceExperts(
+            num_experts=experts.num_experts,
+            intermediate_size=experts.intermediate_size,
+            router=experts.router.map_tensors(self._to_float32),
+            act=experts.act,
+            is_gated=experts.is_gated,
+            gate_up=gate_up,
+            down=down,
+            gate_up_bias=self._to_dtype(experts.gate_up_bias),
+            down_bias=self._to_dtype(experts.down_bias),
+        )
+        self._emit(out, lambda s: mix_experts(s.buffers[x], s.buffers[scores], on_device), add)
 
     def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
         """Emit an activation function, with the product of a gated one in the same kernel."""
@@ -245,9 +257,6 @@ class TritonProgram(TorchProgram[DeviceStep]):
         H, width = heads.shape[1:]
         return torch.bmm(heads.transpose(0, 1), weight.view(H, -1, width).mT).transpose(0, 1)
 
-    def _mix_experts(self, x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
-        return experts.mix_experts(x, scores, w)
-
     def finalize(self) -> None:
         """Forget which weights were converted; the operations keep what they use."""
         super().finalize()
@@ -255,7 +264,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
 
     def _convert_weight(self, weight: Weight) -> Tensor:
         """Return a dense weight on the device."""
-        assert isinstance(weight, Tensor)  # of experts, or of positions
+        assert isinstance(weight, Tensor)  # of heads, or of positions
         packed = self._pack_weight(weight)
         assert isinstance(packed, Tensor)
         return packed
@@ -263,6 +272,12 @@ class TritonProgram(TorchProgram[DeviceStep]):
     def _pack_weight(self, weight: Weight) -> Tensor | PackedMatrix:
         """Return a copy of a weight on the device, so a mapped file can be closed."""
         packed = packed_weight.pack_weight(weight, self.dtype, self.device)
+        self._weight_bytes += packed.nbytes
+        return packed
+
+    def _pack_experts(self, weight: Weight, num_experts: int) -> Tensor | PackedExperts:
+        """Return a copy of the matrices of experts on the device."""
+        packed = packed_weight.pack_experts(weight, num_experts, self.dtype, self.device)
         self._weight_bytes += packed.nbytes
         return packed
 

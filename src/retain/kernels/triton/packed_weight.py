@@ -8,7 +8,7 @@ So two words in a register have adjacent numbers at equal places, which one mask
 scale and shift, or the scales of its halves, or, where a group has a single scale, those of both groups: loads of 2
 bytes cannot be asynchronous.
 
-What has a kernel is decided in `pack_weight` alone. Experts stay dense (TritonProgram.experts).
+The outputs of an expert begin with a row of tiles. What has a kernel is decided in `pack_weight` alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from retain.kernels.weight import Weight, unpack
 TILE_ROWS = 128
 STEP = 2 * GROUP_SIZE  # inputs of a tile
 FEW_ROWS = 64  # at most: more are multiplied by torch, with the matrix made dense for the moment (log/gpu.md)
-LARGEST_BLOCK = 64  # rows that a program multiplies
+LEAST_BLOCK, LARGEST_BLOCK = 16, 64  # rows that a program multiplies
 NUM_PROGRAMS = 512  # about as many fill a GPU
 LEAST_STEPS = 4  # of a program
 DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -55,10 +55,12 @@ class PackedMatrix:
         """Return the tiles of a row of tiles."""
         return self.words.shape[1]
 
-    @property
-    def split_steps(self) -> int:
-        """Return the steps that one program takes. They depend on no row, so neither does the order of a sum."""
-        splits = max(NUM_PROGRAMS // len(self.words), 1)
+    def split_steps(self, rows_of_tiles: int) -> int:
+        """Return the steps of a program, where one row needs so many rows of tiles.
+
+        They depend on no other row, so neither does the order of a sum.
+        """
+        splits = max(NUM_PROGRAMS // rows_of_tiles, 1)
         return max(triton.cdiv(self.num_steps, splits), LEAST_STEPS)
 
     @property
@@ -72,6 +74,24 @@ class PackedMatrix:
         }
 
 
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """The matrices [out, in] of some experts, one below the other. Rows that fill a tile up belong to none."""
+
+    matrix: PackedMatrix  # [experts * tiles of an expert * 128, in]
+    shape: torch.Size  # (out, in) of an expert
+
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes that they take on the device."""
+        return self.matrix.nbytes
+
+    @property
+    def rows_of_tiles(self) -> int:
+        """Return those of one expert."""
+        return triton.cdiv(self.shape[0], TILE_ROWS)
+
+
 def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedMatrix:
     """Copy a matrix to the device: quantized ones in their bits, or in 6 where they have 5, dense ones in `dtype`.
 
@@ -82,9 +102,30 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             dense = source.to(device, dtype).contiguous()
             return dense.clone() if dense.data_ptr() == source.data_ptr() else dense  # a mapped file can be closed
         case QuantizedWeight() as matrix:
-            format, words = _pack_numbers(matrix, device)
-            second, scales = _pack_scales(matrix, device)
-            return PackedMatrix(matrix.shape, format, second, words, scales)
+            return _pack_matrix(matrix, device)
+
+
+def pack_experts(weight: Weight, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tensor | PackedExperts:
+    """Copy the matrices of experts, one below the other, to the device. See pack_weight."""
+    stacked = unpack(weight)
+    if isinstance(stacked, Tensor):
+        dense = pack_weight(stacked, dtype, device)
+        assert isinstance(dense, Tensor)
+        return dense
+    n = stacked.shape[0] // num_experts
+    rows = torch.arange(stacked.shape[0]).split(n)
+    own = [_pack_matrix(stacked.select_rows(index), device) for index in rows]  # one by one: that takes less memory
+    words, scales = torch.cat([w.words for w in own]), torch.cat([w.scales for w in own])
+    shape = torch.Size((len(words) * TILE_ROWS, stacked.shape[1]))
+    matrix = PackedMatrix(shape, own[0].format, own[0].second, words, scales)
+    return PackedExperts(matrix, own[0].shape)
+
+
+def _pack_matrix(matrix: QuantizedWeight, device: torch.device) -> PackedMatrix:
+    """Copy a quantized matrix to the device."""
+    format, words = _pack_numbers(matrix, device)
+    second, scales = _pack_scales(matrix, device)
+    return PackedMatrix(matrix.shape, format, second, words, scales)
 
 
 def _pack_numbers(matrix: QuantizedWeight, device: torch.device) -> tuple[str, Tensor]:
@@ -92,22 +133,27 @@ def _pack_numbers(matrix: QuantizedWeight, device: torch.device) -> tuple[str, T
     q = matrix.q.to(device)
     match matrix:
         case Int4():
-            return "int4", _join_bits(_to_tiles(q), 4)
+            return "int4", _to_words(_to_tiles(q))
         case Codebook4():
-            return "iq4" if isinstance(matrix, IQ4) else "e2m1", _join_bits(_to_tiles(q), 4)
+            return "iq4" if isinstance(matrix, IQ4) else "e2m1", _to_words(_to_tiles(q))
         case Int5() | Int6():
             biased = _to_tiles(q.view(torch.uint8) + 32)  # of negative numbers the sum wraps around
-            tops = _join_bits(biased >> 4, 2).byte().view(torch.int16)
-            return "int6", torch.cat((_join_bits(biased & 15, 4), tops), -1)
+            low, high = _join_halves(biased >> 4, 2).unbind(2)
+            tops = (low | high << 4).view(torch.int16).flatten(2)
+            return "int6", torch.cat((_to_words(biased & 15), tops), -1)
     halves = _to_tiles(q.view(torch.uint8)).unflatten(-1, (2, -1))
     return "int8", halves.transpose(-2, -1).contiguous().view(torch.int16).flatten(2)
 
 
-def _join_bits(numbers: Tensor, bits: int) -> Tensor:
-    """Join number i of the four halves of a tile, so many bits of each: int16 [rows of tiles, tiles, 2048]."""
-    halves = numbers.unflatten(-1, (2, -1)).int().movedim(-2, 3).flatten(2, 3)  # [.., 4, 128, 16]
-    shifts = torch.arange(4, device=numbers.device, dtype=torch.int32) * bits
-    return (halves << shifts[:, None, None]).sum(2, dtype=torch.int32).short().flatten(2)
+def _to_words(nibbles: Tensor) -> Tensor:
+    """Join numbers of 4 bits in tiles as words int16: [rows of tiles, tiles, 2048]."""
+    return _join_halves(nibbles, 4).movedim(2, -1).contiguous().view(torch.int16).flatten(2)
+
+
+def _join_halves(numbers: Tensor, bits: int) -> Tensor:
+    """Join the two halves of a group, the first in the lowest bits: [rows of tiles, tiles, 2, 128, 16]."""
+    first, second = numbers.unflatten(-1, (2, -1)).unbind(-2)
+    return first | second << bits
 
 
 def _pack_scales(matrix: QuantizedWeight, device: torch.device) -> tuple[str, Tensor]:
@@ -152,22 +198,39 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     if not T:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    splits = triton.cdiv(weight.num_steps, weight.split_steps)
+    split_steps = weight.split_steps(len(weight.words))
+    splits = triton.cdiv(weight.num_steps, split_steps)
     partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
-    is_exact = x.dtype == torch.float32 or triton.knobs.runtime.interpret
-    tokens = min(max(triton.next_power_of_2(T), 16), LARGEST_BLOCK)
+    tokens = min(max(triton.next_power_of_2(T), LEAST_BLOCK), LARGEST_BLOCK)
     weight_kernels.multiply_packed[(len(weight.words), splits, triton.cdiv(T, tokens))](
-        x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, weight.split_steps,
-        **weight.constants, TOKENS=tokens,
-        DOT=tl.float32 if is_exact else DOT_DTYPES[x.dtype], PRECISION="tf32x3" if is_exact else "tf32", STAGES=4,
-        num_warps=4 if tokens == 16 else 8,
+        x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, split_steps,
+        **weight.constants, **product_options(x.dtype, tokens),
     )  # fmt: skip
+    add_splits(partial, bias, out, add_to)
+    return out
+
+
+def product_options(dtype: torch.dtype, tokens: int) -> dict[str, Any]:
+    """Return what kernels that multiply so many rows of a dtype are compiled for."""
+    is_exact = dtype == torch.float32 or triton.knobs.runtime.interpret
+    return {
+        "TOKENS": tokens,
+        "DOT": tl.float32 if is_exact else DOT_DTYPES[dtype],
+        "PRECISION": "tf32x3" if is_exact else "tf32",
+        "STAGES": 4,
+        "num_warps": 4 if tokens == LEAST_BLOCK else 8,
+    }
+
+
+def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor, add_to: Tensor | None = None) -> None:
+    """Set out [T, n] to the sums of the splits float32 [splits, T, n], plus a bias [n] and the rows `add_to`."""
+    splits, T, n = partial.shape
     block = 256
+    y = out if add_to is None else add_to
     weight_kernels.add_splits[(T, triton.cdiv(n, block))](
-        partial, partial if bias is None else bias, out, out.stride(0), out, out.stride(0), T, n, splits,
+        partial, partial if bias is None else bias, y, y.stride(0), out, out.stride(0), T, n, splits,
         SPLITS=triton.next_power_of_2(splits), BLOCK=block, BIAS=bias is not None, ADD=add_to is not None,
     )  # fmt: skip
-    return out
 
 
 def look_up(index: Tensor, weight: Tensor | PackedMatrix, dtype: torch.dtype) -> Tensor:

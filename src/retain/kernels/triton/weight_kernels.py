@@ -54,11 +54,13 @@ def load_numbers(words, FORMAT: tl.constexpr, DOT: tl.constexpr):
 
 @triton.jit
 def multiply_tiles(
-    at_x, is_token, words, scales, begin, end, width,
+    earlier, at_x, is_token, words, scales, begin, end, width, split_steps,
     FORMAT: tl.constexpr, SECOND: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, TOKENS: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Return the products [outputs, tokens] of rows of x and tiles `begin` to `end` of a row of tiles.
+    """Return `earlier` plus the products [outputs, tokens] of rows of x and tiles `begin` to `end` of a row of tiles.
+
+    With SPLIT these are one split. Else the sums of several are added one after another, as add_splits does.
 
     `at_x` [16, tokens] is where the first numbers of the rows are. A tile has WORDS words of
     16 bits, and SCALES of 32. FORMAT and SECOND: see PackedMatrix.
@@ -99,7 +101,11 @@ def multiply_tiles(
             else:
                 total += multiply_halves(w0, w1, x0, x1, zeros, PRECISION) * scale[:, None]
                 total += multiply_halves(w2, w3, x2, x3, zeros, PRECISION) * second[:, None]
-    return total
+        if not SPLIT:  # noqa: SIM102 (known when the kernel is compiled)
+            if (step + 1) % split_steps == 0:
+                earlier += total
+                total = zeros
+    return earlier + total
 
 
 @triton.jit(do_not_specialize=["tokens", "steps", "split_steps"])
@@ -115,9 +121,9 @@ def multiply_packed(
     is_token = (t < tokens)[None, :]
     begin = split * split_steps
     total = multiply_tiles(
-        at_x, is_token, words + tile * steps * WORDS, scales + tile * steps * SCALES,
-        begin, tl.minimum(begin + split_steps, steps), width, FORMAT, SECOND, WORDS, SCALES, TOKENS, DOT, PRECISION,
-        STAGES,
+        0.0, at_x, is_token, words + tile * steps * WORDS, scales + tile * steps * SCALES,
+        begin, tl.minimum(begin + split_steps, steps), width, split_steps,
+        FORMAT, SECOND, WORDS, SCALES, TOKENS, DOT, PRECISION, STAGES, SPLIT=True,
     )  # fmt: skip
     out = tile * TILE_ROWS + tl.arange(0, TILE_ROWS)
     to = partial + (split * tokens + t)[None, :].to(tl.int64) * n + out[:, None]
@@ -129,12 +135,11 @@ def add_splits(
     partial, bias, y, y_row, out, out_row, tokens, n, splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Set out[t] to the sum of a row's splits, with a bias and with y[t] where there are any."""
+    """Set out[t] to the sum of a row's splits in their order, with a bias and with y[t] where there are any."""
     t, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    split = tl.arange(0, SPLITS)
-    at = (split[:, None] * tokens + t) * n + i[None, :]
-    parts = tl.load(partial + at, mask=(split < splits)[:, None] & (i < n)[None, :], other=0.0)
-    total = tl.sum(parts, 0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for split in tl.static_range(SPLITS):
+        total += tl.load(partial + (split * tokens + t) * n + i, mask=(split < splits) & (i < n), other=0.0)
     if BIAS:
         total += tl.load(bias + i, mask=i < n, other=0.0).to(tl.float32)
     if ADD:
