@@ -1,4 +1,4 @@
-"""Compare ways to round keys and values to four bits, before a kernel is written for one of them.
+"""Compare ways to round keys and values to four and eight bits, before a kernel is written for one of them.
 
     python -m tools.rounding --model smollm2 --data ../shared/data
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from retain.bench.tasks import load_records
 from retain.fit.dense import DenseModel, LayerAttention
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.quantized_slots import dequantize, dequantize_4bit, quantize, quantize_4bit, rotate
+from retain.kernels.quantized_slots import dequantize, dequantize_4bit, quantize, quantize_4bit, quantize_fp8, rotate
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
 from retain.processing.tokenizer import Tokenizer
@@ -35,8 +35,8 @@ Transform = Callable[[Tensor, Tensor], Tensor]  # (moments of keys, of queries),
 class Rounding:
     """A way to round. `recent` tokens before each query, and the `first` of a text, are exact."""
 
-    key_bits: int = 4
-    value_bits: int = 4
+    keys: str = "int4"  # as a pool of this dtype has them
+    values: str = "int4"
     centered: bool = False  # keys less their mean over other tokens
     transform: Transform | None = None  # of centered keys, before they are rotated
     unrotated: bool = False  # keys as they are, without a Hadamard transform
@@ -81,10 +81,12 @@ ROUNDINGS = {
     "4 bits": Rounding(),
     "4 bits, unrotated": Rounding(unrotated=True),
     "4 bits, unbalanced": Rounding(unbalanced=True),
-    "8 bits": Rounding(key_bits=8, value_bits=8),
-    "8 bits, unbalanced": Rounding(key_bits=8, value_bits=8, unbalanced=True),
-    "K 8 bits": Rounding(key_bits=8),
-    "V 8 bits": Rounding(value_bits=8),
+    "8 bits": Rounding(keys="int8", values="int8"),
+    "8 bits, unbalanced": Rounding(keys="int8", values="int8", unbalanced=True),
+    "fp8": Rounding(keys="fp8", values="fp8"),
+    "fp8, unrotated": Rounding(keys="fp8", values="fp8", unrotated=True),
+    "K 8 bits": Rounding(keys="int8"),
+    "V 8 bits": Rounding(values="int8"),
     "centered": Rounding(centered=True),
     "balanced by pairs": Rounding(transform=balance_pairs),
     "balanced": Rounding(transform=balance_all),
@@ -92,7 +94,7 @@ ROUNDINGS = {
     "newest 64 exact": Rounding(recent=64),
     "first 4, newest 64 exact": Rounding(first=4, recent=64),
     "the same, centered": Rounding(first=4, recent=64, centered=True),
-    "the same, K 8 bits": Rounding(first=4, recent=64, key_bits=8),
+    "the same, K 8 bits": Rounding(first=4, recent=64, keys="int8"),
 }
 
 
@@ -114,7 +116,7 @@ class RoundedModel(DenseModel):
         exact = super()._attend(layer, q, k, v, mask, params)
         if r is None:
             return exact
-        rounded_k, rounded_v = self._round_keys(layer, k), _round(v, r.value_bits)
+        rounded_k, rounded_v = self._round_keys(layer, k), _round(v, r.values)
         places, n = torch.arange(k.shape[1]), mask.shape[-2]
         is_exact = (places[-n:, None] - places < r.recent) | (places < r.first)  # [T, n]
         scale, (G, R, T, _) = params.scale, exact.weights.shape
@@ -143,11 +145,13 @@ def _moments(queries: Tensor, keys: Tensor) -> Moments:
 
 
 def _round_rotated(x: Tensor, r: Rounding) -> Tensor:
-    return _round(x, r.key_bits) if r.unrotated else rotate(_round(rotate(x), r.key_bits))
+    return _round(x, r.keys) if r.unrotated else rotate(_round(rotate(x), r.keys))
 
 
-def _round(x: Tensor, bits: int) -> Tensor:
-    return dequantize(*quantize(x)) if bits == 8 else dequantize_4bit(*quantize_4bit(x))
+def _round(x: Tensor, dtype: str) -> Tensor:
+    if dtype == "int4":
+        return dequantize_4bit(*quantize_4bit(x))
+    return dequantize(*(quantize(x) if dtype == "int8" else quantize_fp8(x)))
 
 
 def summaries(tokenizer: Tokenizer, data: Path, num_texts: int, max_len: int) -> Iterator[tuple[list[int], int]]:

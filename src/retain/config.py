@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from retain.options import NonNegativeInt, PositiveInt, Size, check_bounds
 
 DTYPES = ("bfloat16", "float32", "float16")
-KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4")
+KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4", "fp8")
 SLOTS_PER_PAGE = {
     "int8": 2,
     "k8v4": 2.5,
     "int4": 3.5,
+    "fp8": 2,
 }  # as multiples of page_size: pages of about the bytes that bfloat16 has
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 
@@ -86,11 +87,11 @@ class Config:
         default="auto",
         metadata={
             "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (twice the tokens in the same bytes), "
-            "k8v4 (8 bits for K, 4 for V: 2.5 times), or int4 (3.5 times)"
+            "k8v4 (8 bits for K, 4 for V: 2.5 times), int4 (3.5 times), or on a GPU fp8 (e4m3, twice)"
         },
     )
     page_size: PositiveInt = field(
-        default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; int8, k8v4 and int4 have more"}
+        default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; those of 8 and 4 bits have more"}
     )
     max_running_requests: PositiveInt = field(
         default=64, metadata={"help": "requests that run at the same time, at most"}

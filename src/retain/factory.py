@@ -144,7 +144,7 @@ def demoted_page_size(policies: Sequence[EvictionPolicy], page_size: int, head_d
         return 0
     slots = slots_in_page(page_size, head_dim, dtype, DEMOTED_DTYPE)
     if slots <= page_size:
-        raise ValueError("demote=int4 saves no memory in a cache of 4 bits: use --kv-dtype int8 or bfloat16")
+        raise ValueError("demote=int4 saves no memory in a cache of 4 bits: use --kv-dtype int8, fp8 or bfloat16")
     return slots
 
 

@@ -65,6 +65,8 @@ class LLM:
         self.dtype = pool_dtype(c.dtype)
         self.kv_dtype = pool_dtype(c.slot_dtype)
         backend = kernels.load(c.backend, self.device)
+        if c.kv_dtype != "auto":
+            kernels.check_pool_dtype(backend, self.kv_dtype)
         path = resolve_model(model)
         limit = c.max_model_len
         loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device, limit)

@@ -101,7 +101,7 @@ def test_policies(policies: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kv_dtype", [torch.int4, pytest.param(torch.int8, marks=slow), pytest.param(torch.uint8, marks=slow)]
+    "kv_dtype", [torch.int4, pytest.param(torch.int8, marks=slow), torch.uint8, torch.float8_e4m3fn]
 )
 def test_quantized_slots(kv_dtype: torch.dtype) -> None:
     assert_matches_reference("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], kv_dtype=kv_dtype)

@@ -29,15 +29,25 @@ from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_requests
 from tests.helpers.tiers import disk_spec, disk_store_of
 
-K8V4, INT4 = torch.uint8, torch.int4
+INT8, K8V4, INT4, FP8 = torch.int8, torch.uint8, torch.int4, torch.float8_e4m3fn
 
 FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
-BACKENDS = [pytest.param(n, marks=pytest.mark.slow if n == "reference" else ()) for n in NAMES]
+KV_DTYPES = [INT8, *slow(K8V4, INT4, FP8)]
+POOLS = [  # dtypes with the backends that have them
+    pytest.param(dtype, name, marks=() if (dtype, name) == (INT8, "cpu") else pytest.mark.slow)
+    for dtype in (INT8, K8V4, INT4, FP8)
+    for name in NAMES
+    if dtype in kernels.import_backend(name).POOL_DTYPES
+]
 POLICIES = ["full", "ring:window=24", "h2o:budget=40", "keydiff:budget=25%", "h2o:budget=40,prefill=stream,chunk=30"]
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
+def fastest_backend(kv_dtype: torch.dtype) -> str:
+    return "reference" if kv_dtype == FP8 else "cpu"
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_reference_attends_to_rounded_keys_and_values(
     kv_dtype: torch.dtype, family: str, monkeypatch: pytest.MonkeyPatch
@@ -50,13 +60,13 @@ def test_the_reference_attends_to_rounded_keys_and_values(
 
     def write_rounded(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         def to_8(x: Tensor) -> Tensor:
-            return q.dequantize(*q.quantize(x))
+            return q.dequantize(*(q.quantize_fp8 if kv_dtype == FP8 else q.quantize)(x))
 
         def to_4(x: Tensor) -> Tensor:
             return q.dequantize_4bit(*q.quantize_4bit(x))
 
         k = q.rotate(to_4(q.rotate(k)) if kv_dtype == INT4 else to_8(q.rotate(k)))
-        v = to_8(v) if kv_dtype == torch.int8 else to_4(v)
+        v = to_8(v) if kv_dtype in (INT8, FP8) else to_4(v)
         write(kv, slot_mapping, k, v, pos)
 
     quantized, write = run(kv_dtype), reference.write
@@ -74,9 +84,8 @@ def test_a_rotation_keeps_products_and_is_its_own_inverse(D: int) -> None:
     assert torch.allclose(q.rotate(rotated), keys, atol=1e-5)
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
+@pytest.mark.parametrize(("kv_dtype", "backend"), POOLS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("policy", [*POLICIES, "reread:budget=50,rereads=40"])
 def test_chunk_size_changes_no_token(kv_dtype: torch.dtype, family: str, policy: str, backend: str) -> None:
     prompt = random_prompts(1, seed=3)[0] + random_prompts(1, seed=4)[0]
@@ -88,9 +97,8 @@ def test_chunk_size_changes_no_token(kv_dtype: torch.dtype, family: str, policy:
         )
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
+@pytest.mark.parametrize(("kv_dtype", "backend"), POOLS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_company_changes_no_token(kv_dtype: torch.dtype, family: str, backend: str) -> None:
     prompts = random_prompts(10, seed=1, max_prompt_len=120)
     requests = [make_request(p, 20, POLICIES[i % len(POLICIES)]) for i, p in enumerate(prompts)]
@@ -101,24 +109,19 @@ def test_company_changes_no_token(kv_dtype: torch.dtype, family: str, backend: s
     assert run_to_completion(make_engine(family, kv_dtype=kv_dtype, backend=backend), requests) == alone
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize(("family", "num_pages"), [("gemma3_text", 60)])
 def test_preemption_changes_no_token(kv_dtype: torch.dtype, family: str, num_pages: int) -> None:
     prompts = random_prompts(64, seed=2, max_prompt_len=120)
     requests = [make_request(p, 30) for p in prompts]
-    expected = run_to_completion(
-        make_engine(family, kv_dtype=kv_dtype, backend="cpu"), [make_request(p, 30) for p in prompts]
-    )
-    assert (
-        run_to_completion(make_engine(family, kv_dtype=kv_dtype, backend="cpu", num_pages=num_pages), requests)
-        == expected
-    )
+    options: dict[str, Any] = {"kv_dtype": kv_dtype, "backend": fastest_backend(kv_dtype)}
+    expected = run_to_completion(make_engine(family, **options), [make_request(p, 30) for p in prompts])
+    assert run_to_completion(make_engine(family, num_pages=num_pages, **options), requests) == expected
     assert sum(r.stats.num_preemptions for r in requests) > 0
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
+@pytest.mark.parametrize(("kv_dtype", "backend"), POOLS)
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("tier", [None, "ram:capacity=10MB", "disk"])
 def test_a_cached_prefix_changes_no_token(
     kv_dtype: torch.dtype, family: str, backend: str, tier: str | None, tmp_path: Path
@@ -138,7 +141,7 @@ def test_a_cached_prefix_changes_no_token(
             engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.int8, *slow(K8V4, INT4)])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("spec", ["ngram:k=5,min=1", "self:k=3,budget=48", "draft:k=4,model=any"])
 def test_greedy_tokens_do_not_depend_on_drafts(kv_dtype: torch.dtype, family: str, spec: str) -> None:
@@ -146,33 +149,38 @@ def test_greedy_tokens_do_not_depend_on_drafts(kv_dtype: torch.dtype, family: st
 
     def run(**options: Any) -> list[list[int]]:
         requests = [make_request(p, 40, policies[i % len(policies)]) for i, p in enumerate(prompts)]
-        return run_to_completion(make_engine(family, kv_dtype=kv_dtype, backend="cpu", **options), requests)
+        backend = fastest_backend(kv_dtype)
+        return run_to_completion(make_engine(family, kv_dtype=kv_dtype, backend=backend, **options), requests)
 
     assert run(drafter=parse_drafter(spec)) == run()
 
 
-def test_a_store_of_another_precision_is_not_read(tmp_path: Path) -> None:
+@pytest.mark.parametrize("other_dtype", ["int8", "fp8"])
+def test_a_store_of_another_precision_is_not_read(other_dtype: str, tmp_path: Path) -> None:
     """The miss is explained, and both precisions keep their prefixes in one folder."""
     prompt, params = list(range(3, 103)), SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 
     def ask(kv_dtype: str) -> RequestOutput:
-        options = {"page_size": 16, "max_model_len": 512, "max_running_requests": 2, "kv_memory": "2MiB"}
+        backend = "reference" if other_dtype == "fp8" else "auto"
+        sizes = {"page_size": 16, "max_model_len": 512, "max_running_requests": 2, "kv_memory": "2MiB"}
+        options: dict[str, Any] = {"backend": backend, **sizes}
         with closing(
             LLM("random:tiny", dtype="float32", kv_dtype=kv_dtype, tier=disk_spec(tmp_path), **options)
         ) as llm:
             llm.cache.prefix_cache.offloader.cost_model = AlwaysLoad()
             return llm.generate(prompt, params, explain_prefix=True)[0]
 
-    first, other, again = ask("auto"), ask("int8"), ask("auto")
-    assert other.prefix and other.cached_tokens == 0 and "kv int8" in other.prefix["explanation"]
-    assert again.cached_tokens > 90 and ask("int8").cached_tokens > 60
+    first, other, again = ask("auto"), ask(other_dtype), ask("auto")
+    assert other.prefix and other.cached_tokens == 0 and f"kv {other_dtype}" in other.prefix["explanation"]
+    assert again.cached_tokens > 90 and ask(other_dtype).cached_tokens > 60
     assert again.token_ids == first.token_ids
 
 
-@pytest.mark.parametrize(("kv_dtype", "slots_per_page"), [("int8", 128), ("k8v4", 160), ("int4", 224)])
+@pytest.mark.parametrize(("kv_dtype", "slots_per_page"), [("int8", 128), ("k8v4", 160), ("int4", 224), ("fp8", 128)])
 def test_as_many_more_slots_as_the_bytes_say(kv_dtype: str, slots_per_page: int) -> None:
     """Pages keep about their bytes, and one budget of memory holds more of them by the bytes of a slot."""
-    caches = [LLM("random:tiny", kv_dtype=dtype, kv_memory="2MiB").cache for dtype in ("bfloat16", kv_dtype)]
+    options = {"kv_memory": "2MiB", "backend": "reference"}
+    caches = [LLM("random:tiny", kv_dtype=dtype, **options).cache for dtype in ("bfloat16", kv_dtype)]
     assert [cache.page_size for cache in caches] == [64, slots_per_page]
     bfloat16, quantized = (cache.store.page_bytes / cache.page_size for cache in caches)
     slots = [cache.total_pages * cache.page_size for cache in caches]
@@ -182,7 +190,8 @@ def test_as_many_more_slots_as_the_bytes_say(kv_dtype: str, slots_per_page: int)
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"kv_dtype": "float8"}, "choose auto, bfloat16, int8, k8v4, int4"),
+        ({"kv_dtype": "float8"}, "choose auto, bfloat16, int8, k8v4, int4, fp8"),
+        ({"kv_dtype": "fp8"}, "the cpu backend has no slots in fp8: use backend reference or triton"),
         ({"page_size": 512, "kv_dtype": "int8"}, "page_size"),
     ],
 )

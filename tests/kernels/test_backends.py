@@ -20,13 +20,16 @@ from tests.helpers.marks import slow
 from tests.helpers.slots import read_pages
 
 F32, BF16, INT8, K8V4, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.uint8, torch.int4
+FP8 = torch.float8_e4m3fn  # triton has it; test_triton.py compares attention
 POOL_DTYPES = [F32, BF16, INT8, K8V4, INT4]
 
 
 @pytest.fixture(params=VARIANTS)
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Run the test on every backend and instruction set."""
+    """Run the test on every backend and instruction set that has pools of its dtype."""
     with use_variant(request.param) as backend:
+        if (dtype := request.node.callspec.params.get("dtype", F32)) not in backend.POOL_DTYPES:
+            pytest.skip(f"no pool of {dtype}")
         yield backend
 
 
@@ -242,7 +245,7 @@ def test_write_read_round_trip(backend: Backend, dtype: torch.dtype, S: int) -> 
 @pytest.mark.parametrize("S", [16, 48])
 @pytest.mark.parametrize("D", [8, 64, 72, 256])
 @pytest.mark.parametrize("source_dtype", [F32, BF16, torch.float16])
-@pytest.mark.parametrize("dtype", [INT8, K8V4, INT4])
+@pytest.mark.parametrize("dtype", [INT8, K8V4, INT4, FP8])
 def test_quantized_slots_equal_the_reference_to_the_bit(
     backend: Backend, dtype: torch.dtype, source_dtype: torch.dtype, D: int, S: int
 ) -> None:
@@ -251,8 +254,11 @@ def test_quantized_slots_equal_the_reference_to_the_bit(
     rng = torch.Generator().manual_seed(D)
     x = torch.randn(2, n, 1, D, generator=rng) * 10.0 ** torch.randint(-36, 36, (2, n, 1, 1), generator=rng)
     x[0, 0], x[1, 1, :, 1:] = 0, 0
-    x[0, 2] = torch.arange(D) / 2  # ties, once the largest is 127 scales
-    x[0, 2, 0, 0] = 127
+    x[:, 2] = torch.arange(D) / 2  # ties, once the largest is 127 scales
+    x[:, 2, 0, 0] = 127
+    floats = torch.arange(126).byte().view(FP8).float()  # those from 0 to 416, in order
+    x[:, 3] = ((floats[1:] + floats[:-1]) / 2).repeat(3)[:D]  # ties, once the largest is 448 scales
+    x[:, 3, 0, 0] = 448
     k, v = x.to(source_dtype).nan_to_num(posinf=7.0, neginf=-7.0)
     slots = torch.randperm(n, generator=rng) + S
     pos, pages = torch.arange(n, dtype=torch.int32), torch.arange(1, 6)
@@ -263,12 +269,12 @@ def test_quantized_slots_equal_the_reference_to_the_bit(
         held.append((*read_pages(kernels, kv, pages), *kernels.read_slots(kv, slots)))
     assert all(torch.equal(a, b) for a, b in zip(*held, strict=True))
     error = (held[1][2].double() - k[:, 0].double()).norm(dim=-1)
-    step = 8 if dtype == INT4 else 127  # of which the largest number has so many
+    step = {INT4: 8, FP8: 14}.get(dtype, 127)  # of which the largest number has so many
     assert (error <= D**0.5 * rotate(k[:, 0]).abs().amax(-1) / step + 1e-26).all()
 
 
 @pytest.mark.parametrize("V", [None, 40])
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("dtype", [*POOL_DTYPES, FP8])
 def test_copy(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
     """A table of copies gives the bits that the table of the originals gave, and no other page has changed."""
     case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), V=V, dtype=dtype, window=100)
@@ -290,7 +296,7 @@ def test_copy(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
 
 
 @pytest.mark.parametrize("V", [None, 40])
-@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("dtype", [*POOL_DTYPES, FP8])
 def test_move(backend: Backend, dtype: torch.dtype, V: int | None) -> None:
     """Live slots that move to the front of their tables are looked at as before; masses go with them."""
     case = AttentionCase(fresh=(2, 40), pages=((7, 4), (9, 3)), V=V, dtype=dtype, holes=0.5, shared_pages=False)

@@ -23,6 +23,7 @@ from tests.helpers.device_adapter import triton_backend
 from tests.helpers.slots import read_pages
 
 F32, BF16, INT8, INT4 = torch.float32, torch.bfloat16, torch.int8, torch.int4
+FP8 = torch.float8_e4m3fn
 G, R = 2, 3
 triton = triton_backend()
 
@@ -34,6 +35,12 @@ def needs(*backends: Backend) -> list[Any]:
 
 
 needs_cpu, needs_triton = (parameter.marks[0] for parameter in needs(cpu, triton))
+POOLS = [  # backends with the dtypes of their pools
+    pytest.param(b.values[0], dtype, marks=b.marks)
+    for b in (pytest.param(reference), *needs(cpu, triton))
+    for dtype in (F32, BF16, INT8, FP8)
+    if dtype in b.values[0].POOL_DTYPES
+]
 
 
 @lru_cache(maxsize=1)
@@ -117,6 +124,7 @@ TRITON_STEPS = {  # decode and prefill tiles; tables with several splits, and wi
     "float16, page size 48": (replace(SMALL, D=80, S=48, fresh=(2, 40, 1)), torch.float16, NO_NOISE, R),
     "k8v4": (replace(SMALL, D=64, demoted=((0, 0), (0, 30), (12, 0))), torch.uint8, GUMBEL, R),
     "int4": (SMALL, INT4, GUMBEL, 1),
+    "fp8": (replace(SMALL, D=64, demoted=((3, 9), (2, 0), (1, 2))), FP8, GUMBEL, 1),
     "values of another size": (replace(SMALL, D=24, V=40), F32, NO_NOISE, R),
     "sinks, float32": (replace(SMALL, own=((5, 2), (9, 0), (0, 1)), sinks=True), F32, GUMBEL, 1),
     "large heads": (replace(SMALL, D=256, S=64), BF16, NO_NOISE, 1),
@@ -218,8 +226,7 @@ def test_dense_tables_say_nothing_of_demoted_tokens() -> None:
     assert torch.equal(step.attend(triton, kv, dense, None), expected)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
-@pytest.mark.parametrize("backend", [reference, *needs(cpu, triton)])
+@pytest.mark.parametrize(("backend", "dtype"), POOLS)
 def test_pages_of_other_slots_are_read_copied_and_moved(backend: Backend, dtype: torch.dtype) -> None:
     """In the memory of the pool, whose pages are longer. The pages beside them keep their bytes."""
     S, D = 32, 64
@@ -250,13 +257,14 @@ def test_pages_of_other_slots_are_read_copied_and_moved(backend: Backend, dtype:
 
 
 @pytest.mark.parametrize("columns", [1, 3])
-@pytest.mark.parametrize("other", [INT4, torch.uint8, INT8])
-@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
-@pytest.mark.parametrize("backend", [reference, *needs(cpu, triton)])
+@pytest.mark.parametrize("other", [INT4, torch.uint8, INT8, FP8])
+@pytest.mark.parametrize(("backend", "dtype"), POOLS)
 def test_requantized_slots_are_what_a_write_of_what_is_read_leaves(
     backend: Backend, dtype: torch.dtype, other: torch.dtype, columns: int
 ) -> None:
     """With the masses, and the positions that the caller names. No other slot changes."""
+    if other not in backend.POOL_DTYPES:
+        pytest.skip("the cpu backend has no slots in fp8")
     S, n, D, num_slots = 32, 80, 64, 16
     rng = torch.Generator().manual_seed(3)
     k, v = torch.randn(2, num_slots, 1, D, generator=rng)
@@ -271,4 +279,4 @@ def test_requantized_slots_are_what_a_write_of_what_is_read_leaves(
     backend.write(expected, dst[None].int(), *held, pos + 7)
     expected.mass.transpose(1, 2)[dst // n, dst % n] = masses.transpose(1, 2)[src // S, src % S]
     for a, b in ((found.k, expected.k), (found.v, expected.v), (found.pos, expected.pos), (found.mass, expected.mass)):
-        assert torch.equal(a, b)
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))

@@ -51,7 +51,7 @@ class Step:
                 pages = t.pages[row, g, : int(t.counts[row, g])].long()
                 holes = kv.pos[pages] > last
                 kv.pos[pages] = kv.pos[pages].masked_fill(holes, -1)
-                for x in (kv.k, kv.v) if kv.k.is_floating_point() else ():
+                for x in (kv.k, kv.v) if kv.k.dtype.is_floating_point and kv.k.itemsize > 1 else ():
                     x[pages] = x[pages].masked_fill(holes[..., None], unwritten)
         return kv
 
@@ -81,6 +81,7 @@ CASES = {
     "gaussian": (CHUNKS, "gaussian", "sum"),
     "constant": (PROMPT, "constant", "sum"),
     "int8": (CHUNKS.with_changes(D=64, dtype=torch.int8), "keyformer", "sum"),
+    "fp8": (CHUNKS.with_changes(D=64, dtype=torch.float8_e4m3fn), "keyformer", "sum"),
     "k8v4": (PROMPT.with_changes(D=64, dtype=torch.uint8, alibi=True), "h2o", "sum"),
     "int4": (PROMPT.with_changes(D=64, dtype=torch.int4), "keyformer", "each"),
     "window": (CHUNKS.with_changes(window=40), "h2o", "sum"),

@@ -20,7 +20,7 @@ from tests.helpers.marks import every_third
 from tests.kernels.test_attention_mass import SCORING_KINDS
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
-INT8, K8V4, INT4 = torch.int8, torch.uint8, torch.int4
+INT8, K8V4, INT4, FP8 = torch.int8, torch.uint8, torch.int4, torch.float8_e4m3fn
 triton = triton_backend()
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 
@@ -47,6 +47,10 @@ CASES = {
     "page size 48, int4": STEP.with_changes(S=48, D=64, dtype=INT4, window=40, alibi=True, holes=0.5),
     "values of another size": STEP.with_changes(D=24, V=40, sinks=True),
     "values of another size, int8": STEP.with_changes(D=64, V=24, dtype=INT8, window=40),
+    "head dim 8, fp8": STEP.with_changes(D=8, S=16, dtype=FP8, window=50),
+    "head dim 80, fp8": STEP.with_changes(D=80, R=4, dtype=FP8, q_dtype=BF16),
+    "page size 48, fp8": STEP.with_changes(S=48, D=16, dtype=FP8, window=40, alibi=True, holes=0.5),
+    "values of another size, fp8": STEP.with_changes(D=64, V=24, dtype=FP8, softcap=0.5, sinks=True),
     "values of another size, k8v4": STEP.with_changes(D=80, V=64, dtype=K8V4),
     "values of another size, int4": STEP.with_changes(D=32, V=64, dtype=INT4),
     "as MLA is cached": STEP.with_changes(D=576, V=512, R=2, S=16, dtype=BF16, fresh=(1, 9, 20), holes=0.0),
@@ -58,9 +62,7 @@ CASES = {
 
 
 def tolerance(case: AttentionCase) -> float:
-    return {F32: 1e-4 if case.alibi else 1e-5, BF16: 2**-7, F16: 2**-10, INT8: 2**-7, K8V4: 2**-7, INT4: 2**-7}[
-        case.dtype
-    ]
+    return {F32: 1e-4 if case.alibi else 1e-5, F16: 2**-10}.get(case.dtype, 2**-7)
 
 
 @pytest.mark.parametrize("name", every_third(CASES))
@@ -155,6 +157,7 @@ MASS_CASES = {
     ),
     "int8": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=INT8, shared_pages=False), "keyformer", "sum"),
     "k8v4": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=K8V4, shared_pages=False), "tempered", "each"),
+    "fp8": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=FP8, shared_pages=False), "keyformer", "each"),
     "int4": (AttentionCase((2, 30), ((4, 2), (3, 4)), D=64, dtype=INT4, shared_pages=False), "keyformer", "sum"),
     "int4, each head": (
         AttentionCase((30, 2), ((3, 4), (4, 2)), D=80, dtype=INT4, alibi=True, shared_pages=False),
@@ -226,7 +229,7 @@ def test_random_small_cases(data: st.DataObject) -> None:
         D=data.draw(st.sampled_from([8, 24, 64])),
         R=data.draw(st.integers(1, 5)),
         S=data.draw(st.sampled_from([16, 32, 48])),
-        dtype=data.draw(st.sampled_from([F32, BF16, INT8, K8V4, INT4])),
+        dtype=data.draw(st.sampled_from([F32, BF16, INT8, K8V4, INT4, FP8])),
         holes=data.draw(st.sampled_from([0.0, 0.9, 1.0])),
         window=data.draw(st.sampled_from([NO_WINDOW, 1, 30])),
         per_request_windows=data.draw(st.booleans()),
@@ -235,7 +238,7 @@ def test_random_small_cases(data: st.DataObject) -> None:
     assert_close(case.attend(triton), case.attend(reference), tolerance(case))
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16, INT8])
+@pytest.mark.parametrize("dtype", [F32, BF16, INT8, FP8])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_one_launch_rotates_and_writes_as_two_do(dtype: torch.dtype, interleaved: bool) -> None:
     """Where a layer's queries are wanted before it writes, they are rotated alone: to the same bits."""

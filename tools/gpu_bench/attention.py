@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tools.gpu_bench.cases import (
     BF16,
+    FP8,
     INT4,
     QUICK_SHAPES,
     SHAPES,
@@ -25,7 +26,7 @@ from tools.gpu_bench.cases import (
 )
 from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
-POOLS = {"bf16": BF16, "int8": torch.int8, "k8v4": torch.uint8, "int4": INT4}
+POOLS = {"bf16": BF16, "int8": torch.int8, "k8v4": torch.uint8, "int4": INT4, "fp8": FP8}
 MEMORY = 2**30  # bytes of K and V of a step, more than the caches of a GPU hold
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 BF16 = torch.bfloat16
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
+FP8 = torch.float8_e4m3fn
 PAGE_SIZE = 64  # slots of a page of bfloat16
 SHAPES = {"llama": (32, 8, 128), "mpt": (32, 32, 128)}  # H, G, D of Llama-3.1-8B and of MPT-7B
 QUICK_SHAPES = {"llama": (4, 2, 32)}

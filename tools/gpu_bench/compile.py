@@ -53,7 +53,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
             }
 
     JITFunction.run = only_compile
-    for case in LAUNCH_CASES[: 5 if quick else None]:
+    for case in LAUNCH_CASES[: 6 if quick else None]:
         launch_kernels(*case, quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)

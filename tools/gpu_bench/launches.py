@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from tools.gpu_bench.cases import BF16, INT4, demoted_pages, keyformer_scoring
+from tools.gpu_bench.cases import BF16, FP8, INT4, demoted_pages, keyformer_scoring
 
 # D, R, dtype, fresh tokens of each request, with masses, ALiBi instead of rope, with demoted tokens
 LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, bool]] = [
@@ -15,6 +15,7 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, boo
     (128, 4, BF16, (200, 1), False, False, False),
     (64, 3, torch.uint8, (1, 200), True, False, False),
     (64, 3, BF16, (1, 200), True, False, True),
+    (64, 3, FP8, (1, 200), True, False, False),
     (64, 4, BF16, (1, 8), False, False, False),
     (128, 4, torch.int8, (200, 9), False, False, True),
     (256, 4, BF16, (1, 200), True, True, True),
@@ -27,6 +28,7 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, boo
     (128, 2, torch.int8, (200, 9), True, True, False),
     (64, 3, INT4, (1, 200), True, False, False),
     (128, 4, INT4, (200, 9), False, True, False),
+    (128, 4, FP8, (200, 9), False, True, True),
     (576, 16, BF16, (1, 9), True, False, False),
 ]
 VALUE_SIZES = {576: 512}  # where a value is not as large as a key
@@ -66,7 +68,7 @@ def launch_kernels(
     )
     if demotes:
         tables = replace(tables, demoted=DemotedTables(demoted_pages(kv), tables.pages, tables.counts, n))
-    q_dtype = BF16 if dtype in (torch.int8, torch.uint8, INT4) else dtype
+    q_dtype = BF16 if dtype in (torch.int8, torch.uint8, INT4, FP8) else dtype
     q, pos, slots = torch.ones(T, G * R, D, dtype=q_dtype), torch.ones(T).int(), torch.ones(G, T, dtype=torch.int32)
     slopes = torch.ones(G * R) if alibi else None
     scoring = keyformer_scoring(T, B) if with_masses else None

@@ -56,6 +56,14 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
         raise ValueError(f"the {name} backend does not compute in {dtype_name(dtype)}: choose dtype {supported}")
 
 
+def check_pool_dtype(backend: Backend, dtype: torch.dtype) -> None:
+    """Raise ValueError, with the backends to choose from, for a dtype of a pool that a backend does not have."""
+    if dtype not in backend.POOL_DTYPES:
+        names = [name for name in backend_names() if dtype in import_backend(name).POOL_DTYPES]
+        own = backend.__name__.rpartition(".")[2]
+        raise ValueError(f"the {own} backend has no slots in {dtype_name(dtype)}: use backend {' or '.join(names)}")
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device of that name; `auto` is a GPU if the triton backend can use one, else the CPU.
 

@@ -353,7 +353,8 @@ class Backend(Protocol):
 
     __name__: str
     DEVICES: tuple[str, ...]  # the types of torch.device it computes on
-    DTYPES: tuple[torch.dtype, ...]  # the dtypes that it computes in; a pool may have those of QUANTIZED_DTYPES too
+    DTYPES: tuple[torch.dtype, ...]  # the dtypes that it computes in
+    POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""

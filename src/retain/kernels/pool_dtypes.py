@@ -1,7 +1,8 @@
 """The dtypes of pools: their names, their tensors, and the bytes of their slots and pages.
 
-torch.int8 is 8 bits for K and V, torch.int4 is 4 bits, and torch.uint8 is 8 bits for K and 4 for V, called k8v4. Torch
-computes with none of them: slots are bytes. See quantized_slots.py.
+torch.int8 is 8 bits for K and V, torch.int4 is 4 bits, and torch.uint8 is 8 bits for K and 4 for V, called k8v4.
+torch.float8_e4m3fn, called fp8, is floats of 8 bits. Torch computes with none of them: slots are bytes. See
+quantized_slots.py.
 """
 
 from __future__ import annotations
@@ -13,22 +14,25 @@ from retain.kernels.quantized_slots import SCALE_BYTES, group_size
 INT8 = torch.int8
 K8V4 = torch.uint8
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]  # torch's stubs lack it
-QUANTIZED_DTYPES = (INT8, K8V4, INT4)
+FP8 = torch.float8_e4m3fn
+INTEGER_DTYPES = (INT8, K8V4, INT4)
+QUANTIZED_DTYPES = (*INTEGER_DTYPES, FP8)
+_NAMES = {"k8v4": K8V4, "fp8": FP8}  # where torch has others
 
 
 def pool_dtype(name: str) -> torch.dtype:
-    """Return the dtype of a pool by its name: a name of torch's, or k8v4."""
-    dtype: torch.dtype = K8V4 if name == "k8v4" else getattr(torch, name)
+    """Return the dtype of a pool by its name: a name of torch's, k8v4 or fp8."""
+    dtype: torch.dtype = _NAMES.get(name) or getattr(torch, name)
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
     """Return the name of a pool's dtype, which `pool_dtype` reads."""
-    return "k8v4" if dtype == K8V4 else str(dtype).removeprefix("torch.")
+    return next((name for name, named in _NAMES.items() if named == dtype), str(dtype).removeprefix("torch."))
 
 
 def tensor_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes of the tensors of K and V in a pool: slots of 8 bits are int8, of 4 bits uint8."""
+    """Return the dtypes of the tensors of K and V in a pool: integers of 8 bits are int8, of 4 bits uint8."""
     by_pool = {K8V4: (torch.int8, torch.uint8), INT4: (torch.uint8, torch.uint8)}
     return by_pool.get(dtype, (dtype, dtype))
 
@@ -69,6 +73,6 @@ def slots_in_page(
 def _row_bytes(head_dim: int, dtype: torch.dtype, is_quantized: bool) -> int:
     if not is_quantized:
         return head_dim * dtype.itemsize
-    if dtype == torch.int8:
-        return head_dim + SCALE_BYTES
-    return head_dim // 2 + SCALE_BYTES * (head_dim // group_size(head_dim))
+    if dtype == torch.uint8:
+        return head_dim // 2 + SCALE_BYTES * (head_dim // group_size(head_dim))
+    return head_dim + SCALE_BYTES

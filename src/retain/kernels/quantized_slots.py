@@ -1,12 +1,13 @@
-"""Slots of 8 and of 4 bits: how K and V are rounded. Every backend stores these integers and scales, to the bit.
+"""Slots of 8 and of 4 bits: how K and V are rounded. Every backend stores these numbers and scales, to the bit.
 
 See pool_dtypes.py for the dtypes of pools. Two numbers of 4 bits are in a byte.
 
     8 bits   one bfloat16 scale for D numbers: max |x| / 127; an integer is x / scale, between -127 and 127
+    fp8      one bfloat16 scale for D numbers: max |x| / 448; a float of 8 bits (e4m3) is x / scale
     4 bits   one bfloat16 scale for each group of at most 32: x / -8 of the largest |x|; an integer is x / scale,
              between -8 and 7, stored 8 too high (Q4_0 of ggml)
 
-Integers are rounded to the nearest, ties to even. The division is a product with the float32 reciprocal of the scale.
+Numbers are rounded to the nearest, ties to even. The division is a product with the float32 reciprocal of the scale.
 Numbers below about 1e-28 are stored as 0.
 
 Keys are rotated before, and queries with them, so q . k stays (QuaRot, arXiv 2404.00456). A rotation spreads the few
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 LARGEST = 127
+LARGEST_FP8 = 448
 SCALE_BYTES = torch.bfloat16.itemsize
 SMALLEST_SCALE = 2.0**-100
 
@@ -57,9 +59,17 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return integers.to(torch.int8), scale
 
 
-def dequantize(integers: Tensor, scale: Tensor) -> Tensor:
-    """Return the numbers that slots hold, float32 [..., D]."""
-    return integers.float() * scale.float()[..., None]
+def quantize_fp8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the numbers float8_e4m3fn [..., D] and the scales bfloat16 [...] of x [..., D]."""
+    x = x.float()
+    scale = (x.abs().amax(-1) / LARGEST_FP8).bfloat16()
+    numbers = (x * _reciprocal(scale)[..., None]).clamp(-LARGEST_FP8, LARGEST_FP8)
+    return numbers.to(torch.float8_e4m3fn), scale
+
+
+def dequantize(numbers: Tensor, scale: Tensor) -> Tensor:
+    """Return the numbers that slots of 8 bits hold, float32 [..., D]."""
+    return numbers.float() * scale.float()[..., None]
 
 
 def quantize_4bit(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,22 +104,22 @@ def unpack_nibbles(packed: Tensor) -> Tensor:
 
 
 def to_bytes(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return slots of x [..., D] as bytes of the dtype: the integers, then the bytes of the scales."""
-    if dtype == torch.int8:
-        integers, scale = quantize(x)
-        return torch.cat((integers, scale[..., None].view(dtype)), -1)
+    """Return slots of x [..., D] as bytes of the dtype: the numbers, then the bytes of the scales."""
+    if dtype != torch.uint8:
+        numbers, scale = quantize(x) if dtype == torch.int8 else quantize_fp8(x)
+        return torch.cat((numbers, scale[..., None].view(dtype)), -1)
     integers, scale = quantize_4bit(x)
     return torch.cat((pack_nibbles(integers), scale.view(dtype)), -1)
 
 
 def from_bytes(slots: Tensor, head_dim: int) -> Tensor:
     """Return the numbers of what `to_bytes` returned, float32 [..., D]."""
-    width = head_dim if slots.dtype == torch.int8 else head_dim // 2
-    integers = slots[..., :width]
+    width = head_dim // 2 if slots.dtype == torch.uint8 else head_dim
+    numbers = slots[..., :width]
     scale = slots[..., width:].contiguous().view(torch.bfloat16)
-    if slots.dtype == torch.int8:
-        return dequantize(integers, scale[..., 0])
-    return dequantize_4bit(unpack_nibbles(integers), scale)
+    if slots.dtype == torch.uint8:
+        return dequantize_4bit(unpack_nibbles(numbers), scale)
+    return dequantize(numbers, scale[..., 0])
 
 
 def _reciprocal(scale: Tensor) -> Tensor:

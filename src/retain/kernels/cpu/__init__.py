@@ -38,7 +38,7 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import INTEGER_DTYPES, dtype_name
 from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
@@ -55,6 +55,7 @@ MAX_K_DIM = 576
 MAX_V_DIM = 512
 MAX_PAGE_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
+POOL_DTYPES = (*DTYPES, *INTEGER_DTYPES)
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
@@ -81,8 +82,9 @@ def allocate(
     page_bytes: tuple[int, int] | None = None,
 ) -> KV:
     """Allocate a pool. The system provides its memory page by page, at the first write."""
-    if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
-        raise ValueError(f"the cpu backend stores K and V in float32, bfloat16, int8, k8v4 or int4, not {dtype}")
+    if dtype not in POOL_DTYPES:
+        names = "float32, bfloat16, int8, k8v4 or int4"
+        raise ValueError(f"the cpu backend stores K and V in {names}, not {dtype_name(dtype)}")
     if page_size % 16 or not 16 <= page_size <= MAX_PAGE_SIZE:
         raise ValueError(f"the cpu backend needs a page_size of 16, 32, 48, ... up to {MAX_PAGE_SIZE}, not {page_size}")
     v_dim = v_dim or k_dim
@@ -103,7 +105,7 @@ def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
     P = len(memory[0])
     S = format.page_size
     k, v = view_pages(memory, format)
-    if format.dtype not in QUANTIZED_DTYPES:
+    if format.dtype not in INTEGER_DTYPES:
         k = k.view(P, format.k_dim, S)
         v = v.view(P, S, format.v_dim)
     pos = _zeros((P, S), torch.int32)

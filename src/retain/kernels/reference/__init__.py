@@ -21,6 +21,7 @@ from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, dtype_name
 from retain.kernels.reinterpret import PageFormat, view_pages
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
@@ -35,6 +35,7 @@ else:
 
 MAX_K_DIM, MAX_V_DIM = 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 
@@ -68,9 +69,9 @@ def allocate(
     page_bytes: tuple[int, int] | None = None,
 ) -> KV:
     """Allocate a pool. K and V start as zeros, because a hole's weight of 0 times NaN would be NaN."""
-    if dtype not in (*DTYPES, *QUANTIZED_DTYPES):
-        names = "float32, bfloat16, float16, int8, k8v4 or int4"
-        raise ValueError(f"the triton backend stores K and V in {names}, not {dtype}")
+    if dtype not in POOL_DTYPES:
+        names = "float32, bfloat16, float16, int8, k8v4, int4 or fp8"
+        raise ValueError(f"the triton backend stores K and V in {names}, not {dtype_name(dtype)}")
     if page_size % 16 or page_size < 16:
         raise ValueError(f"the triton backend needs a page_size of 16, 32, 48, ..., not {page_size}")
     v_dim = v_dim or k_dim
@@ -145,7 +146,8 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     if src.dtype != torch.int64 or dst.dtype != torch.int64:
         raise ValueError(f"copy: src and dst must be int64, not {src.dtype} and {dst.dtype}")
     src, dst = src.to(kv.device).contiguous(), dst.to(kv.device).contiguous()
-    for x in (kv.k, kv.v, kv.pos, kv.mass) if len(src) else ():
+    pages = page_layout.page_args(kv)
+    for x in (pages.k, pages.v, kv.pos, kv.mass) if len(src) else ():
         size = x[0].numel()
         block = min(triton.next_power_of_2(size), 4096)
         slots.copy[(len(src), triton.cdiv(size, block))](x, src, dst, x.stride(0), size, BLOCK=block)

@@ -13,7 +13,7 @@ from torch import Tensor
 from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import INT4, QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import FP8, INT4, QUANTIZED_DTYPES
 from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, prefill_kernels, prefill_mass_kernels
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
@@ -284,9 +284,9 @@ def _dot_args(kv: KV) -> dict[str, object]:
 def _decode_dot_args(kv: KV) -> dict[str, object]:
     """Return the dtypes of the products with K and with V, and their precision.
 
-    float16 holds every integer of 8 bits, and becomes one with fewer instructions than bfloat16.
+    float16 holds every number of 8 bits; an integer becomes one with fewer instructions than bfloat16.
     """
     args = _dot_args(kv)
     exact = args["DOT"] == tl.float32
-    k, v = (args["DOT"] if exact or x.dtype != torch.int8 else tl.float16 for x in (kv.k, kv.v))
+    k, v = (args["DOT"] if exact or x.dtype not in (torch.int8, FP8) else tl.float16 for x in (kv.k, kv.v))
     return {"K_DOT": k, "V_DOT": v, "PRECISION": args["PRECISION"]}

@@ -21,7 +21,7 @@ from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, no
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
     find_slots,
-    from_int8,
+    from_8bit,
     load_nibbles,
     load_slot_scales,
     load_vectors,
@@ -158,13 +158,14 @@ def attention_decode(
                     K_PAGE,
                     K_GROUP,
                     False,
+                    K_DOT,
                 )
             else:
                 at_k = k + (page * K_PAGE + place * D)[None, :] + d[:, None]
                 keys_t = tl.load(at_k, mask=(d < D)[:, None] & exists[None, :], other=0)  # [DP, N]
                 if QUANTIZED:
                     key_scales = load_slot_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
-                    keys_t = from_int8(keys_t, K_DOT, True)
+                    keys_t = from_8bit(keys_t, K_DOT, True)
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
             if QUANTIZED and K_GROUP == 0:
                 x *= key_scales[None, :]
@@ -203,6 +204,7 @@ def attention_decode(
                     V_PAGE,
                     V_GROUP,
                     False,
+                    V_DOT,
                 )
             else:
                 at_v = v + (page * V_PAGE + place * V)[:, None] + e[None, :]
@@ -210,7 +212,7 @@ def attention_decode(
                 if QUANTIZED:
                     scales = load_slot_scales(v_words, even_page, even_place, even_exists, S, V, V_PAGE)
                     value_weights = w * (scales * INT8_UNIT)[None, :]
-                    values = from_int8(values, V_DOT, False)
+                    values = from_8bit(values, V_DOT, False)
             rescaled = acc * rescale[:, None]
             acc = tl.dot(value_weights.to(V_DOT), values.to(V_DOT), rescaled, input_precision=PRECISION)
         if UPDATE_MASS:

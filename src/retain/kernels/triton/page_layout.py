@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import FP8, QUANTIZED_DTYPES
 from retain.kernels.quantized_slots import SCALE_BYTES, dequantize, dequantize_4bit, group_size, rotate, unpack_nibbles
 
 # Arguments of kernels that read single numbers there: whether 16 bytes divide the address depends on the layer, and
@@ -36,8 +36,12 @@ class PageArgs:
 
 
 def page_args(kv: KV) -> PageArgs:
-    """Return the arguments of a pool. K_GROUP and V_GROUP are the numbers of 4 bits that share a scale, or 0."""
+    """Return the arguments of a pool. K_GROUP and V_GROUP are the numbers of 4 bits that share a scale, or 0.
+
+    Kernels see floats of 8 bits as bytes: uint8 without such a group.
+    """
     is_quantized = kv.dtype in QUANTIZED_DTYPES
+    k, v = (x.view(torch.uint8) if kv.dtype == FP8 else x for x in (kv.k, kv.v))
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
     k_words, v_words = (x.view(torch.int32) if is_quantized else x for x in (kv.k, kv.v))
     constants = {
@@ -51,7 +55,7 @@ def page_args(kv: KV) -> PageArgs:
         "K_HALVES": kv.k.dtype == torch.uint8 and _has_halves(kv.k_dim),
         "V_HALVES": kv.v.dtype == torch.uint8 and _has_halves(kv.v_dim),
     }
-    return PageArgs(kv.k, kv.v, k_scales, v_scales, k_words, v_words, constants, halves)
+    return PageArgs(k, v, k_scales, v_scales, k_words, v_words, constants, halves)
 
 
 def _has_halves(dim: int) -> bool:

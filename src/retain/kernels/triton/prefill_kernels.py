@@ -77,9 +77,10 @@ def attend_blocks(
             slot_pos = tl.where(there, slot_pos, _BEHIND_ALL)
             base = oldest
         kt = load_vectors(
-            k, k_scales, page[None, :], place[None, :], d[:, None], there[None, :], S, D, DP, K_PAGE, K_GROUP, False
-        )
-        x = tl.dot(q, kt.to(DOT), input_precision=PRECISION)
+            k, k_scales, page[None, :], place[None, :], d[:, None], there[None, :],
+            S, D, DP, K_PAGE, K_GROUP, False, DOT,
+        )  # fmt: skip
+        x = tl.dot(q, kt, input_precision=PRECISION)
         if QUANTIZED and not K_GROUP:
             x *= factor * load_slot_scales(k_scales, page, place, there, S, D, K_PAGE)[None, :]
         elif SOFTCAP:
@@ -107,12 +108,13 @@ def attend_blocks(
         rescale = tl.exp2(row_max - high)
         row_sum = row_sum * rescale + tl.sum(w, 1)
         vs = load_vectors(
-            v, v_scales, page[:, None], place[:, None], e[None, :], there[:, None], S, V, VP, V_PAGE, V_GROUP, MASKED
-        )
+            v, v_scales, page[:, None], place[:, None], e[None, :], there[:, None],
+            S, V, VP, V_PAGE, V_GROUP, MASKED, DOT,
+        )  # fmt: skip
         value_weights = w
         if QUANTIZED and not V_GROUP:
             value_weights *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
-        acc = tl.dot(value_weights.to(DOT), vs.to(DOT), acc * rescale[:, None], input_precision=PRECISION)
+        acc = tl.dot(value_weights.to(DOT), vs, acc * rescale[:, None], input_precision=PRECISION)
         if CHANGE == WEIGHTS:  # behind the product, which tensor cores compute meanwhile
             z_sum = z_sum * rescale + tl.sum(w * draw_gumbel_factors(kind, keys[:, None], slot_pos[None, :]), 1)
         row_max = new_max

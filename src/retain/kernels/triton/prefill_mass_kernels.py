@@ -116,8 +116,8 @@ def recompute_mass(
     slot_pos = tl.where(is_dense, i * N + n, loaded)
     base = tl.max(slot_pos.to(tl.float32), 0).to(tl.int32)  # of integers it is wrong on Hopper: see decode_kernels.py
     keys = load_vectors(
-        k, k_scales, page[:, None], place[:, None], d[None, :], there[:, None], S, D, DP, K_PAGE, K_GROUP, False
-    ).to(DOT)
+        k, k_scales, page[:, None], place[:, None], d[None, :], there[:, None], S, D, DP, K_PAGE, K_GROUP, False, DOT
+    )
     key_factor = factor + tl.zeros((N,), tl.float32)
     if QUANTIZED and not K_GROUP:
         key_factor *= load_slot_scales(k_scales, page, place, there, S, D, K_PAGE)

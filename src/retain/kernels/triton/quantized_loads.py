@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 # Four int8 in a register to four float16. With the sign bit flipped, an integer is 128 too high.
 _INT8_TO_FLOAT16 = tl.constexpr("""{
@@ -19,6 +20,13 @@ prmt.b32 a, x, 0x64646464, 0x4140;
 prmt.b32 b, x, 0x64646464, 0x4342;
 sub.rn.f16x2 $0, a, offset;
 sub.rn.f16x2 $1, b, offset;
+}""")
+# Four bytes of e4m3 in a register to four float16, from sm_89 on.
+_FP8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b16 a, b;
+mov.b32 {a, b}, $2;
+cvt.rn.f16x2.e4m3x2 $0, a;
+cvt.rn.f16x2.e4m3x2 $1, b;
 }""")
 # Four bytes in a register to their four low and four high nibbles, less 8, times their scales, in bfloat16.
 _NIBBLES_TO_BFLOAT16 = tl.constexpr("""{
@@ -59,6 +67,24 @@ def from_int8(x, DOT: tl.constexpr, PURE: tl.constexpr):
     if DOT == tl.float16:
         return tl.inline_asm_elementwise(_INT8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=PURE, pack=4)
     return x.to(DOT)
+
+
+@triton.jit
+def from_fp8(x, DOT: tl.constexpr, PURE: tl.constexpr):
+    """Return bytes of e4m3 as floats of DOT: by an instruction for it from sm_89 on, else by bit patterns."""
+    if cuda_capability_geq(8, 9):
+        numbers = tl.inline_asm_elementwise(_FP8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=PURE, pack=4)
+    else:
+        bits = x.to(tl.int32)
+        small = ((bits & 0x7F) << 20 | (bits & 0x80) << 24).to(tl.float32, bitcast=True)
+        numbers = small * 2.0**120  # its exponent is 7 too high, that of a float32 127
+    return numbers.to(DOT)
+
+
+@triton.jit
+def from_8bit(x, DOT: tl.constexpr, PURE: tl.constexpr):
+    """Return int8, or bytes of e4m3, as floats of DOT."""
+    return from_int8(x, DOT, PURE) if x.dtype == tl.int8 else from_fp8(x, DOT, PURE)
 
 
 @triton.jit
@@ -128,10 +154,11 @@ def low_columns(D: tl.constexpr, GROUP: tl.constexpr):
 def load_vectors(
     x, scales, page, place, d, there,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, MASKED: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """Return numbers d of slots: [N, DP] of pages, places and `there` [N, 1] and d [1, DP], or transposed.
+    """Return numbers d of slots in DOT: [N, DP] of pages, places and `there` [N, 1] and d [1, DP], or transposed.
 
-    Numbers of 8 bits stay integers. MASKED: slots that are not `there` are 0, whatever the memory holds.
+    Those of 8 bits lack their scales. MASKED: slots that are not `there` are 0, whatever the memory holds.
     """
     exists = (d < D) & there if MASKED else d < D
     if GROUP:  # the second half of each group of numbers is in high nibbles
@@ -144,4 +171,4 @@ def load_vectors(
         numbers = tl.load(x + page * PAGE + place * D + d, mask=exists, other=0)
     else:
         numbers = tl.load(x + page * PAGE + place * D + d)
-    return numbers
+    return from_fp8(numbers, DOT, True) if numbers.dtype == tl.uint8 else numbers.to(DOT)

@@ -9,22 +9,35 @@ from retain.kernels import quantized_slots
 from retain.kernels.triton.elementwise import apply_rope
 
 LARGEST_INTEGER = tl.constexpr(float(quantized_slots.LARGEST))
+LARGEST_FP8 = tl.constexpr(float(quantized_slots.LARGEST_FP8))
 SMALLEST_SCALE = tl.constexpr(quantized_slots.SMALLEST_SCALE)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # float32 has no fractions at this size
 
 
 @triton.jit
-def store_int8(x, to, scales, mask, valid):
-    """Store rows x [T, D] as int8 slots; quantized_slots.py defines the integers and scales."""
-    scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST_INTEGER)
+def to_fp8(x):
+    """Return the bytes of e4m3 of float32 between -448 and 448, ties to even, by bit patterns: on any GPU."""
+    bits = x.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    normal = ((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3)
+    subnormal = (tl.abs(x) * 512.0 + ROUNDER - ROUNDER).to(tl.int32)  # below 2^-6: multiples of 2^-9
+    return (tl.where(magnitude < 121 << 23, subnormal, normal) | (bits >> 24 & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def store_8bit(x, to, scales, mask, valid):
+    """Store rows x [T, D] as int8 or fp8 slots; quantized_slots.py defines the numbers and scales."""
+    IS_INTEGER: tl.constexpr = to.dtype.element_ty == tl.int8
+    LARGEST: tl.constexpr = LARGEST_INTEGER if IS_INTEGER else LARGEST_FP8
+    scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST)
     bits = scale.to(tl.int32, bitcast=True)
     bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536  # to bfloat16, ties to even
     scale = bits.to(tl.float32, bitcast=True)
     is_normal = scale > SMALLEST_SCALE
     factor = tl.where(is_normal, tl.div_rn(1.0, tl.where(is_normal, scale, 1.0)), 0.0)
-    y = x * factor[:, None] + ROUNDER - ROUNDER  # to the nearest integer, ties to even
-    y = tl.minimum(tl.maximum(y, -LARGEST_INTEGER), LARGEST_INTEGER)
-    tl.store(to, y.to(tl.int8), mask=mask)
+    y = tl.minimum(tl.maximum(x * factor[:, None], -LARGEST), LARGEST)
+    y = (y + ROUNDER - ROUNDER).to(tl.int8) if IS_INTEGER else to_fp8(y)  # to the nearest, ties to even
+    tl.store(to, y, mask=mask)
     tl.store(scales, scale.to(tl.bfloat16), mask=valid)
 
 
@@ -65,11 +78,11 @@ def write(
     if QUANTIZED:
         if K_GROUP == 0:
             at_scale = page * (K_PAGE // 2) + S * D // 2 + place
-            store_int8(tl.load(from_k + d, mask=mask, other=0.0), to_k + at_k + d, k_scales + at_scale, mask, valid)
+            store_8bit(tl.load(from_k + d, mask=mask, other=0.0), to_k + at_k + d, k_scales + at_scale, mask, valid)
         if V_GROUP == 0:
             at_scale = page * (V_PAGE // 2) + S * V // 2 + place
             values = tl.load(from_v + e, mask=value_mask, other=0.0)
-            store_int8(values, to_v + at_v + e, v_scales + at_scale, value_mask, valid)
+            store_8bit(values, to_v + at_v + e, v_scales + at_scale, value_mask, valid)
     else:
         value = tl.load(from_v + e, mask=value_mask)
         tl.store(to_v + at_v + e, value.to(to_v.dtype.element_ty), mask=value_mask)
