@@ -29,7 +29,7 @@ LAYERS = [
     {"cli"},
     {"tune"},
     {"cluster"},
-    {"server", "bench", "fit"},
+    {"server", "bench", "fit", "cachecheck"},
     {"retain"},  # the public names
     {"llm"},
     {"factory"},

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from retain.bench import config as bench_config
+from retain.cachecheck.config import CachecheckConfig
 from retain.cluster.config import PROXY_LIMITS, ClusterConfig
 from retain.config import Config
 from retain.fit.config import FitConfig
@@ -49,7 +50,7 @@ def build_parser() -> CommandParser:
     """Build the parser of every command. Options that are not given are absent: dataclasses hold the defaults."""
     parser = CommandParser(prog="retain", description="An LLM inference engine whose subject is the KV cache.")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | chat | serve | cluster | bench | tune | fit | cache"
+        dest="command", required=True, metavar="run | chat | serve | cluster | bench | tune | fit | cache | cachecheck"
     )
     engine, sampling, logging, quiet = (CommandParser(add_help=False) for _ in range(4))
     add_arguments(engine, Config)
@@ -87,6 +88,15 @@ def build_parser() -> CommandParser:
     fit.add_argument("--json", action="store_true", help="print one JSON object")
     cache = commands.add_parser("cache", help="look after the store of a tier, and explain prefix misses")
     _add_cache_actions(cache, quiet)
+    cachecheck = commands.add_parser(
+        "cachecheck", parents=[quiet], help="test the prefix cache of a server from outside"
+    )
+    cachecheck.add_argument(
+        "url", metavar="URL", help="such as http://127.0.0.1:8000/v1 (keys: $OPENAI_API_KEY, $OPENAI_API_KEY_2)"
+    )
+    add_arguments(cachecheck, CachecheckConfig)
+    cachecheck.add_argument("--json", action="store_true", help="print one JSON object")
+    cachecheck.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit's XML to a file, too")
     return parser
 
 

@@ -1,0 +1,89 @@
+"""Run the checks against a server."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+
+from retain.cachecheck.checks import check_names, load_check
+from retain.cachecheck.client import Client, Transport
+from retain.cachecheck.commands import Commands, run_in_shell
+from retain.cachecheck.config import CachecheckConfig
+from retain.cachecheck.offers import Discovery
+from retain.cachecheck.probe import Probe, Server
+from retain.cachecheck.report import Report
+from retain.cachecheck.results import Case, CheckResult, SkipCheck, confirm
+from retain.cachecheck.texts import TextSource
+from retain.plugins import check_known
+
+NUM_RUNS = 3  # of a check whose differences need confirmation
+MAX_SEED = 2**31
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a run does besides asking: how it reaches the server, runs commands and tells of its progress."""
+
+    transport: Transport = field(default_factory=Transport)
+    run_command: Callable[[str, float], None] = run_in_shell
+    tell: Callable[[str], None] = lambda line: None
+
+
+def run_checks(url: str, config: CachecheckConfig, keys: Sequence[str | None], surroundings: Surroundings) -> Report:
+    """Run the checks that were asked for. Raises ValueError where the server does not answer."""
+    check_known("check", config.checks, check_names())
+    names = [name for name in check_names() if name in config.checks or not config.checks]
+    seed = random.randrange(MAX_SEED) if config.seed is None else config.seed
+    clients = [Client(url, key, config.timeout, surroundings.transport) for key in keys]
+    try:
+        commands = Commands(config, clients[0].first_model, surroundings.run_command)
+        server = _meet(clients, config, commands, seed)
+        surroundings.tell(f"{server.model}, seed {seed}, cold answers by {server.cold.way or 'order only'}")
+        results = []
+        for name in names:
+            results.append(_run_check(name, server, seed))
+            surroundings.tell(f"{name}: {results[-1].verdict}, {results[-1].num_requests} requests")
+        return Report(url, server, seed, results)
+    finally:
+        for client in clients:
+            client.close()
+
+
+def _meet(clients: Sequence[Client], config: CachecheckConfig, commands: Commands, seed: int) -> Server:
+    """Find out what the server offers, and how much its answers to repeated requests differ."""
+    model = config.model or clients[0].first_model()
+    texts = TextSource(f"{seed} offers", is_chat=False)
+    offers = Discovery(clients[0], {"model": model}, texts).run()
+    if config.seed is not None and offers.is_warm:
+        raise ValueError(f"the server has cached the texts of --seed {seed}: restart it, or choose another seed")
+    server = Server(clients, config, offers, commands)
+    server.noise = server.measure_noise(TextSource(f"{seed} noise", is_chat=not offers.has_completions))
+    return server
+
+
+def _run_check(name: str, server: Server, seed: int) -> CheckResult:
+    """Run a check, and again on other texts as long as it finds differences that need confirmation."""
+    check = load_check(name)
+    result = CheckResult(name)
+    start = time.perf_counter()
+    num_requests = server.num_requests
+    runs: list[list[Case]] = []
+    try:
+        while len(runs) < NUM_RUNS and (not runs or any(case.needs_confirmation for case in runs[-1])):
+            texts = TextSource(f"{seed} {name} {len(runs)}", is_chat=not server.offers.has_completions)
+            runs.append(_run_once(check, Probe(server, texts)))
+        result.cases = confirm(runs)
+    except SkipCheck as reason:
+        result.skipped = str(reason)
+    result.num_requests = server.num_requests - num_requests
+    result.seconds = time.perf_counter() - start
+    return result
+
+
+def _run_once(check: ModuleType, probe: Probe) -> list[Case]:
+    check.run(probe)
+    probe.settle()
+    return probe.cases
