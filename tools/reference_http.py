@@ -47,9 +47,8 @@ def http_page() -> str:
     text += _other_fields(sorted((cls for cls in objects if cls.other_fields), key=lambda cls: cls.__name__))
     text += "\nTypes of blocks and of sources in Anthropic's format that are refused.\n\n"
     text += table(["type", "why"], [(code(kind), rule.why) for kind, rule in MESSAGES_REFUSED_TYPES.items()])
-    text += (
-        "\n## Metrics\n\nOf `GET /metrics`, without their prefix (`--metrics-prefix`). A counter ends in `_total`.\n\n"
-    )
+    text += "\n## Metrics\n\nOf `GET /metrics`. Each has the labels `model_name` and `engine`, too.\n"
+    text += "A counter ends in `_total`.\n\n"
     text += table(["metric", "kind", "labels", "meaning"], _metrics(PACKAGE / "server" / "metrics.py"))
     return text
 

@@ -92,10 +92,10 @@ def resident_mib(process: subprocess.Popen[str]) -> float:
 
 
 async def fetch_metrics(session: aiohttp.ClientSession, url: str) -> dict[str, float]:
-    """Return the server's metrics, by name with labels."""
+    """Return the server's metrics, by name with labels, but for those that all have."""
     async with session.get(f"{url.removesuffix('/v1')}/metrics") as response:
-        lines = (await response.text()).splitlines()
-    return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+        text = re.sub(r'(engine|model_name)="[^"]*",?', "", await response.text()).replace("{}", "")
+    return {k: float(v) for k, v in (line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))}
 
 
 def pages_of_requests(metrics: dict[str, float]) -> float:
@@ -168,13 +168,13 @@ async def soak(url: str, process: subprocess.Popen[str], concurrency: int, secon
         while perf_counter() < end:
             await asyncio.sleep(seconds / 8)
             metrics = await fetch_metrics(session, url)
-            state = " ".join(f"{n} {metrics[f'retain_num_requests_{n}']:.0f}" for n in ("running", "waiting"))
+            state = " ".join(f"{n} {metrics[f'vllm:num_requests_{n}']:.0f}" for n in ("running", "waiting"))
             elapsed = seconds - (end - perf_counter())
             print(f"{elapsed:6.0f} s: {resident_mib(process):6.0f} MiB  {state}  {dict(endings)}")
         await asyncio.gather(*tasks)
         await asyncio.sleep(1)
         metrics = await fetch_metrics(session, url)
-    print("pages of requests", pages_of_requests(metrics), "preempted", metrics["retain_num_preemptions_total"])
+    print("pages of requests", pages_of_requests(metrics), "preempted", metrics["vllm:num_preemptions_total"])
     print(dict(endings))
 
 

@@ -64,7 +64,7 @@ def test_missing_or_wrong_key_is_401(secured_server, header):
 
 def test_prefixes_are_shared_only_within_a_key(secured_server):
     def count_cached_tokens(key_name, **fields):
-        metric = 'retain_prefix_cache_hits_total{tier="pool"}'
+        metric = "vllm:prefix_cache_hits_total"
         before = read_metric(secured_server, metric)
         usage = complete(secured_server, key_name, prompt=TEXT, max_tokens=1, **fields).json()["usage"]
         cached = usage["prompt_tokens_details"]["cached_tokens"]

@@ -101,7 +101,7 @@ class Cluster:
         """Return a metric of each replica: sums over its other labels."""
         found: dict[str, float] = {}
         page = HTTP.get(f"{self.url.removesuffix('/v1')}/metrics").text
-        for replica, value in re.findall(rf'^retain_{name}{{replica="(\w+)".*}} (\S+)$', page, re.MULTILINE):
+        for replica, value in re.findall(rf'^vllm:{name}{{.*replica="(\w+)".*}} (\S+)$', page, re.MULTILINE):
             found[replica] = found.get(replica, 0.0) + float(value)
         return found
 
@@ -185,7 +185,8 @@ def test_a_hang_up_cancels_the_request(cluster):
     with HTTP.stream("POST", f"{cluster.url}/completions", json=body) as response:
         assert "data: {" in next(response.iter_text())  # chunk by chunk, and then this client hangs up
     cluster.wait_for_metric("num_requests_running", lambda running: sum(running) == 0)
-    assert 'finished_reason="cancelled"' in HTTP.get(f"{cluster.url.removesuffix('/v1')}/metrics").text
+    page = HTTP.get(f"{cluster.url.removesuffix('/v1')}/metrics").text
+    assert re.search(r'finished_reason="abort",.*} 1\.0', page)
 
 
 def test_the_replica_answers_429(cluster):

@@ -271,6 +271,7 @@ class Engine:
                 self.scheduler.enqueue(follower)
                 continue
             self.scheduler.start_forked(follower, row)
+            follower.stats.scheduled_time = leader.stats.scheduled_time
             follower.stats.prefix_diagnosis = leader.stats.prefix_diagnosis  # of the same prompt
             if leader.scoring_passes:  # the same passes: masses are copied with the slots
                 follower.skip_scoring()

@@ -15,6 +15,7 @@ class RequestStats:
     """Times (seconds), counts and memory of one request."""
 
     arrival_time: float = field(default_factory=perf_counter)
+    scheduled_time: float = 0.0  # when the request, or the one that it follows, was first admitted
     first_token_time: float = 0.0
     finish_time: float = 0.0
     num_cached_tokens: int = 0  # computed already when the request was first admitted

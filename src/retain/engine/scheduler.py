@@ -16,6 +16,7 @@ from __future__ import annotations
 import bisect
 import logging
 from collections import Counter
+from time import perf_counter
 from typing import NamedTuple
 
 from retain.engine.cache_interface import RequestRow, SchedulerCache
@@ -42,6 +43,7 @@ class Scheduler:
         self.max_batched_tokens = cache.max_batched_tokens
         self.waiting: list[Request] = []
         self.running: list[Request] = []
+        self.num_preemptions = 0
         self._num_turns = 0  # of owners
         self._last_turn = Counter[str]()  # by owner
         self._stalled = dict[int, int]()  # tokens of requests that got no pages although they ran alone, by id
@@ -148,6 +150,7 @@ class Scheduler:
         if not self._can_admit(request) and (own or not self._make_room(request)):
             return False
         self.waiting.remove(request)
+        request.stats.scheduled_time = request.stats.scheduled_time or perf_counter()
         request.row = self.cache.open(request.policy, request.num_uncomputed_tokens)
         self.running.append(request)
         self._attach_prefix(request, request.row)
@@ -260,6 +263,7 @@ class Scheduler:
         try:
             self._release(request)
         finally:
+            self.num_preemptions += 1
             request.stats.num_preemptions += 1
             self.enqueue(request)
 

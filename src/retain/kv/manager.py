@@ -386,7 +386,12 @@ class KVCacheManager:
         state, _ = self.classify_pages()
         prefix = self.prefix_cache
         return collect_pool_stats(
-            self.tables, state, prefix.hits_by_source(), prefix.tier_stats(), prefix.snapshot_stats()
+            self.tables,
+            state,
+            prefix.hits_by_source(),
+            prefix.num_queried_tokens,
+            prefix.tier_stats(),
+            prefix.snapshot_stats(),
         )
 
     def evicted_slots(self) -> dict[str, int]:

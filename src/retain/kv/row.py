@@ -151,7 +151,7 @@ class Row:
             evictor.resume(part, plan, slots)
         self.is_resumed = not state.evictors[0].is_dense
         self.depends_on_text_alone = state.in_prompt
-        cache.record_resumed(state)
+        cache.record_resumed(query, state)
         return FoundPrefix(state.position, text=cache.record_text(query))
 
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> Row | None:

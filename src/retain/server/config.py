@@ -103,9 +103,6 @@ class ServerConfig:
         default=(), metadata={"help": "drafter that requests may select (may be repeated)"}
     )
     enable_inspector: bool = field(default=False, metadata={"help": "serve the cache inspector at /inspect"})
-    metrics_prefix: str = field(
-        default="retain_", metadata={"help": "prefix of metric names; vllm: fits vLLM's dashboards"}
-    )
     kv_events: str = field(
         default="",
         metadata={

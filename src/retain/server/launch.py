@@ -125,7 +125,7 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
         try:
             for drafter in server_config.allowed_drafters:
                 await engine_thread.call(partial(llm.add_drafter, drafter))
-            metrics = Metrics(llm, server_config.metrics_prefix)
+            metrics = Metrics(llm, server_config.served_model_name[0])
             if publisher:
                 await engine_thread.call(partial(publisher.follow, llm.cache))
                 metrics.count_kv_events = publisher.counts

@@ -1,5 +1,6 @@
-"""Prometheus metrics of one engine. Metrics that vLLM has too carry vLLM's names, so that its dashboards fit.
+"""Prometheus metrics of one engine. What means the same in vLLM has its name, `vllm:...`; the rest is `retain_...`.
 
+So dashboards and gateways for vLLM find what they read. Every metric has vLLM's labels `model_name` and `engine`.
 Counters and histograms are updated as requests and steps finish; the state of the pool and of the tiers is read at each
 scrape.
 """
@@ -8,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from retain.engine.request import Request
+from retain.engine.request import FinishReason, Request
+from retain.engine.spec_decode.stats import SpecDecodeStats
+from retain.kv.stats.pool import PoolStats
 from retain.llm import LLM
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -24,52 +27,98 @@ AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 HIT_BUCKETS = (0, 1, 2, 5, 10, 50, 100)
 TIER_DIRECTIONS = ("read", "written")
 TIER_SIZES = ("tier", "bytes", "capacity", "spans")  # of a tier's statistics, what is no count of events
+FINISHED_REASONS = {  # vLLM's words
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.FAILED: "error",
+    FinishReason.OUT_OF_MEMORY: "error",
+}
+Values = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
+F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
 
 
 class Metrics:
-    """An engine's metrics. `prefix` precedes every name. Everything runs in the engine thread (see Observer)."""
+    """An engine's metrics. Everything runs in the engine thread (see Observer)."""
 
-    def __init__(self, llm: LLM, prefix: str = "retain_"):
+    def __init__(self, llm: LLM, model_name: str):
         self.llm = llm
-        self.prefix = prefix
         self.registry = CollectorRegistry()
+        self.labels = {"model_name": model_name, "engine": "0"}
         # Time and number of output tokens at the last step that sampled for a request.
         self._last_sample: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()
         self.num_ring_overwrites = 0
         self.count_kv_events: Callable[[], Mapping[str, int]] | None = None  # by what became of them
-        counter = self._create_counter
-        histogram = self._create_histogram
-        self.preemptions = counter("num_preemptions", "Preempted requests")
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens processed")
-        self.generation_tokens = counter("generation_tokens", "Generated tokens")
-        self.finished_requests = counter("request_success", "Finished requests by finish reason", "finished_reason")
-        self.draft_tokens = counter("spec_decode_num_draft_tokens", "Draft tokens")
-        self.accepted_tokens = counter("spec_decode_num_accepted_tokens", "Accepted draft tokens")
-        self.step_time = histogram("engine_step_seconds", "Engine step time", TOKEN_LATENCY_BUCKETS)
-        self.ttft = histogram("time_to_first_token_seconds", "Time to first token", LATENCY_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "Inter-token latency", TOKEN_LATENCY_BUCKETS)
-        self.tpot = histogram(
-            "request_time_per_output_token_seconds", "Mean time per output token of a request", TOKEN_LATENCY_BUCKETS
-        )
-        self.e2e_latency = histogram("e2e_request_latency_seconds", "End-to-end request latency", LATENCY_BUCKETS)
-        self.request_prompt_tokens = histogram(
-            "request_prompt_tokens", "Prompt tokens per request", TOKEN_COUNT_BUCKETS
-        )
-        self.request_generation_tokens = histogram(
-            "request_generation_tokens", "Generated tokens per request", TOKEN_COUNT_BUCKETS
-        )
-        self.eviction_age = histogram("prefix_eviction_age_seconds", "Age of cached prefixes at eviction", AGE_BUCKETS)
-        self.eviction_idle = histogram(
-            "prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction", AGE_BUCKETS
-        )
-        self.eviction_hits = histogram("prefix_eviction_hits", "Hits of cached prefixes before eviction", HIT_BUCKETS)
+        self.step_time = self._histogram("retain_engine_step_seconds", "Engine step time", TOKEN_LATENCY_BUCKETS)
+        self._create_token_metrics()
+        self._create_time_metrics()
+        self._create_eviction_metrics()
         self.registry.register(self)
 
-    def _create_counter(self, name: str, documentation: str, *labels: str) -> Counter:
-        return Counter(self.prefix + name, documentation, labels, registry=self.registry)
+    def _create_token_metrics(self) -> None:
+        counter, histogram = self._counter, self._histogram
+        self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed")
+        self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens")
+        self.finished_requests = Counter(
+            "vllm:request_success", "Finished requests", [*self.labels, "finished_reason"], registry=self.registry
+        )
+        for reason in FINISHED_REASONS.values():
+            self.finished_requests.labels(**self.labels, finished_reason=reason)
+        self.draft_rounds = counter("vllm:spec_decode_num_drafts", "Rounds of drafts")
+        self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens")
+        self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens")
+        self.accepted_by_position = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by their position in a round",
+            [*self.labels, "position"],
+            registry=self.registry,
+        )
+        sizes = TOKEN_COUNT_BUCKETS
+        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", sizes)
+        self.request_output_tokens = histogram("vllm:request_generation_tokens", "Generated tokens of a request", sizes)
+        self.request_max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that a request allows", sizes)
 
-    def _create_histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
-        return Histogram(self.prefix + name, documentation, buckets=buckets, registry=self.registry)
+    def _create_time_metrics(self) -> None:
+        histogram, of_token, of_request = self._histogram, TOKEN_LATENCY_BUCKETS, LATENCY_BUCKETS
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token", of_request)
+        self.itl = histogram("vllm:inter_token_latency_seconds", "Inter-token latency", of_token)
+        self.tpot = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request", of_token
+        )
+        self.e2e_latency = histogram("vllm:e2e_request_latency_seconds", "End-to-end request latency", of_request)
+        self.queue_time = histogram(
+            "vllm:request_queue_time_seconds", "Time until a request begins to be computed", of_request
+        )
+        self.prefill_time = histogram(
+            "vllm:request_prefill_time_seconds", "Time from then until its first token", of_request
+        )
+        self.decode_time = histogram(
+            "vllm:request_decode_time_seconds", "Time from its first token until its last", of_request
+        )
+        self.inference_time = histogram(
+            "vllm:request_inference_time_seconds",
+            "Time in which a request was computed: prefill and decode",
+            of_request,
+        )
+
+    def _create_eviction_metrics(self) -> None:
+        histogram = self._histogram
+        self.eviction_age = histogram(
+            "retain_prefix_eviction_age_seconds", "Age of cached prefixes at eviction", AGE_BUCKETS
+        )
+        self.eviction_idle = histogram(
+            "retain_prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction", AGE_BUCKETS
+        )
+        self.eviction_hits = histogram(
+            "retain_prefix_eviction_hits", "Hits of cached prefixes before eviction", HIT_BUCKETS
+        )
+
+    def _counter(self, name: str, documentation: str) -> Counter:
+        return Counter(name, documentation, [*self.labels], registry=self.registry).labels(**self.labels)
+
+    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+        metric = Histogram(name, documentation, [*self.labels], buckets=buckets, registry=self.registry)
+        return metric.labels(**self.labels)
 
     # ---- as requests and steps finish ----------------------------------------------------------------------------
 
@@ -88,6 +137,7 @@ class Metrics:
                 self.itl.observe((now - last_time) / max(num_output - last_output, 1))
             else:
                 self.ttft.observe(request.stats.first_token_time - request.stats.arrival_time)
+                self.prompt_tokens.inc(len(request.prompt))
             self._last_sample[request] = now, num_output
             num_new += num_output - last_output
         self.generation_tokens.inc(num_new)
@@ -95,19 +145,36 @@ class Metrics:
     def on_finish(self, request: Request) -> None:
         """Record the totals of a request that finished, failed or was cancelled."""
         assert request.finish_reason
-        self.finished_requests.labels(request.finish_reason.value).inc()
-        self.preemptions.inc(request.stats.num_preemptions)
-        self.prompt_tokens.inc(len(request.prompt) if request.stats.first_token_time else request.num_computed_tokens)
-        self.draft_tokens.inc(sum(request.stats.spec_decode.num_drafted_per_position))
-        self.accepted_tokens.inc(sum(request.stats.spec_decode.num_accepted_per_position))
+        reason = FINISHED_REASONS[request.finish_reason]
+        self.finished_requests.labels(**self.labels, finished_reason=reason).inc()
+        self._count_drafts(request.stats.spec_decode)
         self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
+        self.request_max_tokens.observe(request.input.max_tokens)
         if request.stats.first_token_time:
-            num_output = request.num_output_tokens
-            self.request_generation_tokens.observe(num_output)
-            self.e2e_latency.observe(request.stats.finish_time - request.stats.arrival_time)
-            if num_output > 1:
-                self.tpot.observe((request.stats.finish_time - request.stats.first_token_time) / (num_output - 1))
+            self._observe_times(request)
+        else:
+            self.prompt_tokens.inc(request.num_computed_tokens)
+
+    def _count_drafts(self, stats: SpecDecodeStats) -> None:
+        self.draft_rounds.inc(stats.num_rounds)
+        self.draft_tokens.inc(sum(stats.num_drafted_per_position))
+        self.accepted_tokens.inc(sum(stats.num_accepted_per_position))
+        for position, num_accepted in enumerate(stats.num_accepted_per_position):
+            self.accepted_by_position.labels(**self.labels, position=str(position)).inc(num_accepted)
+
+    def _observe_times(self, request: Request) -> None:
+        """Record the times of a request that has an answer."""
+        num_output = request.num_output_tokens
+        stats = request.stats
+        self.request_output_tokens.observe(num_output)
+        self.e2e_latency.observe(stats.finish_time - stats.arrival_time)
+        self.queue_time.observe(stats.scheduled_time - stats.arrival_time)
+        self.prefill_time.observe(stats.first_token_time - stats.scheduled_time)
+        self.decode_time.observe(stats.finish_time - stats.first_token_time)
+        self.inference_time.observe(stats.finish_time - stats.scheduled_time)
+        if num_output > 1:
+            self.tpot.observe((stats.finish_time - stats.first_token_time) / (num_output - 1))
 
     # ---- at each scrape ------------------------------------------------------------------------------------------
 
@@ -123,61 +190,92 @@ class Metrics:
         """Yield the state of the scheduler, the pool and the tiers (a prometheus_client collector)."""
         cache = self.llm.cache
         scheduler = self.llm.engine.scheduler
-        stats = self.llm.cache.pool_stats()
-        yield self._gauge("num_requests_running", "Running requests", len(scheduler.running))
-        yield self._gauge("num_requests_waiting", "Waiting requests", len(scheduler.waiting))
+        stats = cache.pool_stats()
+        yield self._gauge_family("vllm:num_requests_running", "Running requests", len(scheduler.running))
+        yield self._gauge_family("vllm:num_requests_waiting", "Waiting requests", len(scheduler.waiting))
         usage = 1 - cache.free_pages / max(cache.total_pages, 1)
-        yield self._gauge("kv_cache_usage_perc", "Fraction of the page pool in use", usage)
-        yield self._gauge("slots", "Occupied slots", stats.slots_by_state, "state")
-        yield self._gauge("slot_holes", "Empty slots in allocated pages", stats.num_holes)
-        yield self._gauge("pages", "Pages of the pool", stats.pages_by_state, "state")
-        yield self._gauge("page_bytes", "Bytes of a page", stats.page_bytes)
-        yield self._gauge("snapshots", "Positions of cached texts that others go on from", stats.num_snapshots)
+        yield self._gauge_family("vllm:kv_cache_usage_perc", "Fraction of the page pool in use", usage)
+        yield self._cache_config()
+        yield self._counter_family("vllm:num_preemptions", "Preempted requests", scheduler.num_preemptions)
+        yield self._gauge_family("retain_slots", "Occupied slots", stats.slots_by_state, "state")
+        yield self._gauge_family("retain_slot_holes", "Empty slots in allocated pages", stats.num_holes)
+        yield self._gauge_family("retain_pages", "Pages of the pool", stats.pages_by_state, "state")
+        yield self._gauge_family("retain_page_bytes", "Bytes of a page", stats.page_bytes)
+        yield self._gauge_family(
+            "retain_snapshots", "Positions of cached texts that others go on from", stats.num_snapshots
+        )
         size = stats.num_snapshot_pages * stats.page_bytes
-        yield self._gauge("snapshot_bytes", "Bytes that snapshots hold beside the pages of their texts", size)
-        yield self._counter(
-            "prefix_cache_hits", "Prompt tokens served from the prefix cache", stats.prefix_hit_tokens, "tier"
+        yield self._gauge_family(
+            "retain_snapshot_bytes", "Bytes that snapshots hold beside the pages of their texts", size
         )
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
-        yield self._counter("evicted_slots", "Evicted slots", evicted, "policy")
+        yield self._counter_family("retain_evicted_slots", "Evicted slots", evicted, "policy")
         if self.count_kv_events:
-            yield self._counter("kv_events", "Events about cached pages", self.count_kv_events(), "outcome")
-        yield from self._collect_tiers(stats.tier_stats, stats.page_bytes)
+            events = self.count_kv_events()
+            yield self._counter_family("retain_kv_events", "Events about cached pages", events, "outcome")
+        yield from self._collect_prefixes(stats)
+        yield from self._collect_tiers(stats.tier_stats)
 
-    def _collect_tiers(self, tiers: Sequence[Mapping[str, Any]], page_bytes: int) -> Iterator[Metric]:
+    def _cache_config(self) -> Metric:
+        """Describe the cache as labels: gateways multiply the blocks of a server by their tokens."""
+        cache = self.llm.cache
+        values = {
+            "block_size": str(cache.block_size),
+            "cache_dtype": self.llm.config.slot_dtype,
+            "num_gpu_blocks": str(cache.total_pages // cache.pages_of_text(cache.block_size)),
+            "enable_prefix_caching": str(cache.caches_prefixes),
+        }
+        return self._gauge_family(
+            "vllm:cache_config_info", "The cache, as labels of the value 1", {tuple(values.values()): 1}, *values
+        )
+
+    def _collect_prefixes(self, stats: PoolStats) -> Iterator[Metric]:
+        """Yield how many tokens were asked for, and where they were: in vLLM's terms a tier is external."""
+        counter = self._counter_family
+        in_pool = stats.prefix_hit_tokens["pool"]
+        queried = stats.num_queried_tokens
+        yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", queried)
+        yield counter("vllm:prefix_cache_hits", "Tokens found in the pool", in_pool)
+        if stats.tier_stats:
+            in_tiers = {tier: n for tier, n in stats.prefix_hit_tokens.items() if tier != "pool"}
+            missed = queried - in_pool
+            yield counter("vllm:external_prefix_cache_queries", "Tokens looked up in tiers", missed)
+            yield counter("vllm:external_prefix_cache_hits", "Tokens loaded from tiers", sum(in_tiers.values()))
+            yield counter("retain_tier_loaded_tokens", "The same by tier", in_tiers, "tier")
+
+    def _collect_tiers(self, tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         used = {tier["tier"]: tier["bytes"] for tier in tiers}
-        yield self._gauge("tier_used_bytes", "Bytes stored in the tier", used, "tier")
+        yield self._gauge_family("retain_tier_used_bytes", "Bytes stored in the tier", used, "tier")
         capacity = {tier["tier"]: tier["capacity"] for tier in tiers}
-        yield self._gauge("tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
-        pages = {name: size / page_bytes for name, size in used.items()}
-        yield self._gauge("tier_pages", "Pages stored in the tier, in pool pages", pages, "tier")
-        transferred = CounterMetricFamily(
-            self.prefix + "tier_transferred_bytes",
+        yield self._gauge_family("retain_tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
+        counts = {(t["tier"], name): value for t in tiers for name, value in t.items() if name not in TIER_SIZES}
+        transferred = {key: value for key, value in counts.items() if key[1] in TIER_DIRECTIONS}
+        yield self._counter_family(
+            "retain_tier_transferred_bytes",
             "Bytes read from and written to the tier",
-            labels=["tier", "direction"],
+            transferred,
+            "tier",
+            "direction",
         )
-        events = CounterMetricFamily(
-            self.prefix + "tier_events",
+        yield self._counter_family(
+            "retain_tier_events",
             "Spans evicted, damaged, failed or skipped, and block cache hits and misses",
-            labels=["tier", "event"],
+            {key: value for key, value in counts.items() if key not in transferred},
+            "tier",
+            "event",
         )
-        for tier in tiers:
-            for name, value in tier.items():
-                if name not in TIER_SIZES:
-                    family = transferred if name in TIER_DIRECTIONS else events
-                    family.add_metric([tier["tier"], name], value)
-        yield from (transferred, events)
 
-    def _gauge(self, name: str, documentation: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-        if not isinstance(value, Mapping):
-            return GaugeMetricFamily(self.prefix + name, documentation, value)
-        return _with_values(GaugeMetricFamily(self.prefix + name, documentation, labels=[label]), value)
+    def _gauge_family(self, name: str, documentation: str, values: Values, *labels: str) -> Metric:
+        family = GaugeMetricFamily(name, documentation, labels=[*self.labels, *labels])
+        return _with_values(family, [*self.labels.values()], values)
 
-    def _counter(self, name: str, documentation: str, values: Mapping[str, float], label: str) -> Metric:
-        return _with_values(CounterMetricFamily(self.prefix + name, documentation, labels=[label]), values)
+    def _counter_family(self, name: str, documentation: str, values: Values, *labels: str) -> Metric:
+        family = CounterMetricFamily(name, documentation, labels=[*self.labels, *labels])
+        return _with_values(family, [*self.labels.values()], values)
 
 
-def _with_values(family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]) -> Metric:
-    for label, value in values.items():
-        family.add_metric([label], value)
+def _with_values(family: F, labels: Sequence[str], values: Values) -> F:
+    """Add the values of a metric: one, or one for each value of its own label, or of several."""
+    for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+        family.add_metric([*labels, *([key] if isinstance(key, str) else key)], value)
     return family

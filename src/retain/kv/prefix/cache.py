@@ -77,6 +77,7 @@ class PrefixCache:
         self.state_tiers: StateTiers | None = None
         self._loaded_state: tuple[EvictedState, Store] | None = None  # the last one, until a row goes on from it
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
+        self.num_queried_tokens = 0  # of all texts that were looked up
         self.num_reused_tokens = 0
 
     def set_offloader(self, offloader: Offloader, selective_loader: type[SelectiveLoader] = SelectiveLoader) -> None:
@@ -164,6 +165,7 @@ class PrefixCache:
         S = self.layout.block_size
         must_copy = bool(query.policy.score_key)  # queries add mass to the slots of this row alone
         text = self.record_text(query)
+        self.num_queried_tokens += len(query.tokens)
         match, masses = self._match_scored(query)
         selective = self.offloader is not None and self.offloader.probe_config is not None
         plan = None if (was_preempted and selective) or masses else self._plan_load(query, match)
@@ -426,8 +428,9 @@ class PrefixCache:
         no_pages = np.zeros((0, -(-len(tokens) // self.layout.block_size)), np.int32)
         self.tree.insert(root, tokens, no_pages, state, begun_at)
 
-    def record_resumed(self, state: EvictedState) -> None:
+    def record_resumed(self, query: PrefixQuery, state: EvictedState) -> None:
         """Count the tokens of a state that a row goes on from."""
+        self.num_queried_tokens += len(query.tokens)
         self.num_reused_tokens += state.position
         if self.offloader and self._loaded_state and self._loaded_state[0] is state:
             self.offloader.num_loaded_tokens[self._loaded_state[1].name] += state.position

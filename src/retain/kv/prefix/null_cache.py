@@ -26,6 +26,7 @@ class NullPrefixCache:
 
     enabled = False
     num_evictable_pages = 0
+    num_queried_tokens = 0
     ladder = SnapshotLadder(0)
 
     def __init__(self, num_pages: int):

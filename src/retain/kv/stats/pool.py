@@ -29,6 +29,7 @@ class PoolStats:
     pages_by_state: dict[str, int]
     prefix_hit_tokens: dict[str, int]  # tokens that requests began with, by where they were
     tier_stats: list[dict[str, Any]]
+    num_queried_tokens: int = 0  # of texts that were looked up in the prefix cache
     num_snapshots: int = 0  # of the prefix cache
     num_snapshot_pages: int = 0  # that they hold; each counts once
 
@@ -67,6 +68,7 @@ def collect_pool_stats(
     tables: BlockTables,
     state: PageStates,
     prefix_hit_tokens: dict[str, int],
+    num_queried_tokens: int,
     tier_stats: list[dict[str, Any]],
     snapshot_stats: tuple[int, int],
 ) -> PoolStats:
@@ -92,6 +94,7 @@ def collect_pool_stats(
         page_bytes=tables.store.page_bytes,
         pages_by_state=dict(zip(PAGE_STATES, pages.tolist(), strict=True)),
         prefix_hit_tokens=prefix_hit_tokens,
+        num_queried_tokens=num_queried_tokens,
         tier_stats=tier_stats,
         num_snapshots=snapshot_stats[0],
         num_snapshot_pages=snapshot_stats[1],
