@@ -14,6 +14,7 @@ from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES
 from retain.processing.input import GenerateRequest
 from retain.server.inspector.recorder import Inspector
+from retain.server.request_group import RequestGroup
 from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.marks import slow
@@ -128,7 +129,7 @@ def test_layers_of_a_hybrid_have_the_numbers_of_the_model(tmp_path, caplog):
         assert "budgets apply to full attention, in 1 of 4 layers" in caplog.text
         inspector = Inspector(llm)
         (state,) = llm.input_processor.process(GenerateRequest("Once upon a time", SamplingParams(max_tokens=4)))
-        inspector.on_request(state.request, "ann")
+        inspector.on_request(state.request, RequestGroup([state], "ann"))
         llm.output_processor.add([state])
         while llm.engine.has_unfinished_requests:
             llm.output_processor.process(llm.engine.step())

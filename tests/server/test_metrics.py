@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from retain.server.metrics import FINISHED_REASONS
+from retain.server.request_group import REPORTED_REASONS
 from tests.helpers.promql import Scrapes
 from tests.server.conftest import HTTP, run_tiny_server, wait_until
 
@@ -158,4 +158,4 @@ def test_dashboard_shows_every_metric(scrapes):
 
 def test_reasons_are_those_of_vllm(scrapes):
     reasons = scrapes.label_values("vllm:request_success_total", "finished_reason")
-    assert reasons == set(FINISHED_REASONS.values()) == {"stop", "length", "abort", "error"}
+    assert reasons == set(REPORTED_REASONS.values()) == {"stop", "length", "abort", "error"}

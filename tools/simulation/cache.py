@@ -20,6 +20,7 @@ from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.row import AttachedPrefix
 from retain.kv.stats.attention_trace import AttentionTrace
+from retain.kv.stats.request import LoadStats
 from retain.types import Ints
 from tools.simulation.calibration import Calibration
 from tools.simulation.tiers import KeyListener, SimulatedTier
@@ -103,10 +104,10 @@ class SimulatedRow:
         """Return whether a budget gave pages back: there is none."""
         return False
 
-    def finish_load(self) -> bool:
-        """Return whether the prefix is loaded after the step: simulated reads never fail."""
+    def finish_load(self) -> LoadStats | None:
+        """End the load of the prefix after the step: simulated reads never fail."""
         self.loads = {}
-        return True
+        return None
 
     def restore_masses(self, num_computed_tokens: int) -> None:
         """Do nothing: there are no masses."""

@@ -12,6 +12,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.row import AttachedPrefix
 from retain.kv.stats.attention_trace import AttentionTrace
+from retain.kv.stats.request import LoadStats
 
 
 class RequestRow(Protocol):
@@ -48,8 +49,8 @@ class RequestRow(Protocol):
     def shrink_budget(self, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
 
-    def finish_load(self) -> bool:
-        """Return whether everything that the row began with is loaded, after a step; if not, it must start again."""
+    def finish_load(self) -> LoadStats | None:
+        """End the load of what the row began with, after a step. Where it failed, the row must start again."""
 
     def restore_masses(self, num_computed_tokens: int) -> None:
         """Give the slots the masses that the row began with, if all those tokens are computed now."""

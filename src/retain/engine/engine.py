@@ -160,8 +160,10 @@ class Engine:
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""
         for s in scheduled:
-            if s.request.row is not None and not s.request.row.finish_load():
-                self.scheduler.requeue(s.request)
+            if s.request.row is not None and (load := s.request.row.finish_load()):
+                s.request.stats.loads.append(load)
+                if load.failed:
+                    self.scheduler.requeue(s.request)
 
     def _sample(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> Samples:
         """Sample the next tokens of every request whose tokens are all computed, its followers included."""

@@ -7,7 +7,7 @@ from time import perf_counter
 
 from retain.engine.spec_decode.stats import SpecDecodeStats
 from retain.kv.prefix.diagnosis import PrefixDiagnosis
-from retain.kv.stats.request import RequestMemory
+from retain.kv.stats.request import LoadStats, RequestMemory
 
 
 @dataclass
@@ -20,6 +20,7 @@ class RequestStats:
     finish_time: float = 0.0
     num_cached_tokens: int = 0  # computed already when the request was first admitted
     num_preemptions: int = 0
+    loads: list[LoadStats] = field(default_factory=list)  # of what the request began with, from tiers
     spec_decode: SpecDecodeStats = field(default_factory=SpecDecodeStats)
     peak_slots: list[int] = field(default_factory=list)  # by layer: the most that one head owned
     prefix_diagnosis: PrefixDiagnosis | None = None  # where it was asked for

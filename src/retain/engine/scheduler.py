@@ -172,6 +172,7 @@ class Scheduler:
         found = row.attach_prefix(request.prefix_query, stats.num_preemptions > 0, explain)
         request.start_from_prefix(found.num_tokens, found.branch_point)
         stats.prefix_diagnosis = found.diagnosis or stats.prefix_diagnosis
+        stats.loads += [found.load] if found.load else []
 
     def _can_admit(self, request: Request) -> bool:
         """Return whether all tokens of a request fit beside one more page of tokens for each that runs.

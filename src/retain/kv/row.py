@@ -35,6 +35,7 @@ from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.resuming import attach_evicted_state
 from retain.kv.stats.attention_trace import AttentionTrace
+from retain.kv.stats.request import LoadStats
 from retain.types import Ints
 
 
@@ -57,12 +58,13 @@ class AttachedPrefix:
     """What a row begins with: computed tokens, and a position where more texts could branch off (0: nowhere).
 
     A row that stores its prefix when it reaches `branch_point` lets others begin there. `diagnosis` says why there are
-    no more tokens, where it was asked for.
+    no more tokens, where it was asked for. `load` is that of a state, which has ended.
     """
 
     num_tokens: int
     branch_point: int
     diagnosis: PrefixDiagnosis | None = None
+    load: LoadStats | None = None
 
 
 class Row:
@@ -127,7 +129,7 @@ class Row:
             self.masses_due = found.masses.position
             self.restore_masses(found.length)
         why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
-        return AttachedPrefix(found.length, found.branch_point, why)
+        return AttachedPrefix(found.length, found.branch_point, why, found.state_load)
 
     def _resume(self, query: PrefixQuery) -> FoundPrefix | None:
         """Begin with what an earlier row of the text kept under the same policy, where there is that and room for it.
@@ -151,8 +153,8 @@ class Row:
             evictor.resume(part, plan, slots)
         self.is_resumed = not state.evictors[0].is_dense
         self.depends_on_text_alone = state.in_prompt
-        cache.record_resumed(query, state)
-        return FoundPrefix(state.position, text=cache.record_text(query))
+        load = cache.record_resumed(query, state)
+        return FoundPrefix(state.position, text=cache.record_text(query), state_load=load)
 
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> Row | None:
         """Open a row that continues the text of this one under its own policy.
@@ -224,17 +226,16 @@ class Row:
 
     # ---- after a step --------------------------------------------------------------------------------------------
 
-    def finish_load(self) -> bool:
-        """Return whether everything that the row began with is loaded, after the step; if not, it must start again."""
+    def finish_load(self) -> LoadStats | None:
+        """End the load of what the row began with, after the step. Where it failed, the row must start again."""
         load = self.load
         self.load = None
         if load is None:
-            return True
-        if not load.finish():
-            return False
-        if not self.evictors and not self.is_sparse:
+            return None
+        if load.finish() and not self.evictors and not self.is_sparse:
             load.delete_loaded_spans()  # the tree will have them
-        return True
+        finished_at = load.started_at + load.read_seconds
+        return LoadStats(load.started_at, finished_at, load.num_tokens, load.bytes_read, load.failed)
 
     def restore_masses(self, num_computed_tokens: int) -> None:
         """Give the slots the masses that the row began with, once all those tokens are computed, or attached.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from math import inf
 from time import monotonic
 from types import TracebackType
@@ -127,6 +128,7 @@ class RequestAdmission:
         self.control = control
         self.key_name = key_name
         self.deadline = deadline
+        self.trace_headers: Mapping[str, str] = {}  # of the call
         self.num_choices = self.num_bytes = 0
         self._work_began_at: float | None = None
 

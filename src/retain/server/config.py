@@ -103,6 +103,11 @@ class ServerConfig:
         default=(), metadata={"help": "drafter that requests may select (may be repeated)"}
     )
     enable_inspector: bool = field(default=False, metadata={"help": "serve the cache inspector at /inspect"})
+    otlp_traces_endpoint: str = field(
+        default="",
+        metadata={"help": "send a trace of each request there, by OTLP over HTTP: http://localhost:4318/v1/traces"},
+    )
+    trace_content: bool = field(default=False, metadata={"help": "put prompts and answers into traces, too"})
     kv_events: str = field(
         default="",
         metadata={

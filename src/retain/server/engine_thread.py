@@ -29,9 +29,9 @@ STEP_FAILED = "the engine failed while running this request or another of its ba
 
 
 class Observer(Protocol):
-    """Watches requests and steps, for metrics and the inspector. Called in the engine thread."""
+    """Watches requests and steps, for metrics, traces and the inspector. Called in the engine thread."""
 
-    def on_request(self, request: Request, key_name: str) -> None:
+    def on_request(self, request: Request, group: RequestGroup) -> None:
         """Handle a request that was just queued."""
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
@@ -236,7 +236,7 @@ class EngineThread:
         self.llm.output_processor.add(group.request_states)
         self._group_of_request |= {request: (group, index) for index, request in enumerate(requests)}
         for request in requests:
-            self._notify_observers(partial(_notify_request, request=request, key_name=group.key_name))
+            self._notify_observers(partial(_notify_request, request=request, group=group))
 
     def _cancel_group(self, group: RequestGroup) -> None:
         for request in group.requests:
@@ -276,8 +276,8 @@ class EngineThread:
                 self._fail_group(group, self.closed_error)
 
 
-def _notify_request(observer: Observer, request: Request, key_name: str) -> None:
-    observer.on_request(request, key_name)
+def _notify_request(observer: Observer, request: Request, group: RequestGroup) -> None:
+    observer.on_request(request, group)
 
 
 def _notify_groups(groups: Collection[RequestGroup]) -> None:

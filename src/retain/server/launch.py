@@ -30,7 +30,10 @@ from retain.signals import restored_handlers
 from retain.threads import reset_cpu_affinity
 
 if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
+
     from retain.server.kv_events.publisher import KVEventPublisher
+    from retain.server.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +68,15 @@ def _open_publisher(spec: str, stack: ExitStack) -> KVEventPublisher:
     with needs_extra("--kv-events", "events"):
         from retain.server.kv_events.publisher import KVEventPublisher
     return stack.enter_context(closing(KVEventPublisher(config)))
+
+
+def _open_traces(endpoint: str, stack: ExitStack) -> TracerProvider:
+    """Send spans to this address until the stack is closed. Raises ValueError."""
+    with needs_extra("--otlp-traces-endpoint", "otel"):
+        from retain.server import tracing
+    provider = tracing.open_provider(endpoint)
+    stack.callback(provider.shutdown)
+    return provider
 
 
 def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -118,6 +130,8 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     with ExitStack() as stack:
         publisher = _open_publisher(server_config.kv_events, stack) if server_config.kv_events else None
+        endpoint = server_config.otlp_traces_endpoint
+        provider = _open_traces(endpoint, stack) if endpoint else None
         engine_thread = EngineThread(load_llm)
         llm = await engine_thread.start()
         limits = server_config.limits
@@ -131,6 +145,8 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
                 metrics.count_kv_events = publisher.counts
             inspector = Inspector(llm) if server_config.enable_inspector else None
             engine_thread.observers += [metrics, inspector] if inspector else [metrics]
+            if provider:
+                engine_thread.observers.append(_create_tracer(provider, llm, server_config))
             service = OpenAIServing(llm, engine_thread, server_config, sandbox)
             with existing_objects_frozen():
                 yield OpenedService(service, metrics, inspector)
@@ -138,6 +154,12 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
         finally:
             sandbox.close()
             await engine_thread.stop()
+
+
+def _create_tracer(provider: TracerProvider, llm: LLM, config: ServerConfig) -> RequestTracer:
+    from retain.server.tracing import RequestTracer
+
+    return RequestTracer(provider, llm.tokenizer, config.served_model_name[0], config.trace_content)
 
 
 @contextmanager

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from retain.engine.request import FinishReason, Request
+from retain.engine.request import Request
 from retain.engine.spec_decode.stats import SpecDecodeStats
 from retain.kv.stats.pool import PoolStats
 from retain.llm import LLM
+from retain.server.request_group import REPORTED_REASONS, RequestGroup
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_LATENCY_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5)
@@ -27,15 +28,7 @@ AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 HIT_BUCKETS = (0, 1, 2, 5, 10, 50, 100)
 TIER_DIRECTIONS = ("read", "written")
 TIER_SIZES = ("tier", "bytes", "capacity", "spans")  # of a tier's statistics, what is no count of events
-FINISHED_REASONS = {  # vLLM's words
-    FinishReason.STOP: "stop",
-    FinishReason.LENGTH: "length",
-    FinishReason.CANCELLED: "abort",
-    FinishReason.FAILED: "error",
-    FinishReason.OUT_OF_MEMORY: "error",
-}
-Values = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
-F = TypeVar("F", CounterMetricFamily, GaugeMetricFamily)
+Values = float | Mapping[Any, float]  # by the value of a label, or by those of several
 
 
 class Metrics:
@@ -56,13 +49,14 @@ class Metrics:
         self.registry.register(self)
 
     def _create_token_metrics(self) -> None:
-        counter, histogram = self._counter, self._histogram
+        counter = self._counter
+        histogram = self._histogram
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed")
         self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens")
         self.finished_requests = Counter(
             "vllm:request_success", "Finished requests", [*self.labels, "finished_reason"], registry=self.registry
         )
-        for reason in FINISHED_REASONS.values():
+        for reason in REPORTED_REASONS.values():
             self.finished_requests.labels(**self.labels, finished_reason=reason)
         self.draft_rounds = counter("vllm:spec_decode_num_drafts", "Rounds of drafts")
         self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens")
@@ -79,7 +73,9 @@ class Metrics:
         self.request_max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that a request allows", sizes)
 
     def _create_time_metrics(self) -> None:
-        histogram, of_token, of_request = self._histogram, TOKEN_LATENCY_BUCKETS, LATENCY_BUCKETS
+        histogram = self._histogram
+        of_token = TOKEN_LATENCY_BUCKETS
+        of_request = LATENCY_BUCKETS
         self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token", of_request)
         self.itl = histogram("vllm:inter_token_latency_seconds", "Inter-token latency", of_token)
         self.tpot = histogram(
@@ -122,7 +118,7 @@ class Metrics:
 
     # ---- as requests and steps finish ----------------------------------------------------------------------------
 
-    def on_request(self, request: Request, key_name: str) -> None:
+    def on_request(self, request: Request, group: RequestGroup) -> None:
         """Count nothing: a request is counted when it finishes."""
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
@@ -145,7 +141,7 @@ class Metrics:
     def on_finish(self, request: Request) -> None:
         """Record the totals of a request that finished, failed or was cancelled."""
         assert request.finish_reason
-        reason = FINISHED_REASONS[request.finish_reason]
+        reason = REPORTED_REASONS[request.finish_reason]
         self.finished_requests.labels(**self.labels, finished_reason=reason).inc()
         self._count_drafts(request.stats.spec_decode)
         self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
@@ -274,8 +270,9 @@ class Metrics:
         return _with_values(family, [*self.labels.values()], values)
 
 
-def _with_values(family: F, labels: Sequence[str], values: Values) -> F:
+def _with_values(family: CounterMetricFamily | GaugeMetricFamily, labels: Sequence[str], values: Values) -> Metric:
     """Add the values of a metric: one, or one for each value of its own label, or of several."""
-    for key, value in (values if isinstance(values, Mapping) else {(): values}).items():
+    by_labels: Mapping[Any, float] = values if isinstance(values, Mapping) else {(): values}
+    for key, value in by_labels.items():
         family.add_metric([*labels, *([key] if isinstance(key, str) else key)], value)
     return family

@@ -27,7 +27,8 @@ INSPECTOR_FILES = ("playground", "common.js", "inspect.css", "inspect.js", "play
 INSPECTOR_PATHS = ("/inspect", *(f"/inspect/{name}" for name in INSPECTOR_FILES))
 HEALTH_PATHS = ("/health", "/ready")
 PUBLIC_PATHS = ("/", *HEALTH_PATHS, *INSPECTOR_PATHS)  # they reveal nothing about requests
-HEADERS = (b"authorization", b"content-length", b"x-api-key")
+TRACE_HEADERS = (b"traceparent", b"tracestate")
+HEADERS = (b"authorization", b"content-length", b"x-api-key", *TRACE_HEADERS)
 log = logging.getLogger(__name__)
 
 
@@ -72,6 +73,7 @@ class AuthMiddleware:
                 raise self._body_too_large_error()
             deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
             with self.admission.open(key.name if key else "", deadline) as admission:
+                admission.trace_headers = {k.decode(): headers[k] for k in TRACE_HEADERS if k in headers}
                 scope["state"]["admission"] = admission
                 await self.app(scope, self._limit_body(receive), send_wrapper)
         except APIError as error:

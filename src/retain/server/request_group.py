@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.processing.output import RequestOutputState
+
+REPORTED_REASONS = {  # vLLM's words, in metrics and traces
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.FAILED: "error",
+    FinishReason.OUT_OF_MEMORY: "error",
+}
 
 
 class EngineError(Exception):
@@ -51,6 +60,15 @@ class Pin(NamedTuple):
     num_tokens: int | None = None
 
 
+@dataclass(frozen=True)
+class CallInfo:
+    """What traces tell of the HTTP call of a group: its operation, the model that it names, its W3C trace headers."""
+
+    operation: str = "chat"
+    model: str = ""
+    trace_headers: Mapping[str, str] = field(default_factory=dict)
+
+
 class RequestGroup:
     """Choices that are generated together. The engine thread appends deltas; one coroutine takes them."""
 
@@ -60,6 +78,7 @@ class RequestGroup:
         key_name: str,
         pins: Sequence[Pin] = (),
         stream_interval: int | None = None,
+        call: CallInfo | None = None,
     ):
         """`key_name` labels the requests in the inspector. `pins` are those of the first prompt.
 
@@ -69,6 +88,7 @@ class RequestGroup:
         self.key_name = key_name
         self.pins = pins
         self.stream_interval = stream_interval
+        self.call = call or CallInfo()
         self.num_pinned_tokens: int | None = 0 if pins else None  # None where nothing is to be pinned
         self.warnings: list[str] = []  # found while the requests ran
         self._error: Exception | None = None

@@ -26,6 +26,7 @@ class LayerLoader:
 
     def __init__(self, offloader: Offloader, jobs_by_layer: dict[int, list[ReadJob]], time_limit: float):
         self.offloader = offloader
+        self.num_tokens = 0  # for statistics
         self.failed = False
         self.cancelled = False
         self.deadline = monotonic() + time_limit

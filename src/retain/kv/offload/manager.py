@@ -227,10 +227,13 @@ class Offloader:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def record_load(self, ranges: Sequence[SpanRange], windows: SpanRange | None) -> None:
-        """Count the tokens that a row starts with from these ranges."""
+    def record_load(self, ranges: Sequence[SpanRange], windows: SpanRange | None) -> int:
+        """Count the tokens that a row starts with from these ranges. Returns their number."""
+        num_tokens = 0
         for r in ranges or ([windows] if windows else []):
+            num_tokens += (r.end - r.begin) * self.layout.block_size
             self.num_loaded_tokens[r.store.name] += (r.end - r.begin) * self.layout.block_size
+        return num_tokens
 
     def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""

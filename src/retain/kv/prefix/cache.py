@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.offload.loader import LayerLoader
 from retain.kv.offload.manager import Offloader
 from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.span import ReadJob, SpanRange, Store
+from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
@@ -38,6 +39,7 @@ from retain.kv.prefix.resuming import can_go_on, capture_evicted_state, copy_evi
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.state_tiers import FoundState, StateTiers
 from retain.kv.prefix.windows import capture_sliding_windows
+from retain.kv.stats.request import LoadStats
 from retain.types import Ints
 
 
@@ -46,7 +48,7 @@ class FoundPrefix:
     """What a row was given: `length` computed tokens, and a position where more texts could branch off (0: nowhere).
 
     `load` is still reading them; `is_sparse` where it reads only the important ones. `text` is the row's in the
-    history. `masses` are those of the tokens, and maybe of a few more.
+    history. `masses` are those of the tokens, and maybe of a few more. `state_load` has read a state.
     """
 
     length: int = 0
@@ -55,6 +57,7 @@ class FoundPrefix:
     is_sparse: bool = False
     text: SeenText | None = None
     masses: PromptMasses | None = None
+    state_load: LoadStats | None = None
 
 
 class PrefixCache:
@@ -75,7 +78,7 @@ class PrefixCache:
         self.pool.uncache_callback = self.tree.evict_holders
         self.offloader: Offloader | None = None
         self.state_tiers: StateTiers | None = None
-        self._loaded_state: tuple[EvictedState, Store] | None = None  # the last one, until a row goes on from it
+        self._loaded_state: tuple[EvictedState, LoadStats] | None = None  # the last one, until a row goes on from it
         self.selective_loader: type[SelectiveLoader] = SelectiveLoader
         self.num_queried_tokens = 0  # of all texts that were looked up
         self.num_reused_tokens = 0
@@ -182,7 +185,7 @@ class PrefixCache:
         if self.offloader and (plan.span_ranges or plan.offloaded_windows):
             start_load = self._start_selective_load if plan.selective else self._start_load
             load = start_load(self.offloader, row, plan, jobs)
-            self.offloader.record_load(plan.span_ranges, plan.offloaded_windows)
+            load.num_tokens = self.offloader.record_load(plan.span_ranges, plan.offloaded_windows)
         self.num_reused_tokens += length
         return FoundPrefix(length, branch_point, load, load is not None and plan.selective, text, masses)
 
@@ -419,22 +422,28 @@ class PrefixCache:
         policy = query.policy
         if not self.state_tiers or not isinstance(policy, BudgetPolicy):
             return
+        started_at = perf_counter()
         state = self.state_tiers.load(found, policy)
         if state:
             self._insert_state(root, query.tokens[: state.position], state)
-            self._loaded_state = state, found.span.store
+            num_bytes = {found.span.store.name: found.span.span.size}
+            self._loaded_state = state, LoadStats(started_at, perf_counter(), state.position, num_bytes)
 
     def _insert_state(self, root: bytes, tokens: Sequence[int], state: EvictedState, begun_at: int = 0) -> None:
         no_pages = np.zeros((0, -(-len(tokens) // self.layout.block_size)), np.int32)
         self.tree.insert(root, tokens, no_pages, state, begun_at)
 
-    def record_resumed(self, query: PrefixQuery, state: EvictedState) -> None:
-        """Count the tokens of a state that a row goes on from."""
+    def record_resumed(self, query: PrefixQuery, state: EvictedState) -> LoadStats | None:
+        """Count the tokens of a state that a row goes on from. Returns its load, where it was loaded for that."""
         self.num_queried_tokens += len(query.tokens)
         self.num_reused_tokens += state.position
-        if self.offloader and self._loaded_state and self._loaded_state[0] is state:
-            self.offloader.num_loaded_tokens[self._loaded_state[1].name] += state.position
-            self._loaded_state = None
+        if not self.offloader or not self._loaded_state or self._loaded_state[0] is not state:
+            return None
+        load = self._loaded_state[1]
+        self._loaded_state = None
+        for name in load.bytes_by_tier:
+            self.offloader.num_loaded_tokens[name] += state.position
+        return load
 
     def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False) -> None:
         """Keep the state of a row that ends, for texts that go on from there; or one inside a prompt."""

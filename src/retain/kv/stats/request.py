@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,17 @@ class RequestMemory:
     peak_slots: Sequence[int]
     final_slots: Sequence[int]
     num_final_pages: int
+
+
+@dataclass(frozen=True)
+class LoadStats:
+    """A load from tiers: its times (seconds, of perf_counter), tokens, and the bytes that were read, by tier."""
+
+    started_at: float
+    finished_at: float
+    num_tokens: int
+    bytes_by_tier: Mapping[str, int]
+    failed: bool = False  # the tokens are computed
 
 
 @dataclass(frozen=True)

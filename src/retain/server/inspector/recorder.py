@@ -27,6 +27,7 @@ from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
 from retain.processing.prefix_report import NO_MISS, build_report
 from retain.processing.tokenizer import Tokenizer
+from retain.server.request_group import RequestGroup
 
 MAX_LIVE = 16
 MAX_FINISHED = 16
@@ -82,14 +83,14 @@ class Inspector:
 
     # ---- as requests and steps finish ----------------------------------------------------------------------------
 
-    def on_request(self, request: Request, key_name: str) -> None:
+    def on_request(self, request: Request, group: RequestGroup) -> None:
         """Trace the request, unless MAX_LIVE are traced already, and have its prefix explained."""
         request.explains_prefix = True
-        self._key_names[request] = key_name
+        self._key_names[request] = group.key_name
         if len(self.live) < MAX_LIVE:
             spec = self.llm.spec
             request.attention_trace = AttentionTrace(spec.num_caches, spec.kv_cache.num_traced_heads)
-            self.live[request.id] = TrackedRequest(request, key_name, request.attention_trace)
+            self.live[request.id] = TrackedRequest(request, group.key_name, request.attention_trace)
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Count the generated tokens."""

@@ -92,14 +92,15 @@ class GenerationFields(ExtensionFields):
     """Fields common to all requests that generate."""
 
     prompt_field: ClassVar[str] = "messages"  # what errors about the prompt name
+    operation: ClassVar[str] = "chat"  # in traces
 
+    model: str
     stream: bool | None = None
 
 
 class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
     """Sampling fields common to both completion endpoints."""
 
-    model: str
     max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
         None, description="Cut to what the context leaves; -1: all of that"
     )
@@ -183,6 +184,7 @@ class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
     """POST /v1/completions."""
 
     prompt_field = "prompt"
+    operation = "text_completion"
 
     prompt: (
         NonEmptyStr

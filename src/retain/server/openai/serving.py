@@ -49,7 +49,7 @@ from retain.server.openai.messages import (
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, Json, SamplingFields
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.preparation import PreparationPool
-from retain.server.request_group import EngineError, Pin, RequestGroup
+from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox
 from retain.server.tool_format import ToolFormat
 from retain.server.tool_formats import detect_tool_format
@@ -253,7 +253,9 @@ class OpenAIServing:
             async with self.admit(admission, body.prompt_field, num_choices):
                 prepared, request_states = await self.prepare(key_name, prepare)
                 pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
-                group = RequestGroup(request_states, key_name, pins, self.stream_interval if body.stream else None)
+                interval = self.stream_interval if body.stream else None
+                call = CallInfo(body.operation, body.model, admission.trace_headers)
+                group = RequestGroup(request_states, key_name, pins, interval, call)
                 await self.engine_thread.submit(group)
         except EngineError as error:
             raise APIError(error.status, str(error)) from None

@@ -76,7 +76,6 @@ class PromptCacheOptions(StrictModel, other_fields=client_fields.RESPONSES_PROMP
 class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
     """POST /v1/responses."""
 
-    model: str
     input: Annotated[
         Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(fail_fast=True), Tag("<list>")],
         Discriminator(tag_text_or_list),

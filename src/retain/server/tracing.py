@@ -1,0 +1,178 @@
+"""Traces by OpenTelemetry: a span for each request, with children for its queue, prefill, loads from tiers and decode.
+
+Spans are made when a request has ended, from times that the engine keeps anyway; a thread of the SDK sends them. Names
+of attributes are those of OpenTelemetry's conventions for generative AI, and `retain.*`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from time import perf_counter, time
+from urllib.parse import urlsplit
+
+from opentelemetry.context import Context
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from retain.engine.request import FinishReason, Request
+from retain.files import quote
+from retain.kv.eviction import policies
+from retain.processing.tokenizer import Tokenizer
+from retain.server.request_group import REPORTED_REASONS, RequestGroup
+from retain.server.usage import count_tokens
+
+Attributes = dict[str, AttributeValue]
+FAILURES = (FinishReason.FAILED, FinishReason.OUT_OF_MEMORY)
+TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
+
+
+def open_provider(endpoint: str) -> TracerProvider:
+    """Return what makes spans and sends them to a collector. Raises ValueError for an address that is not HTTP."""
+    known_name = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "retain"}
+    provider = TracerProvider(resource=Resource.create(known_name))
+    provider.add_span_processor(BatchSpanProcessor(create_exporter(endpoint)))
+    return provider
+
+
+def create_exporter(endpoint: str) -> SpanExporter:
+    """Return what sends spans to the address of a collector. Raises ValueError."""
+    parts = urlsplit(endpoint)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(
+            f"--otlp-traces-endpoint: {quote(endpoint)} is not an address of OTLP over HTTP, "
+            "such as http://localhost:4318/v1/traces"
+        )
+    return OTLPSpanExporter(endpoint=endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH)
+
+
+class RequestTracer:
+    """Makes the spans of requests. Everything runs in the engine thread (see Observer)."""
+
+    def __init__(self, provider: TracerProvider, tokenizer: Tokenizer, model_name: str, has_content: bool):
+        """`has_content`: spans have the texts of prompts and answers, too."""
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self.has_content = has_content
+        self._tracer = provider.get_tracer("retain")
+        self._propagator = TraceContextTextMapPropagator()
+        self._group_of_request: dict[Request, RequestGroup] = {}  # of those that have not ended
+
+    def on_request(self, request: Request, group: RequestGroup) -> None:
+        """Remember the group of a request."""
+        self._group_of_request[request] = group
+
+    def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
+        """Do nothing: requests keep their times."""
+
+    def on_finish(self, request: Request) -> None:
+        """Make the spans of a group whose last request has ended."""
+        group = self._group_of_request.pop(request, None)
+        if group and not any(other in self._group_of_request for other in group.requests):
+            self._trace(group)
+
+    def _trace(self, group: RequestGroup) -> None:
+        call = group.call
+        requests = group.requests
+        parent = self._tracer.start_span(
+            f"{call.operation} {self.model_name}",
+            context=self._propagator.extract(call.trace_headers),
+            kind=SpanKind.SERVER,
+            attributes={**self._describe(group), **(self._content(requests) if self.has_content else {})},
+            start_time=_to_epoch_ns(min(r.stats.arrival_time for r in requests)),
+        )
+        failures = [r.finish_reason.value for r in requests if r.finish_reason in FAILURES]
+        if failures:
+            parent.set_attribute("error.type", failures[0])
+            parent.set_status(Status(StatusCode.ERROR))
+        context = set_span_in_context(parent)
+        for index, request in enumerate(requests):
+            self._trace_phases(request, {"retain.choice.index": index} if len(requests) > 1 else {}, context)
+        parent.end(_to_epoch_ns(max(r.stats.finish_time for r in requests)))
+
+    def _trace_phases(self, request: Request, attributes: Attributes, context: Context) -> None:
+        """Make the children of a request's span; a load is one of the prefill that waits for it."""
+        stats = request.stats
+        begun = stats.scheduled_time
+        answered = stats.first_token_time
+        self._add_span("queue", stats.arrival_time, begun or stats.finish_time, attributes, context)
+        if not begun:
+            return
+        prefill = self._start_span("prefill", begun, attributes, context)
+        inner = set_span_in_context(prefill)
+        for load in stats.loads:
+            told: Attributes = {
+                "retain.load.tiers": list(load.bytes_by_tier),
+                "retain.load.tokens": load.num_tokens,
+                "retain.load.bytes": sum(load.bytes_by_tier.values()),
+                "retain.load.failed": load.failed,
+            }
+            self._add_span("load", load.started_at, load.finished_at, {**attributes, **told}, inner)
+        prefill.end(_to_epoch_ns(answered or stats.finish_time))
+        if answered:
+            self._add_span("decode", answered, stats.finish_time, attributes, context)
+
+    def _start_span(self, name: str, start: float, attributes: Attributes, context: Context) -> Span:
+        return self._tracer.start_span(name, context, attributes=attributes, start_time=_to_epoch_ns(start))
+
+    def _add_span(self, name: str, start: float, end: float, attributes: Attributes, context: Context) -> None:
+        self._start_span(name, start, attributes, context).end(_to_epoch_ns(end))
+
+    # ---- attributes ----------------------------------------------------------------------------------------------
+
+    def _describe(self, group: RequestGroup) -> Attributes:
+        """Return what the conventions name of a request and its answer, and what is ours."""
+        usage = count_tokens(group)
+        first = group.requests[0]
+        params = first.params
+        found: Attributes = {
+            "gen_ai.operation.name": group.call.operation,
+            "gen_ai.provider.name": "retain",
+            "gen_ai.request.model": group.call.model or self.model_name,
+            "gen_ai.response.model": self.model_name,
+            "gen_ai.request.choice.count": len(group.requests),
+            "gen_ai.request.stream": group.stream_interval is not None,
+            "gen_ai.request.max_tokens": first.input.max_tokens,
+            "gen_ai.request.temperature": params.temperature,
+            "gen_ai.request.top_p": params.top_p,
+            "gen_ai.usage.input_tokens": usage.prompt,
+            "gen_ai.usage.cache_read.input_tokens": usage.cached,
+            "gen_ai.usage.output_tokens": usage.output,
+            "gen_ai.response.finish_reasons": list(_finish_reasons(group.requests)),
+            "retain.kv_policy": policies.to_spec(first.policy),
+            "retain.preemptions": sum(r.stats.num_preemptions for r in group.requests),
+        }
+        answered = [r.stats.first_token_time for r in group.requests if r.stats.first_token_time]
+        if answered:
+            found["gen_ai.response.time_to_first_chunk"] = min(answered) - first.stats.arrival_time
+        return found
+
+    def _content(self, requests: Sequence[Request]) -> Attributes:
+        """Return the texts of a prompt, as the model reads it, and of its answers, in the form of the conventions."""
+        prompts = {id(r.prompt): self.tokenizer.decode(r.prompt) for r in requests}
+        answers = [self.tokenizer.decode(r.output_tokens) for r in requests]
+        reasons = _finish_reasons(requests)
+        output = [{**_message("assistant", x), "finish_reason": why} for x, why in zip(answers, reasons, strict=True)]
+        return {
+            "gen_ai.input.messages": json.dumps([_message("user", x) for x in prompts.values()]),
+            "gen_ai.output.messages": json.dumps(output),
+        }
+
+
+def _message(role: str, text: str) -> dict[str, object]:
+    return {"role": role, "parts": [{"type": "text", "content": text}]}
+
+
+def _finish_reasons(requests: Sequence[Request]) -> Iterator[str]:
+    return (REPORTED_REASONS[r.finish_reason or FinishReason.CANCELLED] for r in requests)
+
+
+def _to_epoch_ns(seconds: float) -> int:
+    """Return a time of perf_counter as nanoseconds since 1970."""
+    return int((time() - perf_counter() + seconds) * 1e9)

@@ -1,0 +1,179 @@
+"""A trace of a request has its tokens, times and phases; there are none unless they are asked for."""
+
+import json
+import sys
+import threading
+from contextlib import ExitStack
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.sdk.trace.export import SpanExporter
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from retain.server import tracing
+from retain.server.config import ServerConfig
+from retain.server.launch import _open_traces
+from tests.server.conftest import HTTP, run_tiny_server, wait_until
+
+TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
+SECRET = "the secret of the house "
+TEXTS = [f"{i} " * 200 for i in range(8)]
+
+
+class MemoryExporter(InMemorySpanExporter):
+    """Keeps spans until they are taken; a batch arrives within milliseconds."""
+
+    def take(self, count: int):
+        wait_until(lambda: len(self.get_finished_spans()) >= count)
+        spans = self.get_finished_spans()
+        self.clear()
+        return spans
+
+
+@pytest.fixture(scope="module")
+def exporter() -> SpanExporter:
+    return MemoryExporter()
+
+
+@pytest.fixture(scope="module")
+def server(exporter, tmp_path_factory):
+    """A server with a tier on a disk, that holds all that its small pool evicts."""
+    tier = f"disk:path={tmp_path_factory.mktemp('tier')},capacity=64MiB"
+    options = {"kv_memory": "1MiB", "tier": [tier], "max_model_len": 1024}
+    running = run_tiny_server(engine_options=options, otlp_traces_endpoint="http://localhost:4318")
+    with ExitStack() as stack:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+            patch.setattr(tracing, "create_exporter", lambda endpoint: exporter)
+            server = stack.enter_context(running)
+        yield server
+
+
+def complete(server, prompt, path="completions", **fields):
+    body = {"model": "smollm2", "max_tokens": 6, "temperature": 0, "ignore_eos": True, **fields}
+    body |= {"messages": [{"role": "user", "content": prompt}]} if path == "chat/completions" else {"prompt": prompt}
+    with HTTP.stream("POST", f"{server.url}/{path}", json=body, headers=HEADERS) as response:
+        assert response.status_code == 200
+        return "".join(response.iter_text())
+
+
+def children(spans, parent):
+    return [s for s in spans if s.parent and s.parent.span_id == parent.context.span_id]
+
+
+def test_a_streamed_request_with_a_load_from_disk_shows_its_spans(server, exporter):
+    for text in TEXTS:
+        complete(server, text)
+    exporter.take(4 * len(TEXTS))
+    text = complete(server, TEXTS[0], stream=True, stream_options={"include_usage": True})
+    usage = next(u for line in text.split("\n") if line.startswith("data: {") and (u := json.loads(line[6:])["usage"]))
+    spans = exporter.take(5)
+    (parent,) = (s for s in spans if s.kind.name == "SERVER")
+    assert f"{parent.context.trace_id:032x}" == TRACE_ID and f"{parent.parent.span_id:016x}" == SPAN_ID
+    told = parent.attributes
+    assert parent.name == "text_completion smollm2" and told["gen_ai.operation.name"] == "text_completion"
+    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "smollm2"
+    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] and told["gen_ai.usage.output_tokens"] == 6
+    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    assert told["gen_ai.usage.cache_read.input_tokens"] == cached > 0
+    assert told["gen_ai.response.finish_reasons"] == ("length",) and told["gen_ai.request.stream"]
+    assert told["retain.kv_policy"] == "full" and told["gen_ai.request.max_tokens"] == 6
+    queue, prefill, decode = sorted(children(spans, parent), key=lambda s: s.start_time)
+    assert (queue.name, prefill.name, decode.name) == ("queue", "prefill", "decode")
+    (load,) = children(spans, prefill)
+    assert load.name == "load" and load.attributes["retain.load.tiers"] == ("disk",)
+    assert load.attributes["retain.load.tokens"] == cached and load.attributes["retain.load.bytes"] > 0
+    # The phases follow each other, from the start of the request to its end, but for rounding.
+    times = [parent.start_time, queue.start_time, queue.end_time, prefill.start_time, prefill.end_time]
+    times += [decode.start_time, decode.end_time, parent.end_time]
+    assert all(later >= earlier - 1e6 for earlier, later in pairwise(times))
+    assert all(abs(times[i + 1] - times[i]) < 1e6 for i in (0, 2, 4, 6))
+    assert prefill.start_time - 1e6 <= load.start_time < load.end_time <= prefill.end_time + 1e6
+    first = told["gen_ai.response.time_to_first_chunk"]
+    assert first == pytest.approx((prefill.end_time - parent.start_time) / 1e9, abs=1e-3)
+
+
+def test_choices_have_their_own_phases(server, exporter):
+    complete(server, "a b c", "chat/completions", n=2, temperature=1, logprobs=True)
+    spans = exporter.take(7)
+    (parent,) = (s for s in spans if s.kind.name == "SERVER")
+    assert parent.name == "chat smollm2" and parent.attributes["gen_ai.request.choice.count"] == 2
+    assert parent.attributes["gen_ai.response.finish_reasons"] == ("length", "length")
+    phases = sorted((s.attributes["retain.choice.index"], s.name) for s in children(spans, parent))
+    assert phases == [(i, name) for i in (0, 1) for name in ("decode", "prefill", "queue")]
+
+
+def test_texts_are_in_no_trace_unless_asked_for(server, exporter):
+    answers = [json.loads(complete(server, SECRET))["choices"][0]["text"]]
+    assert not any("secret" in json.dumps(dict(s.attributes)) for s in exporter.take(4))
+    tracer = next(o for o in server.service.engine_thread.observers if isinstance(o, tracing.RequestTracer))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracer, "has_content", True)
+        answers.append(json.loads(complete(server, SECRET))["choices"][0]["text"])
+        spans = exporter.take(4)
+    told = next(s.attributes for s in spans if s.kind.name == "SERVER")
+    (asked,), (answered,) = (json.loads(told[f"gen_ai.{x}.messages"]) for x in ("input", "output"))
+    assert asked == {"role": "user", "parts": [{"type": "text", "content": SECRET}]}
+    assert answered["parts"][0]["content"] == answers[0] == answers[1] and answered["finish_reason"] == "length"
+
+
+def test_a_hang_up_is_an_abort(server, exporter):
+    body = {"model": "smollm2", "prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True}
+    with HTTP.stream("POST", f"{server.url}/completions", json=body) as response:
+        next(response.iter_text())
+    spans = exporter.take(4)
+    (parent,) = (s for s in spans if s.kind.name == "SERVER")
+    assert parent.attributes["gen_ai.response.finish_reasons"] == ("abort",) and parent.parent is None
+
+
+# ---- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_spans_reach_a_collector_over_http():
+    received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append((self.path, self.headers["content-type"], body))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as collector:
+        threading.Thread(target=collector.serve_forever, daemon=True).start()
+        provider = tracing.open_provider(f"http://127.0.0.1:{collector.server_port}")
+        provider.get_tracer("x").start_span("chat m").end()
+        provider.shutdown()
+        collector.shutdown()
+    ((path, kind, body),) = received
+    (spans,) = ExportTraceServiceRequest.FromString(body).resource_spans
+    assert (path, kind) == ("/v1/traces", "application/x-protobuf")
+    assert spans.scope_spans[0].spans[0].name == "chat m"
+    assert {a.key: a.value.string_value for a in spans.resource.attributes}["service.name"] == "retain"
+
+
+@pytest.mark.parametrize("endpoint", ["grpc://localhost:4317", "localhost:4317", "http://", "x"])
+def test_other_addresses_are_refused(endpoint):
+    with pytest.raises(ValueError, match="is not an address of OTLP over HTTP"):
+        tracing.open_provider(endpoint)
+
+
+def test_nothing_is_traced_by_default(tiny_server):
+    assert not ServerConfig().otlp_traces_endpoint
+    observers = tiny_server.service.engine_thread.observers
+    assert not any(isinstance(o, tracing.RequestTracer) for o in observers)
+
+
+def test_the_extra_is_named_where_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
+    monkeypatch.delitem(sys.modules, "retain.server.tracing")
+    monkeypatch.delattr("retain.server.tracing")
+    with pytest.raises(ValueError, match=r"needs the package opentelemetry.*: pip install 'retain\[otel\]'"):
+        _open_traces("http://localhost:4318", None)
