@@ -135,7 +135,10 @@ def text_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, num_tok
 def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> int:
     """Return the bytes of a pool by what the machine has free."""
     request = text_bytes(config, spec, dtype, config.max_model_len)
-    return default_kv_memory(request, torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None)
+    if device.type != "cuda":
+        return default_kv_memory(request, None)
+    torch.cuda.empty_cache()  # of what packing weights took for a moment
+    return default_kv_memory(request, torch.cuda.mem_get_info(device)[0])
 
 
 def demoted_page_size(policies: Sequence[EvictionPolicy], page_size: int, head_dim: int, dtype: torch.dtype) -> int:

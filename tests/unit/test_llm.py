@@ -5,9 +5,10 @@ import gc
 import pytest
 import torch
 
-from retain import LLM, SamplingParams
+from retain import LLM, SamplingParams, factory
 from retain.config import DTYPES, Config
 from retain.engine.request import Request
+from retain.kv.capacity import CacheConfig
 from retain.processing.grammar import grammar_from_lark
 from retain.processing.input import GenerateRequest
 from tests.helpers.tokenizers import SMALL_VOCABULARIES, write_tokenizer_file
@@ -28,6 +29,14 @@ def smollm2(load_shared_llm):
 def is_idle(llm):
     llm.cache.check()
     return llm.cache.free_pages == llm.cache.total_pages and not llm.engine.has_unfinished_requests
+
+
+def test_what_packing_took_for_a_moment_makes_no_pool_smaller(llm, monkeypatch):
+    free = [60]
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: free.append(100))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[-1], 200))
+    config = CacheConfig(page_size=16, max_running_requests=1, max_model_len=64, max_batched_tokens=64)
+    assert factory.default_pool_bytes(config, llm.spec, torch.float32, torch.device("cuda")) == 85
 
 
 @pytest.mark.slow
