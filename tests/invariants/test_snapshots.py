@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -63,22 +67,42 @@ def run_equal(engine: Engine, plain: Engine, prompt: list[int], max_tokens: int 
 # ---- where texts go on -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", ["plain", *slow("chunks", "drafts", "reference")])
+def texts_that_leave_another() -> tuple[list[int], dict[int, list[int]]]:
+    """Return a text, and by the place where each leaves it texts that begin alike."""
+    rng = random.Random(0)
+    text = random_tokens(rng, 440)
+    return text, {cut: text[:cut] + random_tokens(rng, 20) for cut in [rng.randrange(1, 440) for _ in range(6)]}
+
+
+@cache
+def cold_answers(family: str, backend: str) -> list[list[int]]:
+    """Return the answers to these texts of an engine without prefixes, whatever its steps are."""
+    text, others = texts_that_leave_another()
+    plain = make_engine(family, backend=backend)
+    return [run_to_completion(plain, [make_request(prompt, 4)])[0] for prompt in (text, *others.values())]
+
+
+def engine_cases() -> Iterator[Any]:
+    """Yield families with engines. The reference takes seconds for states; tests/kernels compares backends with it."""
+    for family, options in product(["gemma3_text", "mistral", UNLIKE, *STATE_VARIANTS], ENGINES):
+        if options != "reference" or family not in STATE_VARIANTS:
+            is_fast = (family, options) in (("gemma3_text", "plain"), ("state", "plain"))
+            yield pytest.param(family, options, marks=[] if is_fast else [pytest.mark.slow])
+
+
+@pytest.mark.parametrize(("family", "options"), list(engine_cases()))
 @pytest.mark.parametrize("depth", [1, *slow(2)])
 def test_a_text_that_leaves_another_anywhere_computes_less_than_an_interval(
     family: str, options: str, depth: int
 ) -> None:
-    rng = random.Random(0)
-    text = random_tokens(rng, 440)
+    text, others = texts_that_leave_another()
     engine = snapshot_engine(family, **ENGINES[options])
     engine.depth = depth
-    plain = make_engine(family, backend=ENGINES[options].get("backend", "cpu"))
-    run_equal(engine, plain, text)
-    block = engine.cache.block_size
-    for cut in [rng.randrange(1, 440) for _ in range(10)]:
-        _, num_cached = run_equal(engine, plain, text[:cut] + random_tokens(rng, 20))
-        assert cut - num_cached <= 64 + block
+    requests = {cut: make_request(prompt, 4) for cut, prompt in {len(text): text, **others}.items()}
+    found = [run_to_completion(engine, [request])[0] for request in requests.values()]
+    assert found == cold_answers(family, ENGINES[options].get("backend", "cpu"))
+    for cut in others:
+        assert cut - requests[cut].stats.num_cached_tokens <= 64 + engine.cache.block_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
