@@ -135,7 +135,7 @@ def run(
 
 
 @pytest.mark.parametrize("spec", [*SPECS[::4], *slow(*(s for i, s in enumerate(SPECS) if i % 4))])
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_rows_that_evict_together_keep_what_they_keep_alone(spec: str, data: st.DataObject) -> None:
     budget = data.draw(st.sampled_from(["30%", "50%", "20"]))
