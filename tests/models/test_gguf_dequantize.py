@@ -15,6 +15,7 @@ from torch import Tensor
 from retain import models
 from retain.config import Config
 from retain.formats.gguf import GGUFCheckpoint
+from retain.formats.gguf.architecture import load_architecture
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
 from retain.kernels import reference
 from retain.kernels.api import CPU
@@ -143,10 +144,35 @@ def test_infinite_scales_are_refused(name: str, scale: float) -> None:
 # Files
 
 
+def first_of_each_layout() -> list[str]:
+    """Return a family for each way to move or turn matrices: the first architecture that does."""
+    found: dict[Any, str] = {}
+    for model_type, name in GGUF_ARCHS.items():
+        arch = load_architecture(name)
+        orders = [None if "lambda" in f.__qualname__ else f for f in (arch.row_order, arch.column_order)]
+        found.setdefault((*orders, arch.transposed, arch.stacked), model_type)
+    return [*found.values()]
+
+
+def test_layouts_of_matrices_are_those_that_are_known() -> None:
+    expected = ["llama", "qwen2", "qwen3_5_text", "gpt2", "gpt_neox", "deepseek_v2"]
+    assert first_of_each_layout() == expected
+
+
 @pytest.mark.parametrize("ggml_type", WRITTEN_TYPES)
+@pytest.mark.parametrize("model_type", first_of_each_layout())
+def test_every_layout_keeps_the_quantized_values_of_every_type(tmp_path: Path, model_type: str, ggml_type: str) -> None:
+    check_values_kept(GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), ggml_type)))
+
+
 @pytest.mark.parametrize("model_type", GGUF_ARCHS)
-def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_type: str, ggml_type: str) -> None:
-    ours = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), ggml_type))
+def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_type: str) -> None:
+    """One file has matrices of all types in turn: what a type means depends on layouts alone."""
+    check_values_kept(GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf(model_type), WRITTEN_TYPES)))
+
+
+def check_values_kept(ours: GGUFCheckpoint) -> None:
+    """Compare each matrix in the file's bits with the dequantized one, in Hugging Face's order."""
     exact = ("gate.weight", "router.weight", "conv1d.weight", "conv.conv.weight")
     conv1d = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # stored [in, out] by Hugging Face
     for name in ours.names():
@@ -157,6 +183,7 @@ def test_every_architecture_keeps_its_quantized_values(tmp_path: Path, model_typ
         if blocks is None:
             continue
         matrix = blocks.unpack()
+        ggml_type = GGMLQuantizationType(ours._tensor_infos[name][1].ggml_type).name
         assert isinstance(matrix, EXACT_TYPES[ggml_type]), name
         assert torch.equal(matrix.dequantize(), expected.T if transposed else expected.flatten(0, -2)), name
 
