@@ -41,10 +41,17 @@ TEKKEN_PATTERN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+VIKING_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 GPT4O_PATTERN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+KIMI_PATTERN = r"\p{Han}+|" + GPT4O_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]")
+YOUTU_PATTERNS = (
+    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
+    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
+    GPT4O_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
 )
 # One after another: numbers of three digits, Chinese and Japanese, and words.
 DEEPSEEK3_PATTERNS = (
@@ -53,6 +60,35 @@ DEEPSEEK3_PATTERNS = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
+
+
+def write_class(ranges: str) -> str:
+    """Return the inside of a class of characters from ranges of their numbers in hexadecimal."""
+    bounds = ([chr(int(number, 16)) for number in part.split("-")] for part in ranges.split())
+    return "".join(f"{bound[0]}-{bound[-1]}" for bound in bounds)
+
+
+# Letters with a case, but not all of them.
+DEEPSEEK_LETTERS = write_class(
+    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376-377 37B-37D 37F 386 388-38A 38C "
+    "38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B "
+    "1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 "
+    "1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 "
+    "2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183-2184 2C00-2C7B "
+    "2C7E-2CE4 2CEB-2CEE 2CF2-2CF3 A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 "
+    "FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF "
+    "1E900-1E943 "
+)
+DEEPSEEK_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+DEEPSEEK_LLM_PATTERNS = (
+    r"[\r\n]",
+    rf"\s?[{DEEPSEEK_LETTERS}]+",
+    rf"\s?[{write_class('21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')}]+",
+    r"\s+$",
+    DEEPSEEK_CHINESE,
+    r"\p{N}+",
+)
+DEEPSEEK_CODER_PATTERNS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_CHINESE, r"\p{N}")
 
 
 @dataclass(frozen=True)
@@ -74,14 +110,20 @@ QWEN2 = PreTokenizer((QWEN2_PATTERN,))
 # does too, for equal ids. Models that use a name are in a comment where it is another's.
 PRE_TOKENIZERS: Mapping[str, PreTokenizer] = (
     dict.fromkeys(("default", "gpt-2", "smollm", "mpt", "olmo", "jais", "phi-2", "stablelm2-gpt2", "dolly-v2"), GPT2)
-    | dict.fromkeys(("granite-docling", "trillion", "a.x-4.0", "mellum"), GPT2)
+    | dict.fromkeys(("granite-docling", "trillion", "a.x-4.0", "mellum", "gigachat"), GPT2)
     | dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "minerva-7b"), DIGITS)  # refact: Granite 3
     | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"), LLAMA3)
     | dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), CL100K)  # dbrx: Olmo 2, Phi-4; smaug: SmolLM3
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2"), QWEN2)
+    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "solar-open"), QWEN2)
     | dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), PreTokenizer((GPT4O_PATTERN,)))  # gpt-oss, Phi-4 mini
+    | dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK3_PATTERNS))
+    | dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O_PATTERN)))
     | {
-        "deepseek-v3": PreTokenizer(DEEPSEEK3_PATTERNS),
+        "deepseek-llm": PreTokenizer(DEEPSEEK_LLM_PATTERNS),  # DeepSeek-V2
+        "deepseek-coder": PreTokenizer(DEEPSEEK_CODER_PATTERNS),
+        "kimi-k2": PreTokenizer((KIMI_PATTERN,)),  # of the architecture deepseek2, as the next one
+        "youtu": PreTokenizer(YOUTU_PATTERNS, ignore_merges=True),
+        "viking": PreTokenizer((VIKING_PATTERN, r"\p{N}")),
         "qwen35": PreTokenizer((QWEN35_PATTERN,)),
         "seed-coder": PreTokenizer((SEED_PATTERN,)),
         "tekken": PreTokenizer((TEKKEN_PATTERN,), ignore_merges=True, adds_bos=True),
