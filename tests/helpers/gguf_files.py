@@ -145,12 +145,13 @@ def write_gguf(
     ggml_type: str | Sequence[str] = "F32",
     vocabulary: dict[str, Any] | None = None,
     extra: dict[str, Any] | None = None,
-    tensors: Mapping[str, NDArray[Any] | None] | None = None,
+    tensors: Mapping[str, NDArray[Any] | tuple[NDArray[Any], GGMLQuantizationType] | None] | None = None,
     split_max_tensors: int = 0,
 ) -> Path:
     """Write a checkpoint with matrices of `ggml_type`, or of several types in turn.
 
-    `extra` and `tensors` replace what there is; None removes it. In parts of `split_max_tensors`, where it is not 0.
+    `extra` and `tensors` replace what there is; None removes it, and blocks come with their type. In parts of
+    `split_max_tensors`, where it is not 0.
     """
     arch = choose_arch(checkpoint.config) or GGUF_ARCHS[checkpoint.config["model_type"]]
     meta = config_to_metadata(arch, checkpoint.config) | hybrid_metadata(arch, checkpoint.config)
@@ -178,7 +179,9 @@ def write_gguf(
             continue
         w.add_tensor(gguf_name, gguf.quants.quantize(x, tensor_type), raw_dtype=tensor_type)
     for name, values in others.items():
-        if values is not None:
+        if isinstance(values, tuple):
+            w.add_tensor(name, values[0], raw_dtype=values[1])
+        elif values is not None:
             w.add_tensor(name, values)
     w.write_header_to_file()
     w.write_kv_data_to_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,61 @@ def check_values_kept(ours: GGUFCheckpoint) -> None:
         ggml_type = GGMLQuantizationType(ours._tensor_infos[name][1].ggml_type).name
         assert isinstance(matrix, EXACT_TYPES[ggml_type]), name
         assert torch.equal(matrix.dequantize(), expected.T if transposed else expected.flatten(0, -2)), name
+
+
+def nvfp4_tensors(name: str, shape: tuple[int, ...], scales: list[float]) -> dict[str, Any]:
+    """Return a matrix of random blocks with its scales, as the converter writes those of ModelOpt."""
+    raw = random_blocks(GGMLQuantizationType.NVFP4, int(np.prod(shape)) // 64).reshape(*shape[:-1], -1)
+    return {
+        f"{name}.weight": (raw, GGMLQuantizationType.NVFP4),
+        f"{name}.scale": np.array(scales, np.float32),
+        f"{name}.input_scale": np.full(len(scales), 7.0, np.float32),
+    }
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "shape", "scales", "hf_names"),
+    [
+        ("llama", "blk.0.attn_q", (64, 64), [0.0123], ["self_attn.q_proj"]),
+        (
+            "qwen3_moe",
+            "blk.0.ffn_up_exps",
+            (6, 32, 64),
+            [0.01 * (i + 1) for i in range(6)],
+            [f"mlp.experts.{i}.up_proj" for i in range(6)],
+        ),
+    ],
+)
+def test_scales_of_whole_tensors_multiply_nvfp4(
+    tmp_path: Path, model_type: str, name: str, shape: tuple[int, ...], scales: list[float], hf_names: list[str]
+) -> None:
+    """Of quantized matrices they multiply the scales of groups, which are rounded to float16."""
+    tensors = nvfp4_tensors(name, shape, scales)
+    tiny = tiny_for_gguf(model_type)
+    ours = GGUFCheckpoint(write_gguf(tmp_path / "scaled.gguf", tiny, tensors=tensors))
+    tensors |= {f"{name}.scale": None, f"{name}.input_scale": None}
+    plain = GGUFCheckpoint(write_gguf(tmp_path / "plain.gguf", tiny, tensors=tensors))
+    assert ours.names() == plain.names()
+    for hf_name, scale in zip((f"model.layers.0.{n}.weight" for n in hf_names), scales, strict=True):
+        expected = plain.read(hf_name) * np.float32(scale)
+        assert torch.equal(ours.read(hf_name), expected)
+        stored = ours.read_stored(hf_name)
+        assert stored is not None
+        matrix = stored.unpack()
+        assert isinstance(matrix, NVFP4)
+        torch.testing.assert_close(matrix.dequantize(), expected, rtol=1e-3, atol=5e-7)
+        for dtype in (torch.float32, torch.bfloat16):
+            dense = replace(stored, kind=dtype).unpack()
+            assert isinstance(dense, Tensor) and torch.equal(dense, expected.to(dtype))
+        assert isinstance(replace(stored, kind=Int8).unpack(), Int8)
+
+
+@pytest.mark.parametrize("scales", [[0.1] * 2, [float("nan")], [[0.1, float("inf"), 0.1, 0.1, 0.1, 0.1]]])
+def test_other_scales_of_whole_tensors_are_refused(tmp_path: Path, scales: list[Any]) -> None:
+    tensors = nvfp4_tensors("blk.0.ffn_up_exps", (6, 32, 64), scales)
+    with pytest.raises(ValueError, match="not a finite number for each matrix of ") as e:
+        GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", tiny_for_gguf("qwen3_moe"), tensors=tensors))
+    assert "\n" not in str(e.value)
 
 
 def write_dequantized(path: Path, source: Path) -> Path:

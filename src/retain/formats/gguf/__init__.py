@@ -10,18 +10,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.formats.errors import UnsupportedError
-from retain.formats.gguf.architecture import is_layer, load_architecture, split_name
+from retain.formats.gguf.architecture import TENSOR_SCALES, is_layer, load_architecture, split_name
 from retain.formats.gguf.metadata import GGUFMetadata
 from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
 from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
-from retain.kernels.stored_weight import StoredWeight
+from retain.kernels.quantized import Kind, QuantizedWeight
+from retain.kernels.stored_weight import BlockRows, FileRows, StoredWeight
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
@@ -57,7 +59,8 @@ class GGUFCheckpoint:
         """See Checkpoint. float16 and bfloat16 stay as stored, every other type becomes float32."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
-            return self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
+            tensor = self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
+            return tensor if (factor := self._factors.get(name)) is None else tensor * factor
 
     def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
         """See Checkpoint. The order of rows that llama.cpp's converter chose is undone."""
@@ -67,7 +70,9 @@ class GGUFCheckpoint:
             has_blocks = GGML_BLOCK_SIZES[info.ggml_type][0] > 1
             if not is_matrix or not has_blocks or (stem in self._arch.transposed) != transposed:
                 return None
-            matrix = StoredWeight.from_rows(self._reader.block_rows(name, info))
+            rows = self._reader.block_rows(name, info)
+            factor = self._factors.get(name)
+            matrix = StoredWeight.from_rows(rows if factor is None else scale_block_rows(rows, factor))
             if (order := self._arch.row_order(stem, info.shape[0], self.config)) is not None:
                 matrix = matrix.select_rows(order)
             if (order := self._arch.column_order(stem, info.shape[1], self.config)) is not None:
@@ -77,6 +82,7 @@ class GGUFCheckpoint:
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
         infos: dict[str, tuple[str, TensorInfo]] = {}
+        self._factors: dict[str, float] = {}  # of whole matrices, by Hugging Face name
         for ggml_type in {info.ggml_type for info in self._reader.tensors.values()}:
             if not is_supported(ggml_type):
                 raise UnsupportedError(f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported")
@@ -87,7 +93,12 @@ class GGUFCheckpoint:
                 self._apply_longrope_factors(name, info)
             elif read := self._arch.config_reader(name, self.config["num_hidden_layers"]):
                 self.config |= read(self._dequantize(info).float(), self.config)
-            elif not self._is_ignored(name):
+            elif self._is_ignored(name):
+                continue
+            elif scaled := self._find_scaled(name):
+                if name.endswith(".scale"):  # the other one is of inputs that are quantized, too: none are here
+                    self._factors |= self._read_factors(name, info, scaled)
+            else:
                 found = self._map_name(name, info)
                 if twice := infos.keys() & found.keys():
                     raise ValueError(f"the tensor {quote(sorted(twice)[0])} is there twice, once as {quote(name)}")
@@ -100,6 +111,25 @@ class GGUFCheckpoint:
         first = self.config["num_hidden_layers"]
         end = first + self.config["num_nextn_predict_layers"]
         return name.endswith(IGNORED_TENSORS) or is_layer(split_name(name)[0], end, first)
+
+    def _find_scaled(self, name: str) -> str | None:
+        """Return the matrix in NVFP4 that a tensor of scales is for; None for any other tensor."""
+        stem, _, leaf = name.rpartition(".")
+        matrix = self._reader.tensors.get(f"{stem}.weight")
+        is_quantized = matrix is not None and matrix.ggml_type == GGMLQuantizationType.NVFP4
+        if leaf not in TENSOR_SCALES or not is_quantized:
+            return None
+        is_named = self._arch.to_hf_name(name, self.config["num_hidden_layers"])  # as Gemma 4's factors of experts
+        return None if is_named else f"{stem}.weight"
+
+    def _read_factors(self, name: str, info: TensorInfo, scaled: str) -> dict[str, float]:
+        """Return the factor of each matrix in a tensor: one of all, or one of each expert. Raises ValueError."""
+        names = [*self._map_name(scaled, self._reader.tensors[scaled])]
+        factors = self._dequantize(info).float().flatten()
+        n = len(factors)
+        if n not in (1, self.config.get("num_experts", 1)) or len(names) % n or not factors.isfinite().all():
+            raise ValueError(f"the tensor {quote(name)} is not a finite number for each matrix of {quote(scaled)}")
+        return dict(zip(names, factors.repeat_interleave(len(names) // n).tolist(), strict=True))
 
     def _map_name(self, name: str, info: TensorInfo) -> dict[str, tuple[str, TensorInfo]]:
         """Map a tensor, or each matrix of a tensor of all experts. Raises UnsupportedError for an unknown name."""
@@ -134,3 +164,15 @@ class GGUFCheckpoint:
 
     def _dequantize(self, info: TensorInfo) -> Tensor:
         return dequantize_blocks(self._reader.tensor_bytes(info), info.ggml_type, info.shape)
+
+
+def scale_block_rows(rows: BlockRows, factor: float) -> FileRows:
+    """Return rows that are multiplied by a factor when they are converted: of quantized ones, scales are."""
+
+    def load(begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
+        matrix = rows.convert(begin, end, torch.float32 if isinstance(kind, torch.dtype) else kind)
+        if isinstance(matrix, Tensor):
+            return (matrix * factor).to(kind if isinstance(kind, torch.dtype) else torch.float32)
+        return matrix.scale_rows(torch.full((matrix.shape[0],), factor))
+
+    return FileRows(rows.name, rows.shape, rows.kind, load, rows.release)

@@ -19,7 +19,7 @@ from retain.plugins import plugin_names
 
 # Of a tensor's stem and its number of rows: the place in the file of each row, int64 [rows]; None where they are equal.
 Order = Callable[[str, int, HFConfig], Tensor | None]
-TENSOR_SCALES = ("scale", "input_scale")  # of whole tensors, in some files of NVFP4: they are refused
+TENSOR_SCALES = ("scale", "input_scale")  # of whole tensors, in files of NVFP4 from ModelOpt
 
 
 @dataclass(frozen=True)
