@@ -45,7 +45,9 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
         "activation",
         "rope",
         "grouped_linear",
+        "mix_choices",
         "multiply_packed",
+        "multiply_packed_experts",
         "add_splits",
         "unpack_rows",
         "convolve",
@@ -56,10 +58,22 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     }
     assert {line["PART"] for line in lines if line["kernel"] == "attention_prefill"} == {0, 1, 2}
     assert any(line["DEMOTED_S"] for line in lines if line["kernel"] == "merge_splits")
-    with_products = ("attention_decode", "attention_prefill", "recompute_mass", "attend_linearly", "multiply_packed")
+    with_products = (
+        "attention_decode",
+        "attention_prefill",
+        "recompute_mass",
+        "attend_linearly",
+        "multiply_packed",
+        "multiply_packed_experts",
+    )
     assert all(line["mma"] for line in lines if line["kernel"] in with_products), "products without tensor cores"
     not_fused = ("write", "convolve", "attend_linearly")
     assert not any(line["fused"] for line in lines if line["kernel"] in not_fused), "rounded once, not twice"
+    packed = [line for line in lines if line["kernel"].startswith("multiply_packed")]
+    assert {line["FORMAT"] for line in packed} == {"int4", "int6", "int8", "iq4", "e2m1"}
+    assert not any(line["spills"] for line in packed)
+    assert all(line["registers"] <= (144 if line["TOKENS"] == 16 else 192) for line in packed)
+    assert all(line["async copies"] >= 48 for line in packed), "loads that wait in each step"
     # REDUX under a condition gave wrong numbers on an H200; see docs/log/gpu.md.
     assert not any(line["conditional reductions"] for line in lines)
     # Prompts whose scores have temperatures spill: few policies need them, and smaller blocks change bits of outputs.

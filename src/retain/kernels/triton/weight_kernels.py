@@ -103,6 +103,13 @@ def multiply_tiles(
                 total += multiply_halves(w2, w3, x2, x3, zeros, PRECISION) * second[:, None]
         if not SPLIT:  # noqa: SIM102 (known when the kernel is compiled)
             if (step + 1) % split_steps == 0:
+                if DOT != tl.float32:  # as the interpreter has it
+                    # Keeps the branch: without it each step computes both cases and chooses. A barrier of the whole
+                    # program would end the pipelining of loads.
+                    tl.inline_asm_elementwise(
+                        "bar.warp.sync 0xffffffff; mov.b32 $0, $1;", "=r,r", [step],
+                        dtype=tl.int32, is_pure=False, pack=1,
+                    )  # fmt: skip
                 earlier += total
                 total = zeros
     return earlier + total
