@@ -110,6 +110,22 @@ def test_failed_tests_have_a_line_each(tmp_path: Path) -> None:
     assert last["exit"] == 1 and "1 failed, 1 passed" in last["tail"][-1]
 
 
+def test_failures_are_explained_before_a_run_ends(tmp_path: Path) -> None:
+    """A run that is cut has no summary. The part's own command, with a test that hangs behind one that fails."""
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    code = "import time\n\ndef test_triton_a():\n    assert 1 == 2\n\ndef test_triton_b():\n    time.sleep(1000)\n"
+    (folder / "test_it.py").write_text(code)
+    own = list_parts(["gpu.py"], "cuda", "random:tiny", quick=False)["tests"].command
+    command = [x for x in own if not x.startswith("tests/")]
+    at = command.index("-n")
+    options = [*command[:at], "-n", "2", *command[at + 2 :], "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
+    lines = run_part("tests", ["env", "-C", str(tmp_path), f"PYTHONPATH={ROOT}", *options, "tests/test_it.py"], 200.0)
+    first = next(lines)
+    lines.close()
+    assert first["failed"] == "tests/test_it.py::test_triton_a" and "1 == 2" in first["message"]
+
+
 def test_what_comes_after_the_limit_of_all_is_left_out() -> None:
     lines = list(run_all(["gpu.py"], "cpu", "random:tiny", True, 0.0, ["evict", "step"]))
     assert [line["part"] for line in lines if "left out" in line] == ["evict", "step"]

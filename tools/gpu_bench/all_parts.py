@@ -57,7 +57,20 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
     short = ["--speculate-input-len", "256"] if quick else []
     kernels = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
     which = "triton or device or prefill"
-    pytest = [sys.executable, "-m", "pytest", "-vv", "-n", "8", "-k", which, "--tb=no", "-rfE"]
+    pytest = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-vv",
+        "-n",
+        "8",
+        "-k",
+        which,
+        "--tb=no",
+        "-rfE",
+        "-p",
+        "tools.gpu_bench.failures",
+    ]
     compiles = (
         [*bench, "--compile-only", *kernels],
         [*bench, "--compile-only", "--kv-memory", "20GiB", "step"],
@@ -105,23 +118,28 @@ def run_all(
 
 
 def run_part(name: str, command: Sequence[str], limit: float) -> Iterator[Line]:
-    """Run a part. Of tests there is a line for each that failed; of other output the end."""
+    """Run a part. Of tests there is a line for each that failed, as it comes; of other output the end."""
     started = perf_counter()
     process = start(command, subprocess.PIPE)
     assert process.stdout
     tail = deque[str](maxlen=LONGEST_LINES)
-    failed: dict[str, str] = {}  # tests, with what went wrong
+    failed: set[str] = set()
+    explained: set[str] = set()  # those with a line
     with stopped_after(limit, process):
         for text in process.stdout:
             if text.startswith("{"):
                 yield {"part": name, **json.loads(text)}
             elif found := FAILED.search(text.rstrip()):
-                failed[found[1]] = (found[2] or "")[:200]
+                test, message = found.groups()
+                if message and test not in explained:
+                    explained.add(test)
+                    yield {"part": name, "failed": test, "message": message[:200]}
+                failed.add(test)
             elif " PASSED " not in text and " SKIPPED " not in text:
                 tail.append(text.rstrip()[:300])
         status = process.wait()
-    for test, message in failed.items():
-        yield {"part": name, "failed": test, "message": message}
+    for test in sorted(failed - explained):
+        yield {"part": name, "failed": test, "message": ""}
     took = perf_counter() - started
     over = {"limit": limit} if took >= limit else {}
     yield {"part": name, "exit": status, "seconds": took, **over, "tail": [text for text in tail if text]}
