@@ -41,7 +41,8 @@ from retain.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
 PrefillCallback = Callable[[int, int], None]
-WARM_UP_BATCHES = ((1, 5), (1, 300), (9, 40))  # requests, and tokens of their prompts
+# Requests, and tokens of their prompts. Tiles of few query rows, and products of few rows, come in powers of 2.
+WARM_UP_BATCHES = (*((1, 2**i) for i in range(7)), (1, 300), (9, 40))
 
 
 class LLM:
@@ -198,6 +199,7 @@ class LLM:
         engine.depth = self.engine.depth
         num_tokens = 6  # of an answer: a step that comes again is recorded
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
+        self.cache.copy_trash_pages()
         with self.cache.without_prefixes():
             for num_requests, length in WARM_UP_BATCHES:
                 length = max(min(length, self.max_model_len - num_tokens), 1)

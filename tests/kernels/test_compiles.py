@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -82,6 +83,15 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     assert max(line["spills"] for line in changes_scores) <= 512
 
 
+def run_compiled_variants(*args: str) -> Any:
+    """Run the program of that name, where kernels are compiled and compute nothing."""
+    env = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-m", "tests.helpers.compiled_variants", *args]
+    run = subprocess.run(command, env=env, cwd=GPU_TOOL.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-2000:]
+    return json.loads(run.stdout)
+
+
 @pytest.mark.slow
 def test_runs_without_triton() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_TRITON_SCRIPT], capture_output=True, text=True)
@@ -93,10 +103,14 @@ def test_runs_without_triton() -> None:
 @pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4"])
 def test_sizes_of_steps_and_addresses_make_no_variants(policy: str) -> None:
     """A server that has compiled a kernel for some constants never compiles it again, whatever its requests are."""
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.helpers.compiled_variants", policy]
-    run = subprocess.run(command, env=env, cwd=GPU_TOOL.parents[1], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-2000:]
-    counts = json.loads(run.stdout)
+    counts = run_compiled_variants(policy)
     assert counts.keys() >= {"norm", "write", "activation"}
     assert not {name: n for name, n in counts.items() if n[0] > n[1]}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not triton.is_interpreted(), reason="the program that counts must not find a GPU")
+@pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4"])
+def test_a_server_that_has_warmed_up_compiles_nothing_for_its_requests(policy: str) -> None:
+    """Prompts of all lengths, ends of prompts, decoding alone and together, equal prompts, evictions."""
+    assert run_compiled_variants("--after-warm-up", policy) == {}

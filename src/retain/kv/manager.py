@@ -106,6 +106,12 @@ class KVCacheManager:
             self.set_prefix_cache(prefix_cache)
             self._parts.num_evicted_slots = num_evicted_slots
 
+    def copy_trash_pages(self) -> None:
+        """Copy the trash page of each group onto itself: a request that copies pages finds the kernel compiled."""
+        trash = np.zeros(1, np.int32)
+        for tables in self.slots.tables:
+            tables.store.copy(trash, trash)
+
     @property
     def rows(self) -> Mapping[int, Row]:
         """The open rows, by index."""

@@ -184,7 +184,7 @@ def _launch_merge(
         buffers.lse if buffers else o, o if sinks is None else sinks, *((s.temperature, s.noise) if s else (o, o)),
         *_table_args(demoted.tables)[3:], tiles.num_splits,
         ROWS=rows, SINKS=sinks is not None, UPDATE_MASS=buffers is not None,
-        NOISE=buffers.noise_mode if buffers else 0, SPLITS=int(triton.next_power_of_2(num_splits)),
+        NOISE=buffers.noise_mode if buffers else 0,
         DEMOTED_S=demoted.kv.page_size if has_demoted else 0, DEMOTED_N=demoted.plan.blocks.n,
         DEMOTED_MIN_BLOCKS=demoted.plan.blocks.min_blocks, **_shape_args(call), **call.plan.blocks.constants,
         **_value_args(call), num_warps=max(int(triton.next_power_of_2(call.kv.v_dim)) // 128, 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.decode_kernels import split_blocks
+from retain.kernels.triton.decode_kernels import MAX_SPLITS, split_blocks
 from retain.kernels.triton.noise import LOG2E, PLAIN, mean_noise
 from retain.kernels.triton.softmax import finite_or_zero, safe_log2
 
@@ -20,9 +20,9 @@ def count_splits(counts, S: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.conste
 
 
 @triton.jit
-def find_maximum(high, split_max, first, splits, width, m, valid, SPLITS: tl.constexpr):
+def find_maximum(high, split_max, first, splits, width, m, valid):
     """Return the larger of `high` and the maxima of splits, for rows m [ROWS]."""
-    s = tl.arange(0, SPLITS)[None, :]
+    s = tl.arange(0, MAX_SPLITS)[None, :]
     at = (first + s) * width + m[:, None]
     maxima = tl.load(split_max + at, mask=valid[:, None] & (s < splits), other=float("-inf"))
     return tl.maximum(high, tl.max(maxima, 1))
@@ -73,13 +73,13 @@ def merge_splits(
     sinks, temperature, noise,
     demoted_counts, demoted_row, demoted_head, first_demoted,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr,
+    N: tl.constexpr, MIN_BLOCKS: tl.constexpr, ROWS: tl.constexpr, UPDATE_MASS: tl.constexpr,
     DEMOTED_S: tl.constexpr, DEMOTED_N: tl.constexpr, DEMOTED_MIN_BLOCKS: tl.constexpr,
     SINKS: tl.constexpr, NOISE: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of ROWS rows of a tile into their output; with UPDATE_MASS also into lse, in base 2.
 
-    SPLITS is at least `num_splits`. With DEMOTED_S, the slots of a page of demoted tokens, splits from `first_demoted`
+    With DEMOTED_S, the slots of a page of demoted tokens, splits from `first_demoted`
     on are theirs.
     """
     j, g = tl.program_id(0), tl.program_id(1)
@@ -98,9 +98,9 @@ def merge_splits(
         demoted_splits = count_splits(at_count, DEMOTED_S, DEMOTED_N, DEMOTED_MIN_BLOCKS)
     e = tl.arange(0, VP)
     high = tl.full((ROWS,), float("-inf"), tl.float32)
-    high = find_maximum(high, split_max, at, splits, width, m, valid, SPLITS)
+    high = find_maximum(high, split_max, at, splits, width, m, valid)
     if DEMOTED_S:
-        high = find_maximum(high, split_max, demoted_at, demoted_splits, width, m, valid, SPLITS)
+        high = find_maximum(high, split_max, demoted_at, demoted_splits, width, m, valid)
     total, out = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, VP), tl.float32)
     total = add_sums(total, high, split_max, split_sum, at, splits, width, m, valid)
     out = add_outputs(out, high, split_max, split_out, at, splits, width, m, valid, V, VP)
@@ -117,9 +117,9 @@ def merge_splits(
         if NOISE != PLAIN:
             z_at = tl.num_programs(0) * G * num_splits * width
             z_max, z_sum = split_max + z_at, split_sum + z_at
-            high = find_maximum(tl.full((ROWS,), float("-inf"), tl.float32), z_max, at, splits, width, m, valid, SPLITS)
+            high = find_maximum(tl.full((ROWS,), float("-inf"), tl.float32), z_max, at, splits, width, m, valid)
             if DEMOTED_S:
-                high = find_maximum(high, z_max, demoted_at, demoted_splits, width, m, valid, SPLITS)
+                high = find_maximum(high, z_max, demoted_at, demoted_splits, width, m, valid)
             total = add_sums(tl.zeros((ROWS,), tl.float32), high, z_max, z_sum, at, splits, width, m, valid)
             if DEMOTED_S:
                 total = add_sums(total, high, z_max, z_sum, demoted_at, demoted_splits, width, m, valid)
