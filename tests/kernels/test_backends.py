@@ -273,6 +273,23 @@ def test_quantized_slots_equal_the_reference_to_the_bit(
     assert (error <= D**0.5 * rotate(k[:, 0]).abs().amax(-1) / step + 1e-26).all()
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 3e38])
+@pytest.mark.parametrize("dtype", [*POOL_DTYPES, FP8])
+def test_what_was_written_to_holes_reaches_no_result(backend: Backend, dtype: torch.dtype, number: float) -> None:
+    """Their weight is 0, and 0 times NaN is NaN. Decode and prefill tiles, and masses."""
+    case = AttentionCase((1, 9, 70), ((7, 4), (0, 2), (9, 3)), R=2, holes=0.3, dtype=dtype, shared_pages=False)
+    for kernels in (backend, reference):
+        kv, clean = (case.build_cache(kernels) for _ in range(2))
+        holes = (kv.pos.view(-1) < 0).nonzero().flatten()
+        numbers = torch.full((len(holes), 1, case.D), number)
+        kernels.write(kv, holes[None].int(), numbers, numbers, torch.full_like(holes, -1).int())
+        assert kernels.read_slots(kv, holes)[1].isfinite().all()
+        scoring = case.build_scoring(0)
+        assert torch.equal(case.attend(kernels, kv, scoring), case.attend(kernels, clean, scoring))
+        is_live = clean.pos >= 0
+        assert torch.equal(kv.mass.transpose(1, 2)[is_live], clean.mass.transpose(1, 2)[is_live])
+
+
 @pytest.mark.parametrize("V", [None, 40])
 @pytest.mark.parametrize("dtype", [*POOL_DTYPES, FP8])
 def test_copy(backend: Backend, dtype: torch.dtype, V: int | None) -> None:

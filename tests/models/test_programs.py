@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels import cpu, triton
-from retain.kernels.api import CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
+from retain.kernels import cpu, reference, triton
+from retain.kernels.api import ACTIVATIONS, CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.triton import graphs
 from retain.kv.memory.group_pages import divide_pages, fold_states
@@ -22,6 +22,7 @@ from tests.helpers.attention_case import assert_close
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import CASES, Changes
+from tests.helpers.layerless_batch import make_layerless_batch
 from tests.helpers.marks import slow
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, has_states, tiny_checkpoint, tiny_model
 
@@ -197,6 +198,29 @@ def test_less_exact_weights_are_close(family: str) -> None:
         errors = (logits - expected).norm(dim=1) / expected.norm(dim=1)
         # Tiny random models magnify rounding errors, and a token may take another expert for a last bit.
         assert errors.median() <= 0.15
+
+
+@pytest.mark.parametrize("act", ACTIVATIONS)
+@pytest.mark.parametrize("backend", [cpu, pytest.param(triton, marks=needs_triton)])
+def test_activations_of_numbers_that_are_not_finite(backend: Backend, act: str) -> None:
+    """What is NaN stays so: an activation hides no mistake. A row holds one number, as products mix its columns."""
+    rows = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -3.0, 2.0])[:, None].expand(-1, 32)
+
+    def run(backend: Backend) -> Tensor:
+        p = backend.program(torch.float32, CPU)
+        x, y = p.buffer("x", 64), p.buffer("y", 32)
+        p.embedding(x, torch.cat((rows, torch.ones_like(rows)), 1))
+        p.activation(x, y, act, 32, gated=True)
+        last = p.buffer("last", 32)
+        p.gather_rows(y, last)
+        p.linear(last, p.logits_buffer(32), torch.eye(32))
+        p.finalize()
+        ids = torch.arange(len(rows))
+        return p.run(make_layerless_batch(backend, ids, ids))
+
+    expected = run(reference)
+    assert expected[:2].isnan().all() and expected[4:].isfinite().all()
+    torch.testing.assert_close(run(backend), expected, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 
 def test_rejects_weights_whose_shapes_do_not_fit() -> None:

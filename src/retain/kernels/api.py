@@ -388,6 +388,7 @@ class Backend(Protocol):
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
         """Store fresh tokens in their slots: K and V rounded to the pool's dtype, position, and mass 0.
 
+        V becomes finite (`bound_values`), so that no hole reaches a result.
         slot_mapping int32 [G, T], distinct except for slots of the trash page; k [T, G, k_dim] and v [T, G, v_dim] of
         any float dtype; pos int32 [T]. Inputs may be strided, but the last dimension of k and v must be contiguous.
         """

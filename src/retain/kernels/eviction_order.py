@@ -11,14 +11,15 @@ LAST_POSITION = 2**31 - 1
 
 
 def sum_columns(mass: Tensor) -> Tensor:
-    """Return the sums of masses [..., C, S] over columns, [..., S], added in their order.
+    """Return the sums of masses [..., C, S] over columns, [..., S], added in their order, and NaN as one number.
 
-    The order of `torch.sum` depends on the number of slots, and on the device.
+    The order of `torch.sum` depends on the number of slots, and on the device. The sign of a NaN depends on the
+    processor, and says whether it ranks below or above all other numbers: here it is positive.
     """
     first, *others = mass.unbind(-2)
     for column in others:
         first = first + column
-    return first
+    return torch.where(first.isnan(), torch.nan, first)
 
 
 def protect(priority: Tensor, pos: Tensor, first_evictable: Tensor, last_evictable: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ quantized_slots.py.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from retain.kernels.quantized_slots import SCALE_BYTES, group_size
 
@@ -18,6 +19,10 @@ FP8 = torch.float8_e4m3fn
 INTEGER_DTYPES = (INT8, K8V4, INT4)
 QUANTIZED_DTYPES = (*INTEGER_DTYPES, FP8)
 _NAMES = {"k8v4": K8V4, "fp8": FP8}  # where torch has others
+
+
+LARGEST_VALUE = 2.0**100  # of a number in V: its products with scales and units are finite, too
+LARGEST_FLOAT16 = 65504.0
 
 
 def pool_dtype(name: str) -> torch.dtype:
@@ -40,6 +45,16 @@ def tensor_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
 def dtype_of_tensors(keys: torch.dtype, values: torch.dtype) -> torch.dtype:
     """Return the dtype of the pool whose tensors of K and V have these."""
     return INT4 if keys == torch.uint8 else values
+
+
+def bound_values(v: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return V as a pool of this dtype can hold it: NaN as 0, and no number larger than the largest.
+
+    A hole has a weight of 0, and 0 times NaN or infinity is NaN.
+    """
+    largest = LARGEST_FLOAT16 if dtype == torch.float16 else LARGEST_VALUE
+    v = v if v.dtype == torch.float64 else v.float()
+    return v.nan_to_num(0.0, largest, -largest).clamp(-largest, largest)
 
 
 def key_bytes(head_dim: int, dtype: torch.dtype) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.eviction_order import eviction_key, sum_columns
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, bound_values
 from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.reference.program import ReferenceProgram
@@ -67,7 +67,7 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
     page = slot_mapping.long() // kv.page_size  # [G, T]
     place = slot_mapping.long() % kv.page_size  # [G, T]
     k = k.transpose(0, 1)
-    v = v.transpose(0, 1)
+    v = bound_values(v.transpose(0, 1), kv.dtype)
     if kv.dtype in QUANTIZED_DTYPES:
         k = to_bytes(rotate(k), kv.k.dtype)
         v = to_bytes(v, kv.v.dtype)

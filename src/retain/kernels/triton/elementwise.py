@@ -42,7 +42,7 @@ def activation(
     if ACT == SILU:
         y = y / (1.0 + tl.exp(-y))
     if ACT == RELU:
-        y = tl.maximum(y, 0.0)
+        y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
     if ACT == GELU:
         y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
     if ACT == GELU_TANH:
@@ -51,7 +51,7 @@ def activation(
     if ACT == SIGMOID:
         y = 1.0 / (1.0 + tl.exp(-y))
     if ACT == RELU2:
-        y = tl.maximum(y, 0.0)
+        y = tl.maximum(y, 0.0, propagate_nan=tl.PropagateNan.ALL)
         y = y * y
     if ACT == SWIGLU_OAI:
         y = tl.minimum(y, 7.0, propagate_nan=tl.PropagateNan.ALL)

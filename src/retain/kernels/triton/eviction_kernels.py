@@ -73,7 +73,9 @@ def load_slots(pos, mass, table, i, count, is_by_mass, S: tl.constexpr, C: tl.co
     value = tl.load(first, mask=is_needed, other=0.0)
     for c in tl.static_range(1, C):
         value += tl.load(first + c * S, mask=is_needed, other=0.0)
-    return slot, p, value
+    bits = value.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FC00000, bits)  # NaN, whose sign is the processor's
+    return slot, p, bits.to(tl.float32, bitcast=True)
 
 
 STRIDES = ["page_row", "page_layer", "page_head", "hole_row", "hole_layer", "hole_head"]

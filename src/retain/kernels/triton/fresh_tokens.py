@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retain.kernels import quantized_slots
 from retain.kernels.api import KV
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, bound_values
 from retain.kernels.rope import Rope
 from retain.kernels.triton import elementwise, slots
 from retain.kernels.triton.page_layout import page_args, slots_of
@@ -58,7 +58,7 @@ def write(
         rope = None
     if kv.dtype in QUANTIZED_DTYPES:  # the largest number of a row is needed before the row is stored
         k = rotate(k, pos.contiguous(), rope, torch.float32) if rope and T else k
-        k, v = quantized_slots.rotate(k), v.float()
+        k, v = quantized_slots.rotate(k), bound_values(v, kv.dtype)
         for x, to in ((k, kv.k), (v, kv.v)):
             if to.dtype == torch.uint8:
                 _write_4bit(kv, slot_mapping, x, to)

@@ -5,13 +5,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels import quantized_slots
+from retain.kernels import pool_dtypes, quantized_slots
 from retain.kernels.triton.elementwise import apply_rope
 
+LARGEST_VALUE, LARGEST_FLOAT16 = tl.constexpr(pool_dtypes.LARGEST_VALUE), tl.constexpr(pool_dtypes.LARGEST_FLOAT16)
 LARGEST_INTEGER = tl.constexpr(float(quantized_slots.LARGEST))
 LARGEST_FP8 = tl.constexpr(float(quantized_slots.LARGEST_FP8))
 SMALLEST_SCALE = tl.constexpr(quantized_slots.SMALLEST_SCALE)
 ROUNDER = tl.constexpr(1.5 * 2**23)  # float32 has no fractions at this size
+
+
+@triton.jit
+def bound_values(v):
+    """Return V of a float dtype as slots hold it: NaN as 0, and no number larger than the largest."""
+    LARGEST: tl.constexpr = LARGEST_FLOAT16 if v.dtype == tl.float16 else LARGEST_VALUE
+    x = v.to(tl.float32)
+    return tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -LARGEST), LARGEST).to(v.dtype)
 
 
 @triton.jit
@@ -84,8 +93,8 @@ def write(
             values = tl.load(from_v + e, mask=value_mask, other=0.0)
             store_8bit(values, to_v + at_v + e, v_scales + at_scale, value_mask, valid)
     else:
-        value = tl.load(from_v + e, mask=value_mask)
-        tl.store(to_v + at_v + e, value.to(to_v.dtype.element_ty), mask=value_mask)
+        value = tl.load(from_v + e, mask=value_mask, other=0.0).to(to_v.dtype.element_ty)
+        tl.store(to_v + at_v + e, bound_values(value), mask=value_mask)
         apply_rope(from_k, to_k + at_k, d, mask, p[:, None], freqs, n, attention_factor, INTERLEAVED, ROPE)
     c = tl.arange(0, CP)[None, :]
     zeros = tl.zeros((T, CP), tl.float32)

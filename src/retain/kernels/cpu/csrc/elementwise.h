@@ -70,9 +70,9 @@ INLINE F min(F x, F y) { return y < x ? y : x; }  // NaN where x is
 
 template <Activation A>
 INLINE F activation(F x) {
-  if constexpr (A == Activation::relu) return max(x, F{});
+  if constexpr (A == Activation::relu) return max(F{}, x);  // NaN where x is
   if constexpr (A == Activation::sigmoid) return sigmoid(x);
-  if constexpr (A == Activation::relu2) return max(x, F{}) * max(x, F{});
+  if constexpr (A == Activation::relu2) return max(F{}, x) * max(F{}, x);
   if constexpr (A == Activation::swiglu_oai) {
     x = min(x, splat(7.0f));
     return x * sigmoid(x * 1.702f);

@@ -50,7 +50,7 @@ static void write_rows(const WriteArgs& w, int g, int begin, int end) {
     const From* from_k = static_cast<const From*>(w.k.data) + t * w.k.token_stride + g * w.k.head_stride;
     const From* from_v = static_cast<const From*>(w.v.data) + t * w.v.token_stride + g * w.v.head_stride;
     for (int d = 0; d < kv.k_dim; ++d) k[d] = to_float(from_k[d]);
-    for (int d = 0; d < kv.v_dim; ++d) v[d] = to_float(from_v[d]);
+    for (int d = 0; d < kv.v_dim; ++d) v[d] = bound_value(to_float(from_v[d]));
     write_token(kv, slot, k, v, w.pos[t]);
     for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(slot / kv.S)[c * kv.S + slot % kv.S] = 0;
   }

@@ -1,7 +1,9 @@
 // Selects the slots that are evicted first, from lists of numbers or in the tables of rows. Few of many slots are
 // selected, so one pass keeps the best candidates in a heap whose top rarely changes.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -122,6 +124,7 @@ void punch(const Pool& kv, const EvictionLists& lists, const HoleTables& holes, 
       for (int64_t s = 0; s < end; ++s) {
         float priority = by_mass ? mass[s] : 0.0f;
         for (int64_t c = 1; by_mass && c < C; ++c) priority += mass[c * S + s];
+        if (std::isnan(priority)) priority = std::numeric_limits<float>::quiet_NaN();  // its sign is the processor's
         lowest.offer(eviction_key(priority, pos[s], first + s, evictable), page * S + s);
       }
     }

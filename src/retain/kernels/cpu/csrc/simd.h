@@ -319,7 +319,7 @@ INLINE int32_t reduce_or(typename Lanes<W>::i x) {
 template <class T>
 INLINE F exp(F x) {
   const F magic = splat(0x1.8p23f);  // adding it leaves the nearest integer in the low bits
-  const F y = max(x, splat(-87.0f));
+  const F y = max(splat(-87.0f), x);  // NaN where x is
   F n, p;
   if constexpr (sizeof(T) == 2) {
     const F t = y * 0x1.715476p0f;  // log2 e
@@ -340,7 +340,7 @@ INLINE F exp(F x) {
     p = p * r + 1.0f;
   }
   const F e = (F)((I)p + ((I)n << 23));
-  return x > -86.0f ? e : F{};
+  return x <= -86.0f ? F{} : e;
 }
 
 // Computes ln x of normal x > 0. The relative error is 1e-7 for float32 and 6e-5 for bfloat16, also near ln x = 0.

@@ -6,6 +6,14 @@
 
 namespace retain::RETAIN_ISA {
 
+constexpr float LARGEST_VALUE = 0x1p100f;
+
+// A hole has a weight of 0, and 0 times NaN or infinity is NaN. So slots hold neither in V (kernels/pool_dtypes.py).
+INLINE float bound_value(float x) {
+  const float y = x > LARGEST_VALUE ? LARGEST_VALUE : x < -LARGEST_VALUE ? -LARGEST_VALUE : x;
+  return y == y ? y : 0.0f;
+}
+
 // A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
 template <class To>
 INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
