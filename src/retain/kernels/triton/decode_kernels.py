@@ -20,10 +20,10 @@ import triton.language as tl
 from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
-    find_slots,
+    find_block,
     from_8bit,
     load_nibbles,
-    load_slot_scales,
+    load_paired_scales,
     load_vectors,
     low_columns,
 )
@@ -127,14 +127,10 @@ def attention_decode(
     n, even = tl.arange(0, N), 2 * tl.arange(0, N // 2)
     for i in range(begin, end):
         slot = i * N + n
-        if S % N == 0:
-            page = tl.zeros((N,), tl.int64) + tl.load(table + i * N // S).to(tl.int64)
-            place, exists = i * N % S + n, n < N
-            even_page = tl.zeros((N // 2,), tl.int64) + tl.load(table + i * N // S).to(tl.int64)
-            even_place, even_exists = i * N % S + even, even < N
-        else:
-            page, place, exists = find_slots(table, slot, count, S)
-            even_page, even_place, even_exists = find_slots(table, i * N + even, count, S)
+        page, place = find_block(table, i, n, count // S - 1, S, N)
+        even_page, even_place = find_block(table, i, even, count // S - 1, S, N)
+        exists = n < N if S % N == 0 else slot < count
+        even_exists = even < N if S % N == 0 else i * N + even < count
         loaded = tl.load(pos + page * S + place, mask=exists & (n < tl.where(is_dense, 0, N)), other=-1)
         slot_pos = tl.where(is_dense, slot, loaded)
         if K_HALVES:
@@ -164,7 +160,7 @@ def attention_decode(
                 at_k = k + (page * K_PAGE + place * D)[None, :] + d[:, None]
                 keys_t = tl.load(at_k, mask=(d < D)[:, None] & exists[None, :], other=0)  # [DP, N]
                 if QUANTIZED:
-                    key_scales = load_slot_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
+                    key_scales = load_paired_scales(k_words, even_page, even_place, even_exists, S, D, K_PAGE)
                     keys_t = from_8bit(keys_t, K_DOT, True)
             x = tl.dot(rows, keys_t.to(K_DOT), input_precision=PRECISION)
             if QUANTIZED and K_GROUP == 0:
@@ -210,7 +206,7 @@ def attention_decode(
                 at_v = v + (page * V_PAGE + place * V)[:, None] + e[None, :]
                 values = tl.load(at_v, mask=(e < V)[None, :] & exists[:, None], other=0)  # [N, VP]
                 if QUANTIZED:
-                    scales = load_slot_scales(v_words, even_page, even_place, even_exists, S, V, V_PAGE)
+                    scales = load_paired_scales(v_words, even_page, even_place, even_exists, S, V, V_PAGE)
                     value_weights = w * (scales * INT8_UNIT)[None, :]
                     values = from_8bit(values, V_DOT, False)
             rescaled = acc * rescale[:, None]

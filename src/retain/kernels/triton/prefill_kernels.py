@@ -14,36 +14,13 @@ import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
-from retain.kernels.triton.quantized_loads import load_vectors
+from retain.kernels.triton.quantized_loads import find_block, load_slot_scales, load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
 
 ONLY, FIRST, SECOND = (tl.constexpr(i) for i in range(3))  # PART: the tables of a launch
 _BEHIND_ALL = tl.constexpr(2**31 - 1)  # the position of a slot that no row sees
 # CHANGE: how scoring changes a softmax: not at all, by factors of its weights, or by noise and temperature of scores
 UNCHANGED, WEIGHTS, SCORES = (tl.constexpr(i) for i in range(3))
-
-
-@triton.jit
-def find_slots(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
-    """Return the pages int64 [N] of slots n of block i, and their places in them; page `last` ends the table."""
-    if S % N == 0:
-        page = tl.zeros_like(n).to(tl.int64) + tl.load(table + i * N // S)
-        place = i * N % S + n
-    elif N == 2 * S:  # two scalars are faster than a page for each slot
-        second = tl.load(table + tl.minimum(2 * i + 1, last))
-        page = tl.where(n < S, tl.load(table + 2 * i), second).to(tl.int64)
-        place = n % S
-    else:
-        page = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
-        place = (i * N + n) % S
-    return page, place
-
-
-@triton.jit
-def load_slot_scales(scales, page, place, there, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Return the scales float32 [N] of slots of 8 bits, 0 for those that are not `there`."""
-    at = page * (PAGE // 2) + S * D // 2 + place
-    return tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -65,7 +42,7 @@ def attend_blocks(
     n, d, e = tl.arange(0, N), tl.arange(0, DP), tl.arange(0, VP)
     unit = 1.0 if CAPPED else factor
     for i in range(begin, end):
-        page, place = find_slots(table, i, n, count - 1, S, N)
+        page, place = find_block(table, i, n, count - 1, S, N)
         slot_pos = i * N + n
         base = i * N
         there = n >= 0

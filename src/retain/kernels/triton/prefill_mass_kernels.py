@@ -12,14 +12,8 @@ import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
-from retain.kernels.triton.prefill_kernels import (
-    SCORES,
-    UNCHANGED,
-    WEIGHTS,
-    find_slots,
-    load_slot_scales,
-)
-from retain.kernels.triton.quantized_loads import load_vectors
+from retain.kernels.triton.prefill_kernels import SCORES, UNCHANGED, WEIGHTS
+from retain.kernels.triton.quantized_loads import find_block, load_slot_scales, load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
 
 
@@ -107,7 +101,7 @@ def recompute_mass(
     if i * N >= count * S or tl.load(windows + row * window_row) != NO_WINDOW or (tokens == 0 and fades == 1.0):
         return
     n, d = tl.arange(0, N), tl.arange(0, DP)
-    page, place = find_slots(pages + row.to(tl.int64) * page_row + g * page_head, i, n, count - 1, S, N)
+    page, place = find_block(pages + row.to(tl.int64) * page_row + g * page_head, i, n, count - 1, S, N)
     there = i * N + n < count * S
     is_dense = tokens < 0  # false, as a tensor
     if DENSE:

@@ -62,6 +62,29 @@ def find_slots(table, slot, count, S: tl.constexpr):
 
 
 @triton.jit
+def find_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
+    """Return the pages int64 [N] of slots n of block i, and their places in them; page `last` ends the table."""
+    if S % N == 0:
+        page = tl.zeros_like(n).to(tl.int64) + tl.load(table + i * N // S)
+        place = i * N % S + n
+    elif N == 2 * S:  # two scalars are faster than a page for each slot
+        second = tl.load(table + tl.minimum(2 * i + 1, last))
+        page = tl.where(n < S, tl.load(table + 2 * i), second).to(tl.int64)
+        place = n % S
+    else:
+        page = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
+        place = (i * N + n) % S
+    return page, place
+
+
+@triton.jit
+def load_slot_scales(scales, page, place, there, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Return the scales float32 [N] of slots of 8 bits, 0 for those that are not `there`."""
+    at = page * (PAGE // 2) + S * D // 2 + place
+    return tl.load(scales + at, mask=there, other=0.0).to(tl.float32)
+
+
+@triton.jit
 def from_int8(x, DOT: tl.constexpr, PURE: tl.constexpr):
     """Return int8 as floats of DOT. PURE lets the compiler move the conversion behind an exchange between threads."""
     if DOT == tl.float16:
@@ -115,7 +138,7 @@ def split_words(words):
 
 
 @triton.jit
-def load_slot_scales(words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+def load_paired_scales(words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
     """Return the scales float32 [2 n] of slots of 8 bits; page, place and exists [n] are those of every other slot."""
     n: tl.constexpr = page.shape[0]
     low, high = split_words(tl.load(words + page * (PAGE // 4) + S * D // 4 + place // 2, mask=exists, other=0))
