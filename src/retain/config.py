@@ -16,6 +16,7 @@ SLOTS_PER_PAGE = {
     "fp8": 2,
 }  # as multiples of page_size: pages of about the bytes that bfloat16 has
 WEIGHTS = ("auto", "bf16", "int8", "int4")
+POOLINGS = ("auto", "off", "last", "mean")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,13 @@ class Config:
         metadata={
             "help": "chat template: a file, or the name of one of the model's (default: `default`, and `tool_use` for "
             "conversations with tools)"
+        },
+    )
+    pooling: str = field(
+        default="auto",
+        metadata={
+            "help": "make a vector of each text: last (the state of its last token), mean (of all), auto (as the "
+            "model's files say), or off (generate)"
         },
     )
     dtype: str = field(
@@ -112,6 +120,8 @@ class Config:
         check_weights(self.weights, self.dtype)
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {self.kv_dtype!r} is not supported: choose {', '.join(KV_DTYPES)}")
+        if self.pooling not in POOLINGS:
+            raise ValueError(f"pooling {self.pooling!r} is not supported: choose {', '.join(POOLINGS)}")
         check_bounds(self)
         if self.page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")

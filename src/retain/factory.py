@@ -73,15 +73,18 @@ def load_model(
     progress: bool = False,
     device: torch.device = CPU,
     context_limit: int | None = None,
+    has_head: bool = True,
 ) -> LoadedModel:
     """Load a model for a backend, as a program. Raises ValueError or OSError.
 
     `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
+    Without `has_head` the program returns states in place of logits.
     Where a program packs weights, nothing of the file outlives this call: the cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    decoder = models.build(open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit), program)
+    opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head)
+    decoder = models.build(opened, program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]

@@ -58,14 +58,19 @@ def shorten(text: object, limit: int = 300) -> str:
     return line if len(line) <= limit else line[:limit] + "..."
 
 
-def read_json_object(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file. Raises ValueError when the file is missing or holds no object."""
+def read_json(path: Path) -> Any:
+    """Read the JSON in a file. Raises ValueError when the file is missing or damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as e:
         raise ValueError(f"{path}: cannot be read: {e.strerror}") from e
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path}: damaged: {shorten(e)}") from e
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Read the JSON object in a file. Raises ValueError when the file is missing or holds no object."""
+    value = read_json(path)
     if not isinstance(value, dict):
         raise ValueError(f"{path}: damaged: it holds no object")
     return value

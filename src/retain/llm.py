@@ -23,6 +23,7 @@ from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.output import StepOutput
 from retain.engine.runner import Runner
+from retain.formats.pooling import choose_pooling
 from retain.kernels.pool_dtypes import pool_dtype
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
@@ -36,6 +37,8 @@ from retain.plugins import parse_size
 from retain.processing.chat_template import read_chat_template
 from retain.processing.input import EngineInfo, GenerateRequest, InputProcessor, Prompt
 from retain.processing.output import OutputProcessor, RequestOutputState
+from retain.processing.pooling import VectorReader, prepare_pooled
+from retain.processing.reranking import INSTRUCTION, plan_scores
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
@@ -70,7 +73,9 @@ class LLM:
             kernels.check_pool_dtype(backend, self.kv_dtype)
         path = resolve_model(model)
         limit = c.max_model_len
-        loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device, limit)
+        self.pooling = choose_pooling(path, c.pooling)
+        has_head = self.pooling is None
+        loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device, limit, has_head)
         self.spec = loaded.spec
         self.weight_bytes = loaded.weight_bytes
         self.tokenizer = Tokenizer.open(loaded.path)
@@ -115,6 +120,7 @@ class LLM:
             allowed_policies=self.allowed_policies,
             has_default_drafter=drafter is not None,
             auto=auto,
+            has_head=has_head,
         )
         self.input_processor = InputProcessor(self.tokenizer, info, self.cache, self.add_drafter)
         try:
@@ -205,7 +211,8 @@ class LLM:
                 length = max(min(length, self.max_model_len - num_tokens), 1)
                 prompts = [[i % self.spec.vocab_size] * length for i in range(num_requests)]
                 try:
-                    states = [s for p in prompts for s in self.input_processor.process(GenerateRequest(p, params))]
+                    requests = [GenerateRequest(p, params, pools=self.pooling is not None) for p in prompts]
+                    states = [s for g in requests for s in self.input_processor.process(g)]
                     engine.add(*(state.request for state in states))
                 except ValueError as error:
                     log.info("not warming up %d requests of %d tokens: %s", num_requests, length, error)
@@ -324,6 +331,32 @@ class LLM:
             states += self.input_processor.process(g, partial(on_logits, i))
         self._run_to_completion(states)
         return found
+
+    def embed(self, prompts: Sequence[Prompt], dimensions: int | None = None, salt: str = "") -> list[list[float]]:
+        """Return a vector for each text, pooled as the model says, or the first `dimensions` numbers of each.
+
+        Raises ValueError for a model that generates (see `pooling`), and where one of them cannot be run; then none is.
+        """
+        if self.pooling is None:
+            raise ValueError("this model generates: its files name no pooling (pooling=last or mean makes vectors)")
+        readers = [VectorReader(self.pooling) for _ in prompts]
+        requests = [GenerateRequest(p, salt=salt) for p in prompts]
+        texts = [prepare_pooled(self.input_processor, g, r) for g, r in zip(requests, readers, strict=True)]
+        self._run_to_completion([text.state for text in texts])
+        return [reader.vector(dimensions).tolist() for reader in readers]
+
+    def rerank(
+        self, query: str, documents: Sequence[str], instruction: str = INSTRUCTION, salt: str = ""
+    ) -> list[float]:
+        """Return how well each document fits a query: 0 to 1, by a model of Qwen3-Reranker's kind, or a cosine.
+
+        What the prompts have in common is computed once. Raises ValueError for a model that can do neither.
+        """
+        pairs = [(query, document) for document in documents]
+        plan = plan_scores(self.input_processor, self.pooling, pairs, GenerateRequest("", salt=salt), instruction)
+        for stage in plan.stages:
+            self._run_to_completion([prepare().state for prepare in stage])
+        return plan.scores()
 
     def kept_positions(
         self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0

@@ -42,6 +42,8 @@ def load_family(model_type: str) -> ModuleType:
 def build(weights: Weights, program: Program) -> Decoder:
     """Build the decoder of a checkpoint, and emit it into a program, which checks every shape.
 
+    Without a head the program returns the states that the head would read.
+
     Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
     match the tensors, and for a tensor that the family does not use.
     """
@@ -50,6 +52,7 @@ def build(weights: Weights, program: Program) -> Decoder:
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     try:
         decoder: Decoder = family.build(weights)
+        decoder = decoder if weights.has_head else decoder.without_head(weights.dtype)
         decoder.emit(program)
     except torch.OutOfMemoryError as e:
         raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e

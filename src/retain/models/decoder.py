@@ -265,6 +265,7 @@ class Decoder:
     lm_head: Layer
     ropes: Sequence[Rope] = ()
     num_layers: int | None = None  # None: as the spec says
+    num_outputs: int | None = None  # of the head; None: the vocabulary
     # By cache: of the layers that were emitted and have them, [G, D] each.
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 
@@ -286,8 +287,15 @@ class Decoder:
         program.gather_rows(x, last)
         if self.norm:
             self.norm.emit(program, last, last)
-        self.lm_head.emit(program, last, program.logits_buffer(s.vocab_size))
+        self.lm_head.emit(program, last, program.logits_buffer(self.num_outputs or s.vocab_size))
         program.finalize()
+
+    def without_head(self, dtype: torch.dtype) -> Decoder:
+        """Return the same model with its last states in place of logits: a head that changes nothing."""
+        n = self.spec.hidden_size
+        if n > self.spec.vocab_size:
+            raise ValueError(f"a model with more hidden numbers ({n}) than tokens cannot embed: see --pooling")
+        return replace(self, lm_head=Linear(torch.eye(n, dtype=dtype)), num_outputs=n)
 
     def _load_balanced(self, i: int) -> DecoderLayer:
         layer = _balance(self.load_layer(i))

@@ -229,8 +229,11 @@ class GatedMLP:
 def load_lm_head(w: Weights, name: str, table: Weight, tied_to: str | None, bias: bool = False) -> Linear:
     """Load the output layer. `tied_to` is the full name of the embedding `table` that a tied one uses.
 
-    As in transformers, a head that is in the file and differs from the embedding counts, even where they are tied.
+    As in transformers, a head that is in the file and differs from the embedding counts, even where they are tied. A
+    model that embeds may have none: its file is then as good as one with any.
     """
+    if not w.has_head and f"{name}.weight" not in w:
+        return Linear(table)
     is_tied = tied_to is not None and (f"{name}.weight" not in w or w.equal(f"{name}.weight", tied_to))
     weight = table if is_tied else w.load_matrix(f"{name}.weight", embedding=True)
     return Linear(weight, w[f"{name}.bias"] if bias else None)

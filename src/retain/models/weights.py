@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,12 @@ class Weights:
         on_read: Callable[[int], None] = lambda num_elements: None,
         vector_dtype: torch.dtype | None = None,
         context_limit: int | None = None,
+        has_head: bool = True,
     ):
         """`prefix` is put before every name. `on_read` gets the number of elements of each tensor after it is read.
 
-        `context_limit`: the longest text of the engine, by default the model's own.
+        `context_limit`: the longest text of the engine, by default the model's own. `has_head`: logits are wanted, else
+        the states that the head would read.
         """
         self.checkpoint = checkpoint
         self.dtype = dtype
@@ -48,6 +51,7 @@ class Weights:
         self.prefix = prefix
         self.vector_dtype = vector_dtype or dtype
         self.context_limit = context_limit
+        self.has_head = has_head
         self.config = FamilyConfig(checkpoint.config)
         self._on_read = on_read
         self._names = checkpoint.names()
@@ -167,6 +171,7 @@ def open_weights(
     progress: bool = False,
     vector_dtype: torch.dtype | None = None,
     context_limit: int | None = None,
+    has_head: bool = True,
 ) -> Weights:
     """Open the model at `path` (see Weights for the options). `progress` shows a bar if stderr is a terminal.
 
@@ -175,8 +180,17 @@ def open_weights(
     """
     check_weights(quantization, str(dtype).removeprefix("torch."))
     checkpoint = open_checkpoint(path)
+    create = partial(
+        Weights,
+        checkpoint,
+        dtype,
+        quantization,
+        vector_dtype=vector_dtype,
+        context_limit=context_limit,
+        has_head=has_head,
+    )
     if not (progress and sys.stderr.isatty()):
-        return Weights(checkpoint, dtype, quantization, vector_dtype=vector_dtype, context_limit=context_limit)
+        return create()
     from tqdm import tqdm
 
     num_tensors = len(checkpoint.names())
@@ -187,6 +201,4 @@ def open_weights(
         if bar.n >= num_tensors:
             bar.close()
 
-    return Weights(
-        checkpoint, dtype, quantization, on_read=on_read, vector_dtype=vector_dtype, context_limit=context_limit
-    )
+    return create(on_read=on_read)

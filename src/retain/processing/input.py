@@ -49,6 +49,7 @@ class GenerateRequest:
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
     explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
     shown_tokens: frozenset[int] = frozenset()
+    pools: bool = False  # the prompt is computed for who reads its states or logits: see pooling.py
 
 
 class PromptTooLongError(ValueError):
@@ -76,6 +77,7 @@ class EngineInfo:
     allowed_policies: Sequence[EvictionPolicy]  # that a client's request may choose, whatever they cost
     has_default_drafter: bool
     auto: AutoPolicy  # what `auto` stands for in a request
+    has_head: bool = True  # without one it embeds, and generates nothing
 
 
 class InputProcessor:
@@ -131,6 +133,8 @@ class InputProcessor:
         """Return the requests for a prompt, `params.n` of them. Raises ValueError where it cannot be run."""
         g = generate_request
         limit = self.info.max_model_len
+        if not (self.info.has_head or g.pools):
+            raise ValueError("this model embeds texts and generates none (--pooling off loads it with its head)")
         token_ids = self.encode(g.prompt)
         params = g.params
         self._check_token_ids([*params.stop_token_ids, *(t for t, _ in params.logit_bias)])

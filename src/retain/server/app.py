@@ -21,7 +21,7 @@ from retain.server.error_format import add_error_handlers
 from retain.server.inspector import routes as inspector_routes
 from retain.server.inspector.recorder import Inspector
 from retain.server.middleware import AuthMiddleware, HeadMiddleware
-from retain.server.openai import rendering, routes, tokenization
+from retain.server.openai import embeddings, rendering, reranking, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.responses import routes as responses_routes
 from retain.server.openai.responses.store import ResponseStore
@@ -31,7 +31,7 @@ RenderMetrics = Callable[[], Awaitable[bytes]]  # to Prometheus' text format
 DESCRIPTION = "Server of the retain inference engine, compatible with OpenAI's and Anthropic's APIs"
 WELCOME = (
     f"{DESCRIPTION}.",
-    "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages",
+    "POST /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/embeddings, /v1/rerank, /v1/score",
     "GET /v1/models, /health, /ready, /metrics, /openapi.json, and with --inspect /inspect",
     "",
 )
@@ -49,6 +49,8 @@ def create_app(
     app.include_router(anthropic_models.create_router(service))
     app.include_router(routes.create_router(service))
     app.include_router(responses_routes.create_router(service, ResponseStore(service.limits.max_stored_bytes)))
+    app.include_router(embeddings.create_router(service))
+    app.include_router(reranking.create_router(service))
     app.include_router(rendering.create_router(service))
     app.include_router(tokenization.create_router(service))
     app.include_router(anthropic_routes.create_router(service))

@@ -29,7 +29,14 @@ SAMPLING: FieldTable = {
 COMPLETION: FieldTable = {
     **SAMPLING,
     "continue_final_message": only(False),
-    "suffix": Refused("the prompt has to say where the middle is, with the model's own tokens"),
+    "add_special_tokens": only(True),
+}
+POOLED: FieldTable = {
+    "user": NO_ACCOUNTS,
+    "metadata": NO_ACCOUNTS,
+    "request_id": NO_TRACING,
+    "priority": only(0),
+    "truncate_prompt_tokens": Refused("a text that is too long is an error"),
     "add_special_tokens": only(True),
 }
 CHAT: FieldTable = {

@@ -193,6 +193,9 @@ class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
         | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    suffix: str | None = Field(
+        None, description="Text behind the answer, which fills the middle: for models with the tokens of that"
+    )
     echo: bool | None = Field(
         None, description="Return the prompt too: a text as it was sent, token ids as the text that they show"
     )
@@ -202,6 +205,12 @@ class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
     def _check_best_of(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise ValueError("best_of other than n is not supported")
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> CompletionRequest:
+        if self.suffix is not None and (self.echo or not all(isinstance(p, str) for p in self.prompts)):
+            raise ValueError("suffix is for prompts that are texts, without echo")
         return self
 
     @property

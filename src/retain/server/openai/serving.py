@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.llm import LLM
+from retain.processing.infill import encode_infill
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
 from retain.server.admission import AdmissionControl, RequestAdmission
@@ -178,7 +179,7 @@ class OpenAIServing:
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
-        prompts = [self.llm.encode(p) for p in body.prompts]
+        prompts = [self._encode_completion(p, body.suffix) for p in body.prompts]
         n = body.n or 1
         echo = bool(body.echo)
         default = max(DEFAULT_MAX_TOKENS, body.min_tokens)
@@ -209,13 +210,20 @@ class OpenAIServing:
         ]
         return Prepared(requests, CompletionEncoder(choices, self.llm.output_processor, body))
 
+    def _encode_completion(self, prompt: str | list[int], suffix: str | None) -> list[int]:
+        """Return the token ids of a prompt, or of one whose answer is between it and a suffix. Raises ValueError."""
+        if suffix is None or not isinstance(prompt, str):
+            return self.llm.encode(prompt)
+        self.llm.input_processor.check_length(prompt + suffix)
+        return encode_infill(self.llm.tokenizer, prompt, suffix)
+
     def _build_base_request(self, token_ids: list[int], body: SamplingFields, key: ApiKey) -> GenerateRequest:
         """Build what both endpoints have in common. Raises APIError."""
         if body.speculate not in (None, NO_SPECULATION, *self.drafters):
             raise APIError(400, f"speculate is one of {', '.join([NO_SPECULATION, *self.drafters])}", "speculate")
         if body.pin and body.pin > self.limits.max_pin_seconds:
             raise APIError(400, f"pin is at most {self.limits.max_pin_seconds:g} seconds", "pin")
-        salt = f"{key.salt}/{body.cache_salt or ''}" if key.salt or body.cache_salt else ""
+        salt = compose_salt(key, body.cache_salt)
         return GenerateRequest(
             token_ids,
             kv_policy=body.kv_policy,
@@ -322,3 +330,8 @@ class OpenAIServing:
         self.body_parser.close()
         self.preparation.close()
         self.grammar_trials.close()
+
+
+def compose_salt(key: ApiKey, cache_salt: str | None) -> str:
+    """Return the salt of a request: prefixes are shared within a key only, and there within a client's own salt."""
+    return f"{key.salt}/{cache_salt or ''}" if key.salt or cache_salt else ""
