@@ -40,7 +40,7 @@ class EmbeddingRequest(PooledFields):
     def texts(self) -> Sequence[Prompt]:
         """The texts as a list: `input` may be one or several."""
         x = self.input
-        return [x] if isinstance(x, str) or isinstance(x[0], int) else x  # type: ignore[list-item,return-value]
+        return [x] if isinstance(x, str) or isinstance(x[0], int) else x
 
 
 class EmbeddingObject(BaseModel):
