@@ -262,3 +262,12 @@ def detokenize_shapes() -> dict[str, Shape]:
         "largest token ids": lambda share: {**MODEL, "tokens": times(share, MAX_VALUES, 2**31 - 1)},
         "negative token ids": lambda share: {**MODEL, "tokens": times(share, MAX_VALUES, -1)},
     }
+
+
+def pooled_shapes(one: str, many: str) -> dict[str, Shape]:
+    """Return bodies of texts that are pooled: `one` is the field of a single text, `many` that of a list."""
+    base = {"model": "smollm2"} if one == many else {"model": "smollm2", one: "a"}
+    return {
+        "most texts": lambda share: {**base, many: numbered(share, 2048, lambda i: f"text {i}")},
+        "long text": lambda share: {**base, one: text(share), many: text(share) if one == many else ["a"]},
+    }

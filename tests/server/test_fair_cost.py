@@ -32,6 +32,7 @@ from tests.helpers.largest_bodies import (
     chat_shapes,
     completion_shapes,
     detokenize_shapes,
+    pooled_shapes,
     tokenize_shapes,
 )
 from tests.helpers.largest_conversations import message_shapes, response_shapes
@@ -63,6 +64,9 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "/v1/responses/render": select(response_shapes()),
     "/v1/messages": message_shapes(max_tokens=2),
     "/v1/messages/count_tokens": select(message_shapes()),
+    "/v1/embeddings": pooled_shapes("input", "input"),
+    "/v1/rerank": pooled_shapes("query", "documents"),
+    "/v1/score": pooled_shapes("text_1", "text_2"),
     "/tokenize": tokenize_shapes(),
     "/detokenize": detokenize_shapes(),
 }
