@@ -70,8 +70,8 @@ def load_experts(matrices: tuple[UnpackedWeight, UnpackedWeight], top_k: int, dt
     size = down.shape[1]
     num_experts = gate_up.shape[0] // (2 * size)
     device = gate_up.device if isinstance(gate_up, Tensor) else gate_up.q.device
-    packed = [pack_experts(w, num_experts, dtype, device) for w in matrices]
-    return DeviceExperts(num_experts, size, Router(top_k), "silu", True, *packed, None, None)
+    own_gate_up, own_down = (pack_experts(w, num_experts, dtype, device) for w in matrices)
+    return DeviceExperts(num_experts, size, Router(top_k), "silu", True, own_gate_up, own_down, None, None)
 
 
 def mix(x: Tensor, scores: Tensor, experts: DeviceExperts) -> Tensor:
