@@ -58,7 +58,7 @@ def rows_and_scores(T: int) -> tuple[Tensor, Tensor]:
 
 
 def expected(x: Tensor, scores: Tensor, e: Experts) -> Tensor:
-    gate_up, down = (w if isinstance(w, Tensor) else w.dequantize() for w in (e.gate_up, e.down))  # type: ignore[union-attr]
+    gate_up, down = (w if isinstance(w, Tensor) else w.dequantize() for w in (e.gate_up, e.down))
     return mix_in_torch(x, scores, ExpertWeights(e, gate_up, down, e.gate_up_bias, e.down_bias))
 
 
@@ -117,6 +117,6 @@ def test_programs_count_and_keep_packed_bits(kind: str) -> None:
     program.experts(x, scores, x, e)
     program.finalize()
     assert program.weight_bytes == N * (256 * 576 + 640 * 128) * BITS[kind] / 8  # in whole tiles of 128 x 64
-    q = ref(e.gate_up.q)  # type: ignore[union-attr]
+    q = ref(e.gate_up.q)
     del e
     assert q() is None
