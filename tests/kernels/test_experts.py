@@ -32,6 +32,7 @@ ROUTERS = {
     "groups by one": Router(4, normalize=False, num_groups=3, top_groups=2, group_best=1),
     "expert scale": Router(4, scale=0.5, expert_scale=torch.linspace(0.2, 2.0, N)),
     "groups of one": Router(2, num_groups=N, top_groups=5),
+    "epsilon": Router(3, is_sigmoid=True, sum_epsilon=0.5),
 }
 each_router = pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 
@@ -73,7 +74,7 @@ def words(scores: list[float], router: Router) -> dict[int, float]:
     groups.sort(key=lambda g: -sum(sorted((chosen_by[e] for e in g), reverse=True)[: router.group_best]))
     usable = [e for g in groups[: router.top_groups] for e in g]
     best = sorted(usable, key=lambda e: -chosen_by[e])[: router.top_k]
-    total = sum(p[e] for e in best) if router.normalize else 1.0
+    total = sum(p[e] for e in best) + router.sum_epsilon if router.normalize else 1.0
     own = [1.0] * len(p) if router.expert_scale is None else router.expert_scale.tolist()
     return {e: own[e] * router.scale * p[e] / total for e in best}
 

@@ -155,6 +155,24 @@ def test_bfloat16_error_is_close_to_that_of_transformers(family: str) -> None:
     assert 0 < error < 1.3 * theirs < 0.3 * exact.std()
 
 
+class LowScores(TinyCheckpoint):
+    """A tiny model whose experts agree: about half of the tokens have far less than 0 as the score of each."""
+
+    def read(self, name: str) -> Tensor:
+        x = super().read(name)
+        return 6 * x[:1] + x / 4 if name.endswith("gate.weight") else x
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["lfm2_moe", "deepseek_v3"])
+def test_small_sums_of_scores_are_divided_as_in_transformers(family: str) -> None:
+    tiny = tiny_checkpoint(family)
+    checkpoint = LowScores(tiny.config, tiny.shapes, tiny.seed)
+    text = random_tokens(40)
+    (ours,) = run_decoder(build_model(Weights(checkpoint, torch.float32)), [text], [[40]])
+    assert_close(ours, transformers_logits(checkpoint, text))
+
+
 def test_every_family_has_a_tiny_model() -> None:
     assert sorted(CONFIGS) == sorted(VARIANTS) == models.list_families()
 

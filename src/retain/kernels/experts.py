@@ -24,8 +24,8 @@ class Router:
     """Choose `top_k` experts of a token, and weigh them, by its n scores.
 
     Scores become probabilities p: their softmax, or the sigmoid of each (`is_sigmoid`). The experts with the highest
-    p + bias are chosen, of equal ones the first. Their weights are p alone, divided by their sum if `normalize`, times
-    `scale`, times the `expert_scale` of each. To a sum of sigmoids 1e-20 is added.
+    p + bias are chosen, of equal ones the first. Their weights are p alone, divided by their sum + `sum_epsilon` if
+    `normalize`, times `scale`, times the `expert_scale` of each.
 
     With groups, only the best `top_groups` of `num_groups` take part. A group counts as much as its `group_best` best
     experts: two in DeepSeek-V3 (arXiv 2412.19437), one in DeepSeek-V2 (arXiv 2405.04434).
@@ -40,6 +40,7 @@ class Router:
     top_groups: int = 1
     group_best: int = 2  # or 1
     expert_scale: Tensor | None = None  # float32 [n]
+    sum_epsilon: float = 1e-20  # counts where all chosen sigmoids are tiny
 
     def map_tensors(self, convert: Callable[[Tensor], Tensor]) -> Router:
         """Return the router with each of its tensors converted."""

@@ -74,7 +74,7 @@ def to_c_router(experts: Experts, address: Callable[[Tensor], int]) -> _C.Router
     bias, expert_scale = (0 if x is None else address(x) for x in (r.bias, r.expert_scale))
     return _C.Router(
         experts.num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups,
-        r.group_best, expert_scale,
+        r.group_best, expert_scale, r.sum_epsilon,
     )  # fmt: skip
 
 

@@ -28,7 +28,7 @@ def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     experts = sort_descending(chosen_by, router.top_k)
     weights = p.gather(-1, experts)
     if router.normalize:
-        weights = weights / (weights.sum(-1, keepdim=True) + (1e-20 if router.is_sigmoid else 0.0))
+        weights = weights / (weights.sum(-1, keepdim=True) + router.sum_epsilon)
     if router.expert_scale is not None:
         weights = weights * router.expert_scale[experts]
     return experts, weights * router.scale

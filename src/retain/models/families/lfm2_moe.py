@@ -34,7 +34,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 
 def load_mlp(w: Weights, i: int) -> Layer:
-    """Load the experts of layer i, or its MLP. transformers divides by a sum of weights + 1e-6, not + 1e-20."""
+    """Load the experts of layer i, or its MLP."""
     c = w.config
     if i < c["num_dense_layers"]:
         return lfm2.load_mlp(w, i)
@@ -44,6 +44,7 @@ def load_mlp(w: Weights, i: int) -> Layer:
         normalize=c["norm_topk_prob"],
         scale=c["routed_scaling_factor"],
         bias=w["expert_bias"].float() if c["use_expert_bias"] else None,
+        sum_epsilon=1e-6,
     )
     experts = load_experts(w, c["num_experts"], router, "silu", names=("w1", "w3", "w2"))
     return MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)

@@ -63,9 +63,10 @@ static void bind_structs(nb::module_& m) {
       });
   nb::class_<Router>(m, "Router")
       .def("__init__", [](Router* r, int num_experts, int top_k, bool is_sigmoid, bool normalize, float scale,
-                          Address bias, int num_groups, int top_groups, int group_best, Address expert_scale) {
+                          Address bias, int num_groups, int top_groups, int group_best, Address expert_scale,
+                          float sum_epsilon) {
         new (r) Router{num_experts, top_k, is_sigmoid, normalize, scale, ptr<float>(bias), num_groups, top_groups,
-                       group_best, ptr<float>(expert_scale)};
+                       group_best, ptr<float>(expert_scale), sum_epsilon};
       });
   nb::class_<Experts>(m, "Experts")
       .def("__init__", [](Experts* e, const Router& router, WeightArgs gate_up, WeightArgs down, Address gate_up_bias,

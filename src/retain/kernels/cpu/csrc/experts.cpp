@@ -62,8 +62,8 @@ static void route(const Router& router, const float* scores, int* experts, float
   take_largest(chosen_by.data(), n, k, experts);
   float total = 0;
   for (int i = 0; i < k; ++i) total += weights[i] = p[experts[i]];
-  const float factor = router.normalize ? router.scale / total : router.scale;
-  for (int i = 0; i < k; ++i) weights[i] *= total > 0 ? factor : router.scale;
+  const float factor = router.normalize ? router.scale / (total + router.sum_epsilon) : router.scale;
+  for (int i = 0; i < k; ++i) weights[i] *= factor;
   for (int i = 0; router.expert_scale && i < k; ++i) weights[i] *= router.expert_scale[experts[i]];
 }
 

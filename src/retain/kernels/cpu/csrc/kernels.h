@@ -183,6 +183,7 @@ struct Router {
   int num_groups, top_groups;
   int group_best;  // experts that a group counts as much as: 1 or 2
   const float* expert_scale;  // [num_experts] or null
+  float sum_epsilon;
 };
 
 // The experts of a layer, one below the other.
