@@ -281,9 +281,16 @@ class LLM:
         computed tokens of the prompt and all of them. Closing the iterator, or an error of the callback, cancels the
         request.
         """
-        params = replace(params or SamplingParams(), n=1)
+        params = params or SamplingParams()
         g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
-        (state,) = self.input_processor.process(g)
+        return self.stream_from_request(g, prefill_callback)
+
+    def stream_from_request(
+        self, generate_request: GenerateRequest, prefill_callback: PrefillCallback | None = None
+    ) -> Iterator[StreamChunk]:
+        """Yield one answer to a request with all its options, as `stream` does."""
+        params = replace(generate_request.params or SamplingParams(), n=1)
+        (state,) = self.input_processor.process(replace(generate_request, params=params))
         self.output_processor.add([state])
         return self._stream_chunks(state, prefill_callback)
 

@@ -35,16 +35,17 @@ def chat_with_engine(args: Namespace) -> int:
     config = from_args(Config, args)
     params = from_args(SamplingParams, args)
     from retain.cli import loading
+    from retain.cli.answers import prepare_chat
     from retain.cli.run import limit_max_tokens, print_stats, stream_to_stdout
 
     with closing(loading.load_llm(config)) as llm:
 
         def generate_reply(messages: list[Message]) -> str:
-            ids = llm.tokenizer.encode_chat(messages)
+            prompt = prepare_chat(llm.tokenizer, messages)
             num_system = llm.tokenizer.count_system_tokens(messages)
-            limited = limit_max_tokens(llm, params, len(ids), num_system)
+            limited = limit_max_tokens(llm, params, len(prompt.token_ids), num_system)
             with deferred_interrupts() as check_interrupt:
-                output = stream_to_stdout(llm, ids, limited, check_interrupt, num_system)
+                output = stream_to_stdout(llm, prompt, limited, check_interrupt, num_system)
             print_stats(output)
             return output.text
 

@@ -13,10 +13,12 @@ from time import perf_counter
 from typing import Any, TextIO
 
 from retain.cli import loading
+from retain.cli.answers import AnswerWriter, ChatPrompt, prepare_chat
 from retain.cli.args import from_args
 from retain.config import Config
 from retain.llm import LLM
 from retain.outputs import RequestOutput
+from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
 
 DEFAULT_MAX_TOKENS = 512
@@ -28,13 +30,14 @@ def run(args: Namespace) -> int:
     config = from_args(Config, args)
     params = from_args(SamplingParams, args)
     with closing(loading.load_llm(config)) as llm:
-        ids = llm.tokenizer.encode_chat([{"role": "user", "content": prompt}]) if args.chat else llm.encode(prompt)
-        params = limit_max_tokens(llm, params, len(ids))
+        messages = [{"role": "user", "content": prompt}]
+        chat = prepare_chat(llm.tokenizer, messages) if args.chat else ChatPrompt(llm.encode(prompt))
+        params = limit_max_tokens(llm, params, len(chat.token_ids))
         if args.json:
-            (output,) = llm.generate([ids], params)
-            print(json.dumps(to_json(llm, output), ensure_ascii=False))
+            (output,) = llm.generate_from_requests([make_request(chat, params)])
+            print(json.dumps(to_json(llm, output) | split_answer(chat, output.text), ensure_ascii=False))
         else:
-            print_stats(stream_to_stdout(llm, ids, params))
+            print_stats(stream_to_stdout(llm, chat, params))
     return 0
 
 
@@ -62,32 +65,45 @@ def limit_max_tokens(
     return replace(params, max_tokens=min(DEFAULT_MAX_TOKENS, room))
 
 
+def split_answer(chat: ChatPrompt, text: str) -> dict[str, str]:
+    """Return the content and the reasoning of a whole answer; nothing where all of it is content."""
+    if not chat.parser:
+        return {}
+    parts = chat.parser.feed(text, finished=True)
+    return {"text": parts.content, "reasoning": parts.reasoning}
+
+
+def make_request(chat: ChatPrompt, params: SamplingParams, num_system_tokens: int = 0) -> GenerateRequest:
+    """Return the request of a prompt, whose answer shows the tokens that its parser must see."""
+    return GenerateRequest(chat.token_ids, params, num_system_tokens=num_system_tokens, shown_tokens=chat.shown_tokens)
+
+
 def stream_to_stdout(
     llm: LLM,
-    ids: list[int],
+    chat: ChatPrompt,
     params: SamplingParams,
     check_interrupt: Callable[[], None] = lambda: None,
     num_system_tokens: int = 0,
 ) -> RequestOutput:
     """Print an answer as it is generated; until then, a terminal shows how far the prompt is computed.
 
-    `check_interrupt` is called between steps; an error of it cancels the request. The first `num_system_tokens` are a
-    system prompt.
+    The text of the output is the content of the answer. `check_interrupt` is called between steps; an error of it
+    cancels the request. The first `num_system_tokens` are a system prompt.
     """
     progress = PrefillProgress()
+    writer = AnswerWriter(chat.parser)
 
     def on_prefill(num_computed: int, num_tokens: int) -> None:
         check_interrupt()
         progress.update(num_computed, num_tokens)
 
     try:
-        for chunk in llm.stream(ids, params, num_system_tokens=num_system_tokens, prefill_callback=on_prefill):
+        for chunk in llm.stream_from_request(make_request(chat, params, num_system_tokens), on_prefill):
             check_interrupt()
             progress.erase()
-            print(chunk.text, end="", flush=True)
+            writer.write(chunk.text, finished=chunk.output is not None)
             if chunk.output:
-                print(flush=True)
-                return chunk.output
+                return replace(chunk.output, text=writer.content)
     finally:
         progress.erase()
     raise AssertionError("a stream ends with its output")
