@@ -109,6 +109,8 @@ VARIANTS: dict[str, list[Changes]] = {
         {"use_expert_bias": False, "norm_topk_prob": False, "num_experts_per_tok": 3},
         {"routed_scaling_factor": 1.5, "conv_bias": True, "num_dense_layers": 0},
     ],
+    "granitemoe": [{"attention_bias": True, "tie_word_embeddings": True, "num_experts_per_tok": 3}],
+    "granitemoeshared": [{"shared_intermediate_size": 0, "num_key_value_heads": 4}],
     "granitemoehybrid": [
         {
             "position_embedding_type": "rope",

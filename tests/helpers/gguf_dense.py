@@ -25,6 +25,8 @@ DENSE_ARCHS = {
     "smollm3": "smollm3",
     "ministral3": "mistral3",
     "muse_glimmer_text": "muse-glimmer",
+    "granitemoe": "granitemoe",
+    "granitemoeshared": "granitemoe",
 }
 PERMUTED = ("llama", "granite", "smollm3", "mistral3", "muse-glimmer")  # most are the converter's LlamaModel
 
@@ -128,6 +130,15 @@ def add_granite(c: Config, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def add_granite_experts(c: Config, values: dict[str, Any]) -> dict[str, Any]:
+    return add_granite(c, values) | {
+        "rope.dimension_count": get_head_dim(c),
+        "expert_count": c["num_local_experts"],
+        "expert_used_count": c["num_experts_per_tok"],
+        "expert_shared_feed_forward_length": c.get("shared_intermediate_size") or None,
+    }
+
+
 def add_glm4(c: Config, values: dict[str, Any]) -> dict[str, Any]:
     return values | {"rope.dimension_count": int(get_head_dim(c) * c.get("partial_rotary_factor", 0.5))}
 
@@ -179,6 +190,7 @@ METADATA: dict[str, Callable[[Config, dict[str, Any]], dict[str, Any]]] = {
     "olmo2": add_olmo2,
     "phi3": add_phi3,
     "granite": add_granite,
+    "granitemoe": add_granite_experts,
     "glm4": add_glm4,
     "cohere2": add_cohere2,
     "mistral3": add_mistral3,

@@ -129,7 +129,7 @@ def tiny_for_gguf(model_type: str, **changes: Any) -> TinyCheckpoint:
         return tiny_checkpoint(model_type, norm_topk_prob=True)
     if model_type == "qwen2":
         return tiny_checkpoint(model_type, use_sliding_window=False)
-    if model_type == "granite":  # float32 in a file
+    if model_type in ("granite", "granitemoe", "granitemoeshared"):  # float32 in a file
         return tiny_checkpoint(model_type, attention_multiplier=0.25)
     if model_type == "muse_glimmer_text":
         return tiny_checkpoint(model_type, qk_scale_factor=3.875)

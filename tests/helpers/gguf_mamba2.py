@@ -131,7 +131,7 @@ def convert_granite_tensor(name: str, x: Array, c: Config) -> list[tuple[str, Ar
         return [(f"blk.{layer}.ffn_{n}_exps.weight", np.ascontiguousarray(half)) for n, half in halves]
     if name.endswith("experts.down_proj"):
         return [(f"blk.{layer}.ffn_down_exps.weight", x)]
-    return convert_mamba2_tensor(name, permute_rows(name, x, c), c["mamba_n_groups"])
+    return convert_mamba2_tensor(name, permute_rows(name, x, c), c.get("mamba_n_groups", 1))
 
 
 def convert_nemotron_tensor(name: str, x: Array, c: Config) -> list[tuple[str, Array]]:
@@ -161,6 +161,7 @@ def split_mamba2_stacks(tensors: dict[str, Array]) -> dict[str, Array]:
 METADATA = {"granitehybrid": granite_metadata, "nemotron_h": nemotron_metadata, "nemotron_h_moe": nemotron_metadata}
 CONVERTERS = {
     "granitehybrid": convert_granite_tensor,
+    "granitemoe": convert_granite_tensor,
     "nemotron_h": convert_nemotron_tensor,
     "nemotron_h_moe": convert_nemotron_tensor,
 }

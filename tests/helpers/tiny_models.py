@@ -103,6 +103,12 @@ GRANITE: dict[str, Any] = {
     "residual_multiplier": 0.5,
     "logits_scaling": 0.5,
 }
+GRANITE_EXPERTS: dict[str, Any] = {
+    **{k: v for k, v in GRANITE.items() if k != "head_dim"},
+    "intermediate_size": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
 GRANITE_HYBRID: dict[str, Any] = {
     **{k: v for k, v in LLAMA.items() if k not in ("rope_theta", "head_dim")},
     "num_hidden_layers": 4,
@@ -226,6 +232,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 32,
     },
+    "granitemoe": GRANITE_EXPERTS,
+    "granitemoeshared": {**GRANITE_EXPERTS, "shared_intermediate_size": 64},
     "granitemoehybrid": GRANITE_HYBRID,
     "nemotron_h": NEMOTRON_H,
     "deepseek_v2": {**LATENT, "first_k_dense_replace": 1},
@@ -357,6 +365,8 @@ def llama_shapes(c: dict[str, Any], prefix: str = "model.") -> Shapes:
             yield from expert_shapes(p + "mlp.", c["num_experts"], E, c["moe_intermediate_size"])
         elif model_type == "glm4_moe" and i >= c.get("first_k_dense_replace", 1):
             yield from deepseek_expert_shapes(p + "mlp.", c)
+        elif model_type in ("granitemoe", "granitemoeshared"):
+            yield from granite_expert_shapes(p, c)
         elif model_type in ("glm4", "phi3"):
             yield p + "mlp.gate_up_proj.weight", (2 * F, E)
             yield p + "mlp.down_proj.weight", (E, F)
@@ -506,8 +516,24 @@ def mamba2_shapes(prefix: str, E: int, heads: int, head_dim: int, keys: int, win
     yield from linear_shapes(prefix + "out_proj", E, n, has_bias["proj"])
 
 
+def granite_expert_shapes(prefix: str, c: dict[str, Any]) -> Shapes:
+    E, F, n, shared = (
+        c["hidden_size"],
+        c["intermediate_size"],
+        c["num_local_experts"],
+        c.get("shared_intermediate_size"),
+    )
+    if n:
+        yield prefix + "block_sparse_moe.router.weight", (n, E)
+        yield prefix + "block_sparse_moe.experts.gate_up_proj", (n, 2 * F, E)
+        yield prefix + "block_sparse_moe.experts.down_proj", (n, E, F)
+    if shared:
+        yield prefix + "shared_mlp.input_linear.weight", (2 * shared, E)
+        yield prefix + "shared_mlp.output_linear.weight", (E, shared)
+
+
 def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
-    E, V, F, n = c["hidden_size"], c["vocab_size"], c["intermediate_size"], c["num_local_experts"]
+    E, V = c["hidden_size"], c["vocab_size"]
     D = E // c["num_attention_heads"]
     G = c["num_key_value_heads"] * D
     yield "model.embed_tokens.weight", (V, E)
@@ -521,12 +547,7 @@ def granite_hybrid_shapes(c: dict[str, Any]) -> Shapes:
             width, window = c.get("mamba_expand", 2) * E, c.get("mamba_d_conv", 4)
             has_bias = {"proj": c.get("mamba_proj_bias", False), "conv": c.get("mamba_conv_bias", True)}
             yield from mamba2_shapes(p + "mamba.", E, heads, width // heads, keys, window, **has_bias)
-        if n:
-            yield p + "block_sparse_moe.router.weight", (n, E)
-            yield p + "block_sparse_moe.experts.gate_up_proj", (n, 2 * F, E)
-            yield p + "block_sparse_moe.experts.down_proj", (n, E, F)
-        yield p + "shared_mlp.input_linear.weight", (2 * c["shared_intermediate_size"], E)
-        yield p + "shared_mlp.output_linear.weight", (E, c["shared_intermediate_size"])
+        yield from granite_expert_shapes(p, c)
         yield p + "input_layernorm.weight", (E,)
         yield p + "post_attention_layernorm.weight", (E,)
     yield "model.norm.weight", (E,)
@@ -779,6 +800,8 @@ TENSOR_SHAPES = {
     "muse_glimmer": muse_shapes,
     "lfm2": lfm2_shapes,
     "lfm2_moe": lfm2_shapes,
+    "granitemoe": llama_shapes,
+    "granitemoeshared": llama_shapes,
     "granitemoehybrid": granite_hybrid_shapes,
     "nemotron_h": nemotron_h_shapes,
     "deepseek_v2": deepseek_shapes,

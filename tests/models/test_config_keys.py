@@ -164,6 +164,8 @@ OPTIONAL_FIELDS = dict.fromkeys(
         "olmo3",
         "lfm2",
         "lfm2_moe",
+        "granitemoe",
+        "granitemoeshared",
         "granitemoehybrid",
         "glm4_moe",
     ),

@@ -83,6 +83,7 @@ OPTIONAL_SIZES = {
 OTHER_VALUES = (
     ("sliding_window", 0),  # some files write no window so
     ("mamba_d_head", "auto"),
+    ("shared_intermediate_size", 0),  # no MLP beside experts
 )
 # The same, and 0, which means that a model has none.
 SIZES_OR_NONE = {

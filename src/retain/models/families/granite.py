@@ -52,14 +52,20 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: ll
     return replace(layer, attention=attention)
 
 
-def build_decoder(w: Weights, s: ModelSpec, build_layer: Callable[..., PreNormLayer]) -> Decoder:
+def read_biases(c: Mapping[str, Any]) -> llama.OptionalTensors:
+    """Return which linear layers have biases."""
+    bias = c["attention_bias"]
+    return llama.OptionalTensors(qkv_bias=bias, o_bias=bias, mlp_bias=c["mlp_bias"])
+
+
+def build_decoder(
+    w: Weights, s: ModelSpec, tensors: llama.OptionalTensors, build_layer: Callable[..., PreNormLayer]
+) -> Decoder:
     """Build a decoder from weights whose config has its family's defaults. `build_layer` is as that of this family.
 
     The last norm divides logits by their scaling.
     """
     c = w.config
-    bias = c["attention_bias"]
-    tensors = llama.OptionalTensors(qkv_bias=bias, o_bias=bias, mlp_bias=c["mlp_bias"])
     decoder = llama.build_decoder(w, s, tensors, build_layer)
     assert isinstance(decoder.norm, RMSNorm)
     norm = RMSNorm(decoder.norm.weight / c["logits_scaling"], decoder.norm.eps)
@@ -69,4 +75,4 @@ def build_decoder(w: Weights, s: ModelSpec, build_layer: Callable[..., PreNormLa
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
-    return build_decoder(w, spec_from_config(w.config), build_layer)
+    return build_decoder(w, spec_from_config(w.config), read_biases(w.config), build_layer)

@@ -63,5 +63,5 @@ def build(w: Weights) -> Decoder:
         params = replace(s.attention, sink_logits=w["self_attn.sinks"].float())
         return replace(layer, attention=replace(layer.attention, own_params=params))
 
-    decoder = granite.build_decoder(w, s, build_layer)
+    decoder = granite.build_decoder(w, s, granite.read_biases(w.config), build_layer)
     return replace(decoder, ropes=list({id(rope): rope for rope in ropes if rope}.values()))
