@@ -54,7 +54,8 @@ class AnswerWriter:
 
     def write(self, text: str, finished: bool) -> None:
         """Write what is certain after this text, and end the line of a finished answer."""
-        reasoning, content = "", text
+        reasoning = ""
+        content = text
         if self.parser:
             reasoning, content, _ = self.parser.feed(text, finished)
         if reasoning and self.file.isatty():
