@@ -55,7 +55,7 @@ def tensor_bytes(name: str, shape: tuple[int, ...], config: Mapping[str, Any], w
 def state_bytes(spec: KVCacheSpec) -> int:
     """Return the bytes of states and of tokens that are not yet part of them, float32."""
     total = 0
-    for layer in spec.layers:
+    for layer in spec.caches:
         if isinstance(layer, LinearStateSpec):
             total += 4 * layer.num_value_heads * layer.num_rows * layer.k_dim
         elif isinstance(layer, LinearTokensSpec):

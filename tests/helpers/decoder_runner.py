@@ -90,7 +90,7 @@ class ReferenceCache:
             )
             groups.append(GroupInputs(kv, tables, slots[None].int()))  # slots [1, G, T]
         places = {layer: (i, 0) for i, layer in enumerate(self.layers)}
-        layers = [places[self.spec.cached_layer(i)] for i in range(len(self.spec.layers))]
+        layers = [places[self.spec.cached_layer(i)] for i in range(len(self.spec.caches))]
         return model.program.run(Batch(groups, layers, ids, (pos + shift).int(), torch.arange(len(ids))))
 
 

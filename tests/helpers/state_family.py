@@ -82,7 +82,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=layers_of(c)[0],
+        caches=layers_of(c)[0],
         attention=AttentionParams(0.3),
     )
 

@@ -60,14 +60,14 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=layers[: c["num_hidden_layers"]],
+        caches=layers[: c["num_hidden_layers"]],
         attention=AttentionParams(0.1, softcap=SOFTCAP),
     )
 
 
 def projections(spec: ModelSpec, layer: int) -> Sequence[str]:
     """Return the projections that a layer stacks."""
-    if isinstance(spec.layers[layer], SharedCacheSpec):
+    if isinstance(spec.caches[layer], SharedCacheSpec):
         return ("q_proj",)
     return ("q_proj", "k_proj", "k_proj" if layer == KEYS_ARE_VALUES else "v_proj")
 

@@ -149,7 +149,7 @@ def test_rows_that_share_pages_evict_together(family: str, num_pages: int, optio
     """Prompts that begin alike, under several policies, in a small pool: rows are preempted and go on."""
     rng = random.Random(4)
     drafter = drafters.parse("ngram:k=4") if options == "drafts" else None
-    num_pages = num_pages * len(make_engine(family).cache.spec.layers)
+    num_pages = num_pages * len(make_engine(family).cache.spec.caches)
     engine = make_engine(
         family,
         backend="cpu",

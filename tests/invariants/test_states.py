@@ -48,7 +48,7 @@ def test_statistics_say_that_a_full_cache_keeps_all_it_can(family: str) -> None:
     engine = make_engine(family, backend="reference")
     request = make_request(list(range(7)), 4)
     spec = engine.cache.spec
-    request.attention_trace = AttentionTrace(len(spec.layers), spec.num_traced_heads)
+    request.attention_trace = AttentionTrace(len(spec.caches), spec.num_traced_heads)
     engine.add(request)
     for _ in iter_steps(engine):
         if request.row:

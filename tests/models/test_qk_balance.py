@@ -57,7 +57,7 @@ def test_exact_slots_give_the_same_bits_with_and_without_factors(family: str, dt
     model = build_model(weights)
     assert torch.equal(log_probs(model, dtype), log_probs(without_factors(weights), dtype))
     has_factors = bool(model.decoder.key_factors)
-    assert not any(isinstance(model.spec.layers[cache], StateSpec) for cache in model.decoder.key_factors)
+    assert not any(isinstance(model.spec.caches[cache], StateSpec) for cache in model.decoder.key_factors)
     assert has_factors or family in BALANCED, "random keys and queries are balanced there, or keys are of unknown kinds"
 
 

@@ -32,7 +32,7 @@ def test_layers_with_equal_slots_are_a_group_whatever_their_windows() -> None:
 
 def test_a_shared_cache_has_the_sizes_and_the_window_of_the_layer_that_writes_it() -> None:
     assert UNLIKE.cached_layer(3) == 1
-    assert UNLIKE.attention(3) == UNLIKE.layers[1]
+    assert UNLIKE.attention(3) == UNLIKE.caches[1]
     assert UNLIKE.windows == (16, None, 16, None, None)
 
 

@@ -142,7 +142,7 @@ def test_each_request_has_its_own_policy(llm):
     chosen = ["full", "h2o:budget=64", "ring:window=120"]
     together = llm.generate([text] * 3, GREEDY, kv_policy=chosen)
     assert [a.token_ids for a in together] == [llm.generate(text, GREEDY, kv_policy=c)[0].token_ids for c in chosen]
-    num_heads = sum(layer.num_kv_heads for layer in llm.cache.spec.layers)
+    num_heads = sum(layer.num_kv_heads for layer in llm.cache.spec.caches)
     full, h2o, ring = (a.kv["groups"][0] for a in together)
     assert together[1].kv["bytes_end"] == num_heads * 2 * llm.cache.store.page_bytes < together[0].kv["bytes_end"]
     assert h2o["slots_end"] == 128 < ring["slots_end"] == 192 < full["slots_end"] == full["slots_peak"]

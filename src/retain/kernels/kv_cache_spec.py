@@ -126,39 +126,39 @@ class KVCacheGroupSpec:
 class KVCacheSpec:
     """What all layers of a model cache. Raises ValueError where a layer shares the cache of one that has none."""
 
-    layers: tuple[LayerCacheSpec, ...]
+    caches: tuple[LayerCacheSpec, ...]  # in the order of their use: a layer may have several, or none
     uncached_layers: tuple[int, ...] = ()  # the numbers in the model of layers that cache nothing
 
     def __post_init__(self) -> None:
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self.caches):
             if isinstance(layer, SharedCacheSpec):
-                source = self.layers[layer.layer] if 0 <= layer.layer < i else layer
+                source = self.caches[layer.layer] if 0 <= layer.layer < i else layer
                 if isinstance(source, SharedCacheSpec):
                     raise ValueError(f"layer {i} shares the cache of layer {layer.layer}, which is no cache before it")
 
     def cached_layer(self, layer: int) -> int:
         """Return the layer whose cache a layer attends to: itself, unless it shares one."""
-        spec = self.layers[layer]
+        spec = self.caches[layer]
         return spec.layer if isinstance(spec, SharedCacheSpec) else layer
 
     def attention(self, layer: int) -> OwnCacheSpec:
         """Return the sizes of the cache that a layer attends to."""
-        spec = self.layers[self.cached_layer(layer)]
+        spec = self.caches[self.cached_layer(layer)]
         assert not isinstance(spec, SharedCacheSpec)
         return spec
 
     @property
     def has_states(self) -> bool:
         """Whether layers without attention cache something."""
-        return any(isinstance(layer, StateSpec) for layer in self.layers)
+        return any(isinstance(layer, StateSpec) for layer in self.caches)
 
     @property
     def state_group(self) -> KVCacheGroupSpec | None:
         """The states of linear attention, if there are any. Raises ValueError where their sizes differ."""
-        states = [layer for layer in self.layers if isinstance(layer, LinearStateSpec)]
+        states = [layer for layer in self.caches if isinstance(layer, LinearStateSpec)]
         if len({(s.num_value_heads, s.num_rows, s.k_dim) for s in states}) > 1:
             raise ValueError("layers of linear attention must be alike")
-        return next((g for g in self.groups if isinstance(self.layers[g.layers[0]], LinearStateSpec)), None)
+        return next((g for g in self.groups if isinstance(self.caches[g.layers[0]], LinearStateSpec)), None)
 
     def fold_at(self, page_size: int) -> KVCacheSpec:
         """Return the same layers, where pages of the states of linear attention have so many slots."""
@@ -168,17 +168,17 @@ class KVCacheSpec:
                 return replace(layer, window=page_size)
             return replace(layer, page_size=page_size) if isinstance(layer, LinearStateSpec) else layer
 
-        return replace(self, layers=tuple(resize(layer) for layer in self.layers))
+        return replace(self, caches=tuple(resize(layer) for layer in self.caches))
 
     @property
     def has_shared_caches(self) -> bool:
         """Whether some layers attend to the cache of another one."""
-        return any(isinstance(layer, SharedCacheSpec) for layer in self.layers)
+        return any(isinstance(layer, SharedCacheSpec) for layer in self.caches)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
         """The sliding window of each layer, in tokens; None is full attention."""
-        return tuple(self.attention(i).window for i in range(len(self.layers)))
+        return tuple(self.attention(i).window for i in range(len(self.caches)))
 
     @cached_property
     def layer_numbers(self) -> tuple[int, ...]:
@@ -186,9 +186,9 @@ class KVCacheSpec:
 
         A layer of linear attention has three: of its convolution, then of tokens, then of states.
         """
-        is_first = [not isinstance(layer, LinearTokensSpec | LinearStateSpec) for layer in self.layers]
+        is_first = [not isinstance(layer, LinearTokensSpec | LinearStateSpec) for layer in self.caches]
         uncached = set(self.uncached_layers)
-        cached = [i for i in range(len(self.layers) + len(uncached)) if i not in uncached]
+        cached = [i for i in range(len(self.caches) + len(uncached)) if i not in uncached]
         return tuple(cached[places - 1] for places in accumulate(is_first))
 
     @cached_property
@@ -204,13 +204,13 @@ class KVCacheSpec:
     @cached_property
     def groups(self) -> tuple[KVCacheGroupSpec, ...]:
         """The groups of layers that have a cache, in the order of their first layers."""
-        return self._group(range(len(self.layers)))
+        return self._group(range(len(self.caches)))
 
     @cached_property
     def group_indices(self) -> tuple[tuple[int, int], ...]:
         """For each layer, the group whose cache it attends to, and the place in that group."""
         places = {layer: (j, i) for j, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
-        return tuple(places[self.cached_layer(i)] for i in range(len(self.layers)))
+        return tuple(places[self.cached_layer(i)] for i in range(len(self.caches)))
 
     @property
     def num_traced_heads(self) -> int:

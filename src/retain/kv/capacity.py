@@ -189,7 +189,7 @@ class CapacityPlanner:
     @cached_property
     def _state_layers(self) -> NDArray[np.bool_]:
         """Mark the layers without attention, [L]."""
-        return np.array([isinstance(layer, StateSpec) for layer in self.spec.layers])
+        return np.array([isinstance(layer, StateSpec) for layer in self.spec.caches])
 
     def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
         """Return the sizes of the caches of layers, in their order in the model."""

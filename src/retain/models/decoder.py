@@ -46,21 +46,21 @@ class DecoderLayer(Protocol):
 class ModelSpec:
     """The sizes of a model, and what its layers cache.
 
-    `layers` are caches in the order in which the model uses them. A layer of linear attention has several ones.
+    `caches` are in the order in which the model uses them. A layer of linear attention has several, an MLP none.
     """
 
     vocab_size: int
     hidden_size: int
     num_heads: int  # H
     max_position_embeddings: int  # context length, in tokens
-    layers: tuple[LayerCacheSpec, ...]
+    caches: tuple[LayerCacheSpec, ...]
     attention: AttentionParams  # of every layer that has none of its own
     uncached_layers: tuple[int, ...] = ()  # the numbers of layers that cache nothing
 
     @property
     def num_caches(self) -> int:
         """Return the number of caches, shared ones included."""
-        return len(self.layers)
+        return len(self.caches)
 
     @property
     def num_layers(self) -> int:
@@ -70,7 +70,7 @@ class ModelSpec:
     @cached_property
     def kv_cache(self) -> KVCacheSpec:
         """What the layers cache."""
-        return KVCacheSpec(self.layers, self.uncached_layers)
+        return KVCacheSpec(self.caches, self.uncached_layers)
 
 
 def multi_head_spec(
@@ -83,7 +83,7 @@ def multi_head_spec(
         hidden_size=hidden_size,
         num_heads=num_heads,
         max_position_embeddings=max_position_embeddings,
-        layers=uniform_layers(num_heads, head_dim, (None,) * num_layers),
+        caches=uniform_layers(num_heads, head_dim, (None,) * num_layers),
         attention=AttentionParams(head_dim**-0.5),
     )
 
@@ -264,7 +264,7 @@ class Decoder:
     norm: Layer | None
     lm_head: Layer
     ropes: Sequence[Rope] = ()
-    num_layers: int | None = None  # None: as the spec says
+    num_layers: int | None = None  # where the spec's caches do not tell; None: they do
     num_outputs: int | None = None  # of the head; None: the vocabulary
     # By cache: of the layers that were emitted and have them, [G, D] each.
     key_factors: dict[int, Tensor] = field(default_factory=dict)

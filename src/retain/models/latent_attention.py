@@ -75,7 +75,7 @@ def make_spec(c: Mapping[str, Any], rope_defaults: Mapping[str, Any]) -> ModelSp
         hidden_size=c["hidden_size"],
         num_heads=sizes.num_heads,
         max_position_embeddings=c["max_position_embeddings"],
-        layers=(FullAttentionSpec(1, sizes.key, sizes.latent),) * c["num_hidden_layers"],
+        caches=(FullAttentionSpec(1, sizes.key, sizes.latent),) * c["num_hidden_layers"],
         attention=AttentionParams(gain**2 / math.sqrt(sizes.query)),
     )
 

@@ -124,7 +124,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=layer_specs(c),
+        caches=layer_specs(c),
         attention=AttentionParams(scale=1.0),
     )
 
@@ -253,7 +253,7 @@ def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope, keys_are_value
     heads = s.num_heads + a.num_kv_heads
     q_norm = w["q_norm.weight"].float().expand(s.num_heads, -1)
     o_proj = load_linear(w, "o_proj", bias=c["attention_bias"])
-    if isinstance(s.layers[i], SharedCacheSpec):
+    if isinstance(s.caches[i], SharedCacheSpec):
         qkv = load_linear(w, "q_proj", bias=c["attention_bias"])
         return Attention(i, s, qkv, o_proj, rope, RMSNorm(q_norm, c["rms_norm_eps"]))
     names = ("q_proj", "k_proj", "k_proj" if keys_are_values else "v_proj")

@@ -63,11 +63,11 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     spec = llama.make_spec(c)
     types = read_layer_types(c)
-    by_type = {"full_attention": spec.layers[:1]}
+    by_type = {"full_attention": spec.caches[:1]}
     if "linear_attention" in types:
         by_type["linear_attention"] = read_mamba2_config(c).specs
     caches = tuple(cache for layer_type in types for cache in by_type[layer_type])
-    return replace(spec, layers=caches, attention=AttentionParams(float(c["attention_multiplier"])))
+    return replace(spec, caches=caches, attention=AttentionParams(float(c["attention_multiplier"])))
 
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:

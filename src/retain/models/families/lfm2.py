@@ -61,8 +61,8 @@ def make_spec(c: Mapping[str, Any], default_types: list[str] | None) -> ModelSpe
     if "conv" in layer_types:
         head_dim = c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]
         convolution = convolution_spec(c["hidden_size"], c["conv_L_cache"], head_dim // 2)
-    kinds = zip(layer_types, spec.layers, strict=True)
-    return replace(spec, layers=tuple(convolution if convolution and t == "conv" else layer for t, layer in kinds))
+    kinds = zip(layer_types, spec.caches, strict=True)
+    return replace(spec, caches=tuple(convolution if convolution and t == "conv" else layer for t, layer in kinds))
 
 
 def load_mlp(w: Weights, i: int) -> GatedMLP:
@@ -106,7 +106,7 @@ def build_decoder(w: Weights, s: ModelSpec, load_mlp: LoadMLP) -> Decoder:
         layer = m.scope(f"layers.{i}.")
         norm1, norm2 = (RMSNorm(layer[f"{name}.weight"], eps) for name in ("operator_norm", "ffn_norm"))
         mlp = load_mlp(layer.scope("feed_forward."), i)
-        if isinstance(s.layers[i], ConvolutionSpec):
+        if isinstance(s.caches[i], ConvolutionSpec):
             return StateLayer(s.hidden_size, norm1, load_convolution(layer.scope("conv."), i), norm2, mlp)
         return PreNormLayer(norm1, load_attention(layer.scope("self_attn."), i, s, rope), norm2, mlp)
 

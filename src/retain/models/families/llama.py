@@ -61,7 +61,7 @@ def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...] | None = Non
         hidden_size=c["hidden_size"],
         num_heads=heads,
         max_position_embeddings=c["max_position_embeddings"],
-        layers=uniform_layers(c["num_key_value_heads"] or heads, head_dim, windows or (None,) * c["num_hidden_layers"]),
+        caches=uniform_layers(c["num_key_value_heads"] or heads, head_dim, windows or (None,) * c["num_hidden_layers"]),
         attention=AttentionParams(head_dim**-0.5),
     )
 

@@ -67,19 +67,19 @@ DEFAULT_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    caches = read_caches(c)
+    by_type = read_caches(c)
     types = read_layer_types(c)
-    layers = tuple(cache for layer_type in types for cache in caches[layer_type])
-    if not layers:
+    caches = tuple(cache for layer_type in types for cache in by_type[layer_type])
+    if not caches:
         raise ValueError("a model without layers of Mamba-2 or attention is not supported")
     return ModelSpec(
         vocab_size=c["vocab_size"],
         hidden_size=c["hidden_size"],
         num_heads=c["num_attention_heads"],
         max_position_embeddings=c["max_position_embeddings"],
-        layers=layers,
+        caches=caches,
         attention=AttentionParams(c["head_dim"] ** -0.5),
-        uncached_layers=tuple(i for i, layer_type in enumerate(types) if not caches[layer_type]),
+        uncached_layers=tuple(i for i, layer_type in enumerate(types) if not by_type[layer_type]),
     )
 
 

@@ -78,8 +78,8 @@ def make_spec(c: Mapping[str, Any]) -> ModelSpec:
         c["linear_value_head_dim"],
         c["linear_conv_kernel_dim"],
     )
-    by_type = {"linear_attention": linear, "full_attention": spec.layers[:1]}
-    return replace(spec, layers=tuple(cache for t in read_layer_types(c) for cache in by_type[t]))
+    by_type = {"linear_attention": linear, "full_attention": spec.caches[:1]}
+    return replace(spec, caches=tuple(cache for t in read_layer_types(c) for cache in by_type[t]))
 
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:

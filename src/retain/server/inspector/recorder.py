@@ -72,7 +72,7 @@ class Inspector:
     def __init__(self, llm: LLM):
         self.llm = llm
         layers = llm.spec.kv_cache
-        attends = [not isinstance(layer, StateSpec) for layer in layers.layers]
+        attends = [not isinstance(layer, StateSpec) for layer in layers.caches]
         self.caches = {n: i for i, n in enumerate(layers.layer_numbers) if attends[i]}  # by the numbers of layers
         self.live: dict[int, TrackedRequest] = {}
         self.finished: deque[TrackedRequest] = deque(maxlen=MAX_FINISHED)
