@@ -179,6 +179,12 @@ def run_reference(case: Case) -> tuple[list[Tensor], list[Tensor]]:
     return run_schedule(case.build(reference))
 
 
+@lru_cache(None)
+def run_backend(variant: str, case: Case) -> tuple[list[Tensor], list[Tensor]]:
+    with use_caches(variant, case) as caches:
+        return run_schedule(caches)
+
+
 @each_case
 def test_reference_rows_do_not_depend_on_cuts(case: Case) -> None:
     """But for the last bit of functions of torch, which rounds rows of a matrix in several ways."""
@@ -191,8 +197,7 @@ def test_reference_rows_do_not_depend_on_cuts(case: Case) -> None:
 @each_pair
 def test_a_backend_equals_the_reference(variant: str, case: Case) -> None:
     expected_rows, expected_positions = run_reference(case)
-    with use_caches(variant, case) as caches:
-        rows, positions = run_schedule(caches)
+    rows, positions = run_backend(variant, case)
     for found, expected in zip(positions, expected_positions, strict=True):
         assert torch.equal(found, expected)
     for y, z in zip(rows, expected_rows, strict=True):
@@ -201,9 +206,7 @@ def test_a_backend_equals_the_reference(variant: str, case: Case) -> None:
 
 @each_pair
 def test_bits_depend_neither_on_cuts_nor_on_company(variant: str, case: Case) -> None:
-    with use_caches(variant, case) as caches:
-        rows, _ = run_schedule(caches)
-    for request, found in enumerate(rows):
+    for request, found in enumerate(run_backend(variant, case)[0]):
         with use_caches(variant, case) as alone:
             (expected,) = alone.run(Chunk(request, len(found)))
         assert torch.equal(found, expected), f"text {request}"
