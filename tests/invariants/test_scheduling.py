@@ -27,7 +27,7 @@ from tests.helpers.engines import (
 )
 from tests.helpers.family_variants import CACHE_KINDS
 from tests.helpers.marks import slow
-from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, tiny_model
+from tests.helpers.tiny_models import CONFIGS, MULTIMODAL, has_states, tiny_model
 
 FAST = ["llama", "gemma3_text"]
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
@@ -44,15 +44,19 @@ CHUNKED_POLICIES = [
 
 
 def chunked_cases() -> Iterator[Any]:
-    """Yield a family of each kind of cache with every policy, and every other family with one of them in turn."""
+    """Yield a family of each kind of cache with every policy, and every other family with one of them in turn.
+
+    The backends take turns, but states are for the fast one: the reference takes seconds, and test_states.py runs it.
+    """
     others = sorted(set(CONFIGS) - {*CACHE_KINDS, *MULTIMODAL})
     cases = [*product(CACHE_KINDS, CHUNKED_POLICIES), *zip(others, cycle(CHUNKED_POLICIES), strict=False)]
-    for family, policy in cases:
-        yield pytest.param(family, policy, marks=[] if family in FAST else [pytest.mark.slow])
+    for i, (family, policy) in enumerate(cases):
+        backend = NAMES[0] if has_states(family) else NAMES[i % len(NAMES)]
+        is_fast = (family, backend) in (("llama", NAMES[0]), ("gemma3_text", NAMES[0]))
+        yield pytest.param(family, policy, backend, marks=[] if is_fast else [pytest.mark.slow])
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("family", "policy"), list(chunked_cases()))
+@pytest.mark.parametrize(("family", "policy", "backend"), list(chunked_cases()))
 def test_chunk_size_changes_no_token(family: str, policy: str, backend: str) -> None:
     prompt = random_prompts(1, seed=3)[0] + random_prompts(1, seed=4)[0]
     whole = run_alone(family, prompt, policy=policy, backend=backend, max_batched_tokens=400)
