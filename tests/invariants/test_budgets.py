@@ -89,7 +89,7 @@ def head_contents(engine: Engine, row: Row, layer: int, g: int) -> Tensor:
     return kv[pos >= 0][pos[pos >= 0].argsort()]
 
 
-PROMPT, NUM_TOKENS = [7 * i % 128 for i in range(70)], 80
+PROMPT, NUM_TOKENS = [7 * i % 128 for i in range(70)], 50
 
 
 @cache
@@ -258,6 +258,7 @@ def test_a_streamed_prompt_that_fits_its_budget_equals_full(family: str) -> None
     assert run_to_completion(engine, streamed) == full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", *slow("mpt")])
 @pytest.mark.parametrize("share", ["all", *slow("none")])
 def test_budgets_shrink_before_a_request_is_preempted(family: str, share: str) -> None:

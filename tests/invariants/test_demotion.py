@@ -140,6 +140,7 @@ def test_chunk_size_changes_no_token(policy: str, backend: str) -> None:
         assert run_alone("gemma3_text", prompt, max_batched_tokens=chunk, **options) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_pages", [90, *slow(100)])
 def test_a_small_pool_changes_no_token(num_pages: int) -> None:
     """Requests are preempted, pages change their kind, and no page is lost or taken twice."""
@@ -173,6 +174,7 @@ def test_samples_of_one_prompt_share_its_computation(cached: str) -> None:
     assert run_to_completion(make_engine("gemma3_text", prefix_cache=cached, **OPTIONS), requests) == alone
 
 
+@pytest.mark.slow
 @needs_triton
 def test_recorded_steps_attend_to_demoted_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA graphs of steps with and without demoted tokens; on a CPU a recorded step is computed from its plan."""

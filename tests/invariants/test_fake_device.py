@@ -107,6 +107,7 @@ def test_quantized_slots(kv_dtype: torch.dtype) -> None:
     assert_matches_reference("llama", ["full", "h2o:budget=12,interval=2", "ring:window=10"], kv_dtype=kv_dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "weights"),
     [("llama", "int4"), pytest.param("llama", "int8", marks=slow), pytest.param("qwen3_moe", "int4", marks=slow)],
@@ -115,6 +116,7 @@ def test_quantized_weights(family: str, weights: str) -> None:
     assert_matches_reference(family, ["full", "h2o:budget=12,interval=2", "ring:window=10"], weights=weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policies", "kv_dtype", "waits"),
     [
@@ -156,6 +158,7 @@ def test_chunks_and_preemption() -> None:
     assert_matches_reference("llama", policies, num_pages=30, max_batched_tokens=16, max_running_requests=4)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not triton.is_interpreted(), reason="a GPU counts no uploads")
 def test_rows_that_the_backend_ranks_are_evicted_by_one_launch_and_one_upload(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing waits, and tables that have not changed stay where they are."""

@@ -96,6 +96,7 @@ def test_every_request_of_a_random_schedule_equals_itself_alone(case: tuple[int,
         assert not list(run.differences())
 
 
+@pytest.mark.slow
 def test_every_option_is_drawn_with_several_values() -> None:
     """Of policies, drafters, tiers, engines, sampling and requests, but for those that NEVER_DRAWN explains."""
     values: dict[str, set[str]] = defaultdict(set)

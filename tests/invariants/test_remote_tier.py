@@ -68,6 +68,7 @@ def filled(s3: FakeS3) -> tuple[Texts, Texts]:
     return prompts, answers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["s3", "file"])
 def test_engines_share_what_each_of_them_computed(family: str, kind: str, s3: FakeS3, tmp_path: Path) -> None:

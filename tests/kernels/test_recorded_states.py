@@ -63,6 +63,7 @@ def decode(caches: StateCaches) -> list[Tensor]:
     return rows + [torch.cat(caches.run(*(Chunk(i, 1, 1) for i in range(3)))) for _ in range(3)]
 
 
+@pytest.mark.slow
 def test_recorded_steps_equal_the_reference() -> None:
     caches, expected = build(triton), build(reference)
     for found, rows in zip(decode(caches), decode(expected), strict=True):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="memory that
 PROMPTS = [list(range(11, 11 + n)) for n in (17, 7, 20)]
 
 
+@pytest.mark.slow
 def test_rows_of_padding_requests_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that was never written is NaN here. Three requests are padded to four, in two layers of attention."""
     monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
@@ -69,6 +70,7 @@ def test_tensors_arrive_together(tensors: list[tuple[torch.dtype, int]]) -> None
         assert torch.equal(to_plain_tensor(y), x) and y.dtype == x.dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["full", "h2o:budget=12,interval=8"])
 def test_a_recorded_step_copies_once_to_the_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pending step, too. Others have changed tables, or are not recorded; of 12 tokens each."""

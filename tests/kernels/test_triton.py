@@ -112,6 +112,7 @@ def test_dense_tiles_of_any_size_equal_those_that_read_positions(tokens: int) ->
     assert_close(expected, case.attend(reference), tolerance(case))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 9])
 @pytest.mark.parametrize("dtype", [F32, INT8])
 def test_the_longest_table_of_a_step_changes_no_bit_of_others(tokens: int, dtype: torch.dtype) -> None:

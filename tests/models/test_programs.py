@@ -160,6 +160,7 @@ def test_triton_program_equals_the_reference(family: str, monkeypatch: pytest.Mo
     assert_close(program_logits(checkpoint, steps, backend=triton), reference_logits(checkpoint, steps), 2e-5)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("weights", ["int4", *slow("int8")])
 @pytest.mark.parametrize("family", ["gpt2", *slow("gemma3_text", "qwen3_moe")])

@@ -71,6 +71,7 @@ def read_overflow(api, answer):
 APIS = ["chat", "completions", "responses", "messages"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", APIS)
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_longest_prompt_leaves_one_token_and_the_next_is_refused(short_server, api, stream):

@@ -49,6 +49,7 @@ def test_work_of_a_conversation_is_linear(kinds: tuple[str, str]) -> None:
     assert_linear(prepare, 24)
 
 
+@pytest.mark.slow
 def test_work_of_many_calls_is_linear() -> None:
     """All of them are of one message."""
 

@@ -91,6 +91,7 @@ def test_a_prefix_that_cannot_be_stored_ends_its_request(num_calls: int, monkeyp
     assert_recovers(engine)
 
 
+@pytest.mark.slow
 def test_a_fork_that_cannot_evict_is_not_made() -> None:
     """Demoted tokens need pages as soon as the prompt is forked: with too few the follower waits for them alone."""
     policy = "sinks:budget=3,recent=2,interval=2,demote=int4:42"

@@ -285,6 +285,7 @@ def test_one_merge_for_each_token_gives_sentencepieces_result(words: list[str], 
         assert core.encode(text).tokens == merge_by_rank(text, rank)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from([*"abt▁ \n", "\n\n", "  ", "é", "中", "😀", "<turn|>", "<|tool>"]), max_size=20),
