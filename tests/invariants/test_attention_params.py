@@ -161,6 +161,7 @@ def check_policy(family: str, policy: str, backend: str, num_tokens: int) -> Non
     assert run_to_completion(engine, [make_request(PROMPT, num_tokens, policy)]) == [expected]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [*range(2), *slow(*range(2, 8))])
 def test_every_request_of_a_random_schedule_equals_itself_alone(sink_family: str, seed: int, tmp_path: Path) -> None:
     """With drafts, prefixes, tiers, preemption, and slots of few bits."""

@@ -112,6 +112,7 @@ def test_sharing_the_computation_of_equal_prompts_changes_no_token(family: str, 
     assert engine.cache.free_pages == engine.cache.total_pages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policies", [("full", "full"), ("full", "h2o:budget=20"), ("h2o:budget=20", "full")])
 def test_equal_prompts_get_the_logits_that_each_reads(policies: tuple[str, str]) -> None:
     """A forced answer samples no first token, so its step computes logits only where a caller reads them."""

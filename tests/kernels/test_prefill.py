@@ -106,6 +106,7 @@ def test_chunks_of_prompts_match_reference(name: str) -> None:
             assert torch.equal(o, Step(case).run(triton, None, C)[0]), "scoring changes the output"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_dense", [True, False])
 @pytest.mark.parametrize("dtype", [F32, BF16])
 def test_unwritten_slots_change_no_bit(dtype: torch.dtype, is_dense: bool) -> None:

@@ -73,6 +73,7 @@ def test_recorded_steps_equal_the_reference() -> None:
         assert torch.equal(positions, own), "padding requests write nothing"
 
 
+@pytest.mark.slow
 def test_the_host_does_not_wait_for_the_device() -> None:
     from tests.helpers.fake_device import DEVICE, FakeDevice
 

@@ -132,6 +132,7 @@ def test_a_head_is_compared_with_its_embedding(tmp_path: Path, monkeypatch: pyte
     assert [w.equal("a", name) for name in "abcde"] == [True, True, False, False, False]
 
 
+@pytest.mark.slow
 def test_stacked_matrices_with_block_scales(tmp_path: Path) -> None:
     """transformers saves the experts of a layer as one tensor with scales of its own."""
     from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight

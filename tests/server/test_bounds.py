@@ -48,6 +48,7 @@ def numeric_bounds(field: dict[str, Any]) -> Iterator[float]:
             yield cast(kind["maximum"]) if "maximum" in kind else cast(kind["exclusiveMaximum"]) - step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("route", ROUTES)
 def test_every_bound_of_a_number_is_answered(route: str, tiny_server: GracefulServer, schemas: dict[str, Any]) -> None:
     model, required = ROUTES[route]

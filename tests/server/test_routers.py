@@ -117,6 +117,7 @@ def cache_aware() -> Iterator[Routed]:
         yield router
 
 
+@pytest.mark.slow
 def test_chats_stream_through_a_router(cache_aware):
     body = {"model": "smollm2", "messages": [{"role": "user", "content": "Tell me"}], "max_tokens": 20}
     body |= {"temperature": 0, "extra_body": {"ignore_eos": True}}

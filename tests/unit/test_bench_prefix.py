@@ -29,6 +29,7 @@ FILES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", ["random:tiny", pytest.param("tiny_smollm2", marks=pytest.mark.slow)])
 def test_every_workload_and_method_has_a_line(
     model: str, tiny_smollm2: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -74,6 +74,7 @@ def our_prompt(template: str, messages: list[dict], tools: list[dict] | None) ->
         return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("template", TEMPLATES)
 @pytest.mark.parametrize("content", CONTENTS)
 def test_unfinished_prompts_are_those_of_transformers(template: str, content: str) -> None:
