@@ -187,16 +187,13 @@ def test_json_schema_response_format(smollm2_client, speculate):
         "max_tokens": 80,
     }
     client, extra = smollm2_client, {"speculate": speculate}
-    sampled = client.chat.completions.create(**request, temperature=1.3, n=4, seed=1, extra_body=extra)
+    sampled = client.chat.completions.create(**request, temperature=1.3, n=2, seed=1, extra_body=extra)
     for c in sampled.choices:
         person = json.loads(c.message.content)
         assert set(person) == {"name", "age"} and 1 <= person["age"] <= 99 and c.finish_reason == "stop"
-    plain, drafted = (
-        client.chat.completions.create(**request, temperature=0, extra_body={"speculate": s}).choices[0].message.content
-        for s in ("off", speculate)
-    )
+    plain = client.chat.completions.create(**request, temperature=0, extra_body={"speculate": "off"})
     chunks = client.chat.completions.create(**request, temperature=0, stream=True, extra_body=extra)
-    assert plain == drafted == "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert plain.choices[0].message.content == "".join(c.choices[0].delta.content or "" for c in chunks)
 
 
 @pytest.mark.slow
