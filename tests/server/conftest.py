@@ -135,6 +135,13 @@ def smollm2_server() -> Iterator[GracefulServer]:
 
 
 @pytest.fixture(scope="session")
+def quick_smollm2_server() -> Iterator[GracefulServer]:
+    """A server of SmolLM2 whose weights stay in 4 bits, for tests that ask for no answer of float32: fast."""
+    with run_server(engine_options=ENGINE_OPTIONS | {"dtype": "bfloat16"}) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
 def server(tiny_smollm2: str) -> Iterator[GracefulServer]:
     """A server of a tiny model with the tokenizer and the chat template of SmolLM2."""
     with run_server(tiny_smollm2, limits=Limits(max_output_tokens=250)) as running:

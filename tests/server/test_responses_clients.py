@@ -232,15 +232,15 @@ def test_references_to_stored_items_have_the_same_prompt(agent: GracefulServer) 
         ({"type": "namespace", "name": "ns", "tools": [{"type": "custom", "name": "pick"}]}, "required"),
     ],
 )
-def test_forced_calls_of_smollm2(smollm2_server: GracefulServer, tool: Json, choice: Any) -> None:
+def test_forced_calls_of_smollm2(quick_smollm2_server: GracefulServer, tool: Json, choice: Any) -> None:
     """A regex holds for the input of a custom tool."""
     custom = tool["tools"][0] if tool["type"] == "namespace" else tool
     if custom["type"] == "custom":
         custom = {**custom, "format": {"type": "grammar", "syntax": "regex", "definition": '(red|blue)"\\n[0-9]{2}'}}
     tool = {**tool, "tools": [custom]} if tool["type"] == "namespace" else custom
     body = {"model": "smollm2", "input": "Pick one.", "tools": [tool], "tool_choice": choice, "temperature": 0}
-    with chat_template_replaced(smollm2_server, HERMES):
-        response, _ = ask(smollm2_server, {**body, "max_output_tokens": 200})
+    with chat_template_replaced(quick_smollm2_server, HERMES):
+        response, _ = ask(quick_smollm2_server, {**body, "max_output_tokens": 200})
     (item,) = response.output
     if custom["type"] == "custom":
         assert item.type == "custom_tool_call" and item.name == "pick"

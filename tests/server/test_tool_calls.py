@@ -25,10 +25,10 @@ MESSAGES = [{"role": "user", "content": "What is the weather in Rome?"}]
 
 
 @pytest.fixture(scope="module", params=[HERMES, LLAMA], ids=["hermes", "llama"])
-def client(request, smollm2_server):
+def client(request, quick_smollm2_server):
     """A client of SmolLM2, which gets another chat template."""
-    with chat_template_replaced(smollm2_server, request.param):
-        yield openai.OpenAI(base_url=smollm2_server.url, api_key="none", max_retries=0)
+    with chat_template_replaced(quick_smollm2_server, request.param):
+        yield openai.OpenAI(base_url=quick_smollm2_server.url, api_key="none", max_retries=0)
 
 
 def build_request(**fields):
