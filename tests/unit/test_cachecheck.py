@@ -1,9 +1,13 @@
 """`retain cachecheck` finds every planted fault by its checks, and none in servers without faults."""
 
+from xml.etree import ElementTree
+
 import httpx
 import pytest
 
+from retain.cachecheck.answer import Answer, Token
 from retain.cachecheck.client import Transport
+from retain.cachecheck.comparison import compare
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.results import Outcome
 from retain.cachecheck.runner import Surroundings, run_checks
@@ -52,3 +56,108 @@ def test_a_server_without_faults_passes_every_check():
 def test_every_planted_fault_is_found_by_its_check(server):
     report = check(server())
     assert faults(report) >= FOUND_BY[server] and report.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("server", "offers", "expected"),
+    [
+        (fake.FakeServer, {"usage", "logprobs"}, set()),
+        (fake.StaleAfterEdit, {"usage"}, {"edits"}),
+        (fake.SiblingTail, {"logprobs"}, {"edits"}),
+        (fake.WrongPositionsAfterHit, {"no texts"}, {"lengths", "branches", "streams"}),
+        (fake.SurvivesReload, {"usage"}, {"reload"}),
+    ],
+)
+def test_much_is_found_without_salts_counts_or_log_probabilities(server, offers, expected):
+    """By order, by words and by time; what needs a cold reference cannot be told, and is no fault."""
+    report = check(server(offers=frozenset(offers)), keys=("sk-one",))
+    assert faults(report) >= expected and (expected or not faults(report))
+    assert any(result.outcome == Outcome.UNSURE for result in report.results)
+
+
+def test_a_command_that_empties_the_cache_gives_cold_answers():
+    """One flush serves all families of texts."""
+    for server, expected in ((fake.FakeServer, set()), (fake.PartialBlockShared, {"lengths"})):
+        fake_server = server(offers=frozenset({"logprobs", "usage"}))
+        report = check(fake_server, keys=("sk-one",), checks=("lengths", "branches"), flush_command="flush")
+        assert report.server.cold.way == "flush" and faults(report) >= expected
+        assert expected or {result.outcome for result in report.results} == {Outcome.PASSED}
+
+
+@pytest.mark.parametrize("gap", [0.02, 0.3])
+def test_noise_of_a_server_is_no_fault(gap):
+    """Log-probabilities that differ from one request to the next: the same cold request shows it."""
+    report = check(fake.FakeServer(noise=gap))
+    assert not faults(report) and report.server.noise.gap == pytest.approx(gap)
+
+
+def test_a_server_that_answers_at_random_cannot_be_told():
+    report = check(fake.FakeServer(noise=3.0), checks=("lengths", "edits"))
+    assert {result.outcome for result in report.results} == {Outcome.UNSURE, Outcome.PASSED}
+
+
+def answer(*tokens, finish_reason="length"):
+    texts = [Token(text, logprob, {text: logprob, "x": other}) for text, logprob, other in tokens]
+    return Answer("".join(t.text for t in texts), texts, finish_reason)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_equal"),
+    [
+        (answer(("a", -0.5, -3.0)), answer(("a", -0.55, -3.0)), True),
+        (answer(("a", -0.5, -3.0)), answer(("a", -0.7, -3.0)), False),
+        (answer(("a", -0.1, -3.0)), answer(("x", -0.1, -0.1)), False),
+        (answer(("a", -0.7, -0.8)), answer(("x", -0.7, -0.7)), True),
+        (answer(("a", float("nan"), -3.0)), answer(("a", -0.5, -3.0)), False),
+        (answer(("a", -0.1, -3.0), ("b", -0.1, -3.0)), answer(("a", -0.1, -3.0)), False),
+        (answer(("a", -0.1, -3.0), ("b", -0.1, -3.0)), answer(("a", -0.1, -3.0), finish_reason="stop"), False),
+        (answer(("a", -0.1, -3.0), ("b", -0.9, -3.0)), answer(("a", -0.1, -3.0), finish_reason="stop"), True),
+    ],
+)
+def test_only_near_ties_may_turn(one, other, is_equal):
+    assert (compare(one, other, 0.1) is None) == is_equal and (compare(other, one, 0.1) is None) == is_equal
+
+
+def test_a_report_is_a_table_json_and_xml():
+    report = check(fake.StreamDropsLast(), checks=("streams", "edits"))
+    assert "streams" in report.to_table() and "fault: chat of 14 words" in report.to_table()
+    both = report.to_json()["checks"]
+    assert [c["outcome"] for c in both] == ["passed", "fault"] and both[1]["problems"]
+    cases = ElementTree.fromstring(report.to_junit()).findall("testcase")
+    assert [[child.tag for child in case] for case in cases] == [[], ["failure"]]
+
+
+def test_a_seed_sends_the_same_requests():
+    runs = [check(fake.FakeServer(), checks=("edits", "branches")).to_json() for _ in range(2)]
+    for run in runs:
+        for result in run["checks"]:
+            result.pop("seconds")
+    assert runs[0] == runs[1]
+    server = fake.FakeServer()
+    check(server, checks=("salts",))
+    with pytest.raises(ValueError, match="choose another seed"):
+        check(server, checks=("salts",))
+
+
+def answering(status, **content):
+    server = fake.FakeServer()
+    server.handle = lambda request: httpx.Response(status, **content)
+    return server
+
+
+@pytest.mark.parametrize(
+    ("server", "options", "message"),
+    [
+        (answering(401, json={"error": {"message": "no such key"}}), {}, "401 no such key"),
+        (answering(200, text="<html>"), {}, "no JSON object"),
+        (answering(200, json={"data": []}), {}, "lists no model"),
+        (answering(200, json={"choices": [7]}), {"model": "m"}, "not one of OpenAI's API"),
+        (fake.FakeServer(), {"checks": ("lenghts",)}, "unknown check 'lenghts'"),
+        (fake.FakeServer(), {"url": "fake"}, "begins with http://"),
+        (fake.FakeServer(), {"max_tokens": 0}, "at least 1"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(server, options, message):
+    with pytest.raises(ValueError, match=message) as error:
+        check(server, **options)
+    assert "\n" not in str(error.value)

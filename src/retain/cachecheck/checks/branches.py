@@ -24,7 +24,7 @@ def run(probe: Probe) -> None:
 
 
 def check_tree(probe: Probe, root: Prompt, name: str) -> None:
-    """Ask a root, then all branches turn by turn, then everything again, the last first."""
+    """Ask a root, then all branches turn by turn, then everything again, the last one first."""
     asked: list[tuple[str, Prompt, Answer]] = []
 
     def ask(what: str, prompt: Prompt) -> Answer:
@@ -40,5 +40,7 @@ def check_tree(probe: Probe, root: Prompt, name: str) -> None:
             answer = ask(f"{name}, branch {i}, turn {turn}", following)
             probe.equal_cold(following, answer, f"{name}, branch {i}, turn {turn}")
             ends[i] = (following, answer)
+    if probe.config.reference == "replay":
+        return  # what an earlier turn kept may be gone: its prompt is then computed anew, with another answer
     for what, prompt, first in reversed(asked):
         probe.equal(first, probe.ask(prompt), f"{what}, again")

@@ -1,0 +1,78 @@
+"""`retain cachecheck` finds no fault in this server: drafts, windows, tiers, restarts, keys, budgets that resume."""
+
+import json
+from contextlib import ExitStack
+
+import pytest
+
+from retain.cachecheck.config import CachecheckConfig
+from retain.cachecheck.results import Outcome
+from retain.cachecheck.runner import Surroundings, run_checks
+from retain.server.auth import ApiKeys
+from tests.helpers.cli import run_cli
+from tests.helpers.folders import save_tiny_smollm2
+from tests.helpers.tiers import disk_spec
+from tests.server.conftest import API_KEYS, run_server
+
+ENGINE = {"kv_memory": "64MiB", "dtype": "float32", "max_model_len": 2048}
+EXACT = 1e-5  # nats: bodies have rounded numbers
+
+
+def outcomes(url, checks=(), keys=(None,), surroundings=None, **options):
+    """Run checks, find no fault, and return the outcome of each."""
+    config = CachecheckConfig(checks=checks, seed=5, tolerance=EXACT, **options)
+    report = run_checks(url, config, keys, surroundings or Surroundings())
+    assert report.exit_code == 0, report.to_table()
+    return {result.name: result.outcome for result in report.results}
+
+
+@pytest.mark.parametrize(
+    ("options", "reference", "checks"),
+    [
+        ({"speculate": "ngram"}, "cold", ("lengths", "streams", "concurrency", "salts")),
+        ({"kv_policy": "h2o:budget=64"}, "replay", ("branches",)),
+        ({"kv_policy": "sinks:budget=48"}, "replay", ("branches", "streams")),
+    ],
+)
+def test_answers_are_those_without_a_cache(options, reference, checks, tiny_smollm2):
+    with run_server(tiny_smollm2, {**ENGINE, **options}) as server:
+        found = outcomes(server.url, checks, reference=reference)
+    assert set(found.values()) == {Outcome.PASSED}
+
+
+def test_sliding_layers_and_small_slots_go_on_from_what_is_cached(tmp_path):
+    folder = str(save_tiny_smollm2(tmp_path, "gemma3_text"))
+    with run_server(folder, {**ENGINE, "kv_dtype": "int8"}) as server:
+        assert set(outcomes(server.url, ("edits", "rounds")).values()) == {Outcome.PASSED}
+
+
+def test_tiers_survive_a_restart_and_keep_weights_apart(tmp_path, tiny_smollm2):
+    """A pool that holds a part of the texts, memory and a disk below it; then other weights over the same disk."""
+    tiers = ["ram:capacity=4MiB", disk_spec(tmp_path / "store", "1GiB")]
+    options = {**ENGINE, "kv_memory": "4MiB", "max_running_requests": 8, "tier": tiers}
+    (tmp_path / "other").mkdir()
+    folders = {"restart": tiny_smollm2, "reload": str(save_tiny_smollm2(tmp_path / "other", "qwen3"))}
+    with ExitStack() as first, ExitStack() as later:
+        server = first.enter_context(run_server(tiny_smollm2, options))
+        port = int(server.url.rpartition(":")[2].partition("/")[0])
+
+        def run_command(command, timeout):
+            first.close()
+            later.close()
+            later.enter_context(run_server(folders[command], options, port=port))
+
+        checks = ("rounds", "restart", "reload")
+        commands = {"restart_command": "restart", "reload_command": "reload"}
+        found = outcomes(server.url, checks, surroundings=Surroundings(run_command=run_command), **commands)
+    assert set(found.values()) == {Outcome.PASSED}
+
+
+def test_the_command_reports_keys_that_are_kept_apart(tiny_smollm2, capsys, monkeypatch, tmp_path):
+    for name, key in zip(("OPENAI_API_KEY", "OPENAI_API_KEY_2"), API_KEYS.values(), strict=True):
+        monkeypatch.setenv(name, key)
+    with run_server(tiny_smollm2, ENGINE, api_keys=ApiKeys(API_KEYS)) as server:
+        junit = tmp_path / "junit.xml"
+        code, out, err = run_cli(capsys, "cachecheck", server.url, "--checks", "keys", "--json", "--junit", junit)
+    report = json.loads(out)
+    assert code == 0 and [c["outcome"] for c in report["checks"]] == ["passed"] and report["cold_answers"] == "salt"
+    assert "keys: passed" in err and '<testcase classname="cachecheck" name="keys"' in junit.read_text()
