@@ -31,7 +31,6 @@ def outcomes(url, checks=(), keys=(None,), surroundings=None, **options):
     [
         ({"speculate": "ngram"}, "cold", ("lengths", "streams", "concurrency", "salts")),
         ({"kv_policy": "h2o:budget=64"}, "replay", ("branches",)),
-        ({"kv_policy": "sinks:budget=48"}, "replay", ("branches", "streams")),
     ],
 )
 def test_answers_are_those_without_a_cache(options, reference, checks, tiny_smollm2):
