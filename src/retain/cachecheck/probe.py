@@ -159,12 +159,15 @@ class Probe:
                 self.equal(reference, answer, what)
 
     def _record(self, what: str, difference: Difference | None, answer: Answer) -> None:
+        noise = self.server.noise
+        if noise.gap > LARGEST_NOISE:
+            self.unsure(what, f"repeated requests differ by {noise.gap:.2g} nats")
+            return
         if difference is None:
             self.cases.append(Case(what, Outcome.PASSED))
             return
-        noise = self.server.noise
         detail = f"{difference.detail} ({answer.prompt_tokens} tokens, {answer.cached} cached)"
-        if noise.gap > LARGEST_NOISE or (noise.turns_tokens and not difference.is_certain):
+        if noise.turns_tokens and not difference.is_certain:
             self.unsure(what, f"{detail}; repeated requests differ, too")
         else:
             self.cases.append(Case(what, Outcome.FAULT, detail, needs_confirmation=not difference.is_certain))
