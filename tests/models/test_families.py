@@ -63,16 +63,19 @@ def transformers_logits(checkpoint: TinyCheckpoint, text: Tensor, dtype: torch.d
 
 def build_transformers_model(checkpoint: TinyCheckpoint) -> Any:
     """Load the checkpoint into transformers, once for all laws; nobody changes the model."""
-    return load_into_transformers(json.dumps(checkpoint.config), tuple(checkpoint.shapes.items()), checkpoint.seed)
+    shapes = tuple(checkpoint.shapes.items())
+    return load_into_transformers(type(checkpoint), json.dumps(checkpoint.config), shapes, checkpoint.seed)
 
 
 @cache
-def load_into_transformers(config_json: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], seed: int) -> Any:
+def load_into_transformers(
+    kind: type[TinyCheckpoint], config_json: str, shapes: tuple[tuple[str, tuple[int, ...]], ...], seed: int
+) -> Any:
     """Load a checkpoint into transformers. Asserts that no tensor is unknown, missing or of another shape."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = json.loads(config_json)
-    checkpoint = TinyCheckpoint(config.copy(), dict(shapes), seed)
+    checkpoint = kind(config.copy(), dict(shapes), seed)
     model_type, auto, prefix = config.pop("model_type"), AutoModelForCausalLM, ("", "")
     if model_type == "gemma3":
         config, auto = {**config, "vision_config": VISION, "mm_tokens_per_image": 4}, AutoModelForImageTextToText
