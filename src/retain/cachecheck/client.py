@@ -33,7 +33,7 @@ class Transport:
     clock: Callable[[], float] = time.perf_counter
 
 
-class Client:
+class ServerClient:
     """Requests to one server with one API key. Threads may share it. Errors are ValueErrors of one line."""
 
     def __init__(self, url: str, key: str | None, timeout: float, transport: Transport):

@@ -15,7 +15,7 @@ from typing import Any
 from retain.cachecheck.answer import Answer, Json
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.offers import Offers
-from retain.cachecheck.texts import Prompt, TextSource
+from retain.cachecheck.texts import Prompt, PromptSource
 
 Ask = Callable[[Prompt, Json], Answer]
 
@@ -35,7 +35,7 @@ class ColdAnswers:
         elif config.flush_command:
             self.way = "flush"
 
-    def ask(self, prompts: Sequence[Prompt], texts: TextSource) -> Iterator[tuple[int, Answer]]:
+    def ask(self, prompts: Sequence[Prompt], texts: PromptSource) -> Iterator[tuple[int, Answer]]:
         """Yield the index and the cold answer of each prompt, in any order."""
         rounds: Iterable[Iterable[int]] = _rounds(prompts) if self.way == "flush" else [range(len(prompts))]
         for indices in rounds:
@@ -44,7 +44,7 @@ class ColdAnswers:
             for i in indices:
                 yield i, self._ask_one(prompts[i], self._fields(texts))
 
-    def _fields(self, texts: TextSource) -> dict[str, Any]:
+    def _fields(self, texts: PromptSource) -> dict[str, Any]:
         if self.way == "salt":
             return {"cache_salt": texts.name()}
         return {"cache_prompt": False} if self.way == "cache_prompt=false" else {}

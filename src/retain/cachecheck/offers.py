@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from retain.cachecheck.answer import Answer, Json
-from retain.cachecheck.client import Client, RefusedError, logprob_fields
-from retain.cachecheck.texts import OPENING, Prompt, TextSource
+from retain.cachecheck.client import RefusedError, ServerClient, logprob_fields
+from retain.cachecheck.texts import OPENING, Prompt, PromptSource
 
 NUM_WORDS = 150
 SPARE_WORDS = 8  # that texts may share by chance, with rounding to tokens
@@ -40,7 +40,7 @@ class Offers:
 class Discovery:
     """Finds out what a server offers."""
 
-    def __init__(self, client: Client, base_fields: Json, texts: TextSource):
+    def __init__(self, client: ServerClient, base_fields: Json, texts: PromptSource):
         self.client = client
         self.base_fields = base_fields
         self.texts = texts

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from retain.cachecheck.answer import Answer, Json
-from retain.cachecheck.client import Client, logprob_fields
+from retain.cachecheck.client import ServerClient, logprob_fields
 from retain.cachecheck.cold import ColdAnswers
 from retain.cachecheck.commands import Commands
 from retain.cachecheck.comparison import Difference, compare, find_foreign_words, largest_gap
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.offers import Offers
 from retain.cachecheck.results import Case, Outcome, SkipCheck
-from retain.cachecheck.texts import Prompt, TextSource
+from retain.cachecheck.texts import Prompt, PromptSource
 
 LEAST_TOLERANCE = 0.1
 LARGEST_NOISE = 1.0  # nats, by which repeated requests may differ before nothing can be told
@@ -35,7 +35,7 @@ class Noise:
 class Server:
     """The server under test: its clients, what it offers, and what was seen of it in all checks."""
 
-    def __init__(self, clients: Sequence[Client], config: CachecheckConfig, offers: Offers, commands: Commands):
+    def __init__(self, clients: Sequence[ServerClient], config: CachecheckConfig, offers: Offers, commands: Commands):
         self.clients = clients
         self.config = config
         self.offers = offers
@@ -68,7 +68,7 @@ class Server:
             return self.config.tolerance
         return max(LEAST_TOLERANCE, 3 * self.noise.gap)
 
-    def measure_noise(self, texts: TextSource) -> Noise:
+    def measure_noise(self, texts: PromptSource) -> Noise:
         """Ask the same cold requests twice; where no answer but the first can be cold, the same hits."""
         gap = 0.0
         turns = False
@@ -86,7 +86,7 @@ class Server:
 class Probe:
     """One run of one check: its texts, and its cases."""
 
-    def __init__(self, server: Server, texts: TextSource):
+    def __init__(self, server: Server, texts: PromptSource):
         self.server = server
         self.offers = server.offers
         self.config = server.config

@@ -15,7 +15,7 @@ MAX_SHOWN = 5  # problems of a check, in the table
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """Results of all checks that ran against a server."""
 
     url: str

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from types import ModuleType
 
 from retain.cachecheck.checks import check_names, load_check
-from retain.cachecheck.client import Client, Transport
+from retain.cachecheck.client import ServerClient, Transport
 from retain.cachecheck.commands import Commands, run_in_shell
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.offers import Discovery
 from retain.cachecheck.probe import Probe, Server
-from retain.cachecheck.report import Report
+from retain.cachecheck.report import CheckReport
 from retain.cachecheck.results import Case, CheckResult, SkipCheck, confirm
-from retain.cachecheck.texts import TextSource
+from retain.cachecheck.texts import PromptSource
 from retain.plugins import check_known
 
 NUM_RUNS = 3  # of a check whose differences need confirmation
@@ -32,12 +32,14 @@ class Surroundings:
     tell: Callable[[str], None] = lambda line: None
 
 
-def run_checks(url: str, config: CachecheckConfig, keys: Sequence[str | None], surroundings: Surroundings) -> Report:
+def run_checks(
+    url: str, config: CachecheckConfig, keys: Sequence[str | None], surroundings: Surroundings
+) -> CheckReport:
     """Run the checks that were asked for. Raises ValueError where the server does not answer."""
     check_known("check", config.checks, check_names())
     names = [name for name in check_names() if name in config.checks or not config.checks]
     seed = random.randrange(MAX_SEED) if config.seed is None else config.seed
-    clients = [Client(url, key, config.timeout, surroundings.transport) for key in keys]
+    clients = [ServerClient(url, key, config.timeout, surroundings.transport) for key in keys]
     try:
         commands = Commands(config, clients[0].first_model, surroundings.run_command)
         server = _meet(clients, config, commands, seed)
@@ -46,21 +48,21 @@ def run_checks(url: str, config: CachecheckConfig, keys: Sequence[str | None], s
         for name in names:
             results.append(_run_check(name, server, seed))
             surroundings.tell(f"{name}: {results[-1].verdict}, {results[-1].num_requests} requests")
-        return Report(url, server, seed, results)
+        return CheckReport(url, server, seed, results)
     finally:
         for client in clients:
             client.close()
 
 
-def _meet(clients: Sequence[Client], config: CachecheckConfig, commands: Commands, seed: int) -> Server:
+def _meet(clients: Sequence[ServerClient], config: CachecheckConfig, commands: Commands, seed: int) -> Server:
     """Find out what the server offers, and how much its answers to repeated requests differ."""
     model = config.model or clients[0].first_model()
-    texts = TextSource(f"{seed} offers", is_chat=False)
+    texts = PromptSource(f"{seed} offers", is_chat=False)
     offers = Discovery(clients[0], {"model": model}, texts).run()
     if config.seed is not None and offers.is_warm:
         raise ValueError(f"the server has cached the texts of --seed {seed}: restart it, or choose another seed")
     server = Server(clients, config, offers, commands)
-    server.noise = server.measure_noise(TextSource(f"{seed} noise", is_chat=not offers.has_completions))
+    server.noise = server.measure_noise(PromptSource(f"{seed} noise", is_chat=not offers.has_completions))
     return server
 
 
@@ -73,7 +75,7 @@ def _run_check(name: str, server: Server, seed: int) -> CheckResult:
     runs: list[list[Case]] = []
     try:
         while len(runs) < NUM_RUNS and (not runs or any(case.needs_confirmation for case in runs[-1])):
-            texts = TextSource(f"{seed} {name} {len(runs)}", is_chat=not server.offers.has_completions)
+            texts = PromptSource(f"{seed} {name} {len(runs)}", is_chat=not server.offers.has_completions)
             runs.append(_run_once(check, Probe(server, texts)))
         result.cases = confirm(runs)
     except SkipCheck as reason:

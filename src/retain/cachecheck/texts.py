@@ -73,7 +73,7 @@ class Prompt:
         return [replace(self, turns=self.turns[: i + 1]) for i in range(0, len(self.turns), 2)]
 
 
-class TextSource:
+class PromptSource:
     """Draws words and prompts, in an order that follows from a seed."""
 
     def __init__(self, seed: str, is_chat: bool):
