@@ -13,6 +13,7 @@ from retain.server.anthropic.protocol import MessagesRequest
 from retain.server.anthropic.routes import prepare_message
 from retain.server.auth import ANONYMOUS
 from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.prompt_comparison import PromptFingerprints
 from retain.server.tool_format import ChatOutput, ParsedToolCall
 from tests.server.agent_model import AGENT_TEMPLATE, dictated_answers
 from tests.server.conftest import API_KEYS, HTTP, run_server, run_tiny_server
@@ -314,7 +315,7 @@ def test_breakpoint_pins_what_precedes_it(agent, agent_server):
     begun = len(f"<|system|>\n{LONG_TEXT}")
     assert first.usage.cache_creation_input_tokens + first.usage.cache_read_input_tokens == begun
     assert len(prefix_cache.tree.pins) > 0
-    prefix_cache.tree.evict(10**6)
+    prefix_cache.tree.evict(prefix_cache.tree.num_evictable_pages)
     other = [{"role": "user", "content": "Another question"}]
     second = ask(agent, system=system, messages=other, max_tokens=2)
     assert second.usage.cache_read_input_tokens >= begun and second.usage.cache_creation_input_tokens == 0
@@ -325,7 +326,7 @@ def test_breakpoint_pins_what_precedes_it(agent, agent_server):
 def pin_of(agent_server, **fields):
     """Return the pins of a request as the seconds and the text that they keep."""
     service = agent_server.service
-    prepared = prepare_message(service, MessagesRequest(**build_request(**fields)), ANONYMOUS)
+    prepared = prepare_message(service, MessagesRequest(**build_request(**fields)), ANONYMOUS, PromptFingerprints())
     (request,) = prepared.requests
     return {pin.seconds: service.llm.tokenizer.decode(request.prompt[: pin.num_tokens]) for pin in prepared.pins}
 

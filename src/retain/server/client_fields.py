@@ -119,7 +119,6 @@ RESPONSES_STREAM_OPTIONS: FieldTable = {
 RESPONSES_PROMPT_CACHE: FieldTable = {
     "mode": Accepted("equal prefixes are always shared"),
     "ttl": Accepted("prefixes stay as long as there is room; `pin` keeps them"),
-    "comparison_response_id": Accepted("`explain_prefix` says why a prefix was not found"),
 }
 RESPONSES_REASONING_OPTIONS: FieldTable = {
     "summary": Accepted("reasoning is returned whole"),
@@ -184,7 +183,6 @@ MESSAGES: FieldTable = {
     "betas": Accepted("every field is known without"),
     "anthropic_beta": Accepted("every field is known without"),
     "anthropic_version": Accepted("there is one version"),
-    "diagnostics": Accepted("`explain_prefix` says why a prompt was computed again"),
     "fallbacks": ONE_MODEL,
     "fallback_credit_token": ONE_MODEL,
     "context_management": Accepted("the conversation is never shortened"),
@@ -198,7 +196,7 @@ MESSAGES: FieldTable = {
 NOT_GENERATED = Accepted("nothing is generated")
 COUNT_TOKENS: FieldTable = {
     **MESSAGES,
-    **dict.fromkeys(("max_tokens", "stream", "temperature", "top_p", "stop_sequences"), NOT_GENERATED),
+    **dict.fromkeys(("max_tokens", "stream", "temperature", "top_p", "stop_sequences", "diagnostics"), NOT_GENERATED),
 }
 MESSAGES_CACHE_CONTROL: FieldTable = {"scope": Accepted("prefixes are shared by requests of one key and salt")}
 MESSAGES_CITED_BLOCK: FieldTable = {"citations": Accepted("the model sees the text only")}

@@ -14,6 +14,7 @@ from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.anthropic.errors import create_request_id_header, to_error_json, to_error_response
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
+from retain.server.openai.prompt_comparison import PromptChange, PromptComparison
 from retain.server.openai.protocol import Json
 from retain.server.openai.streaming import ResponseEncoder
 from retain.server.request_group import OutputDelta, RequestGroup
@@ -21,12 +22,18 @@ from retain.server.tool_format import ChatOutput
 from retain.server.usage import build_request_stats, count_tokens
 from retain.server.warning_header import build_warning_header
 
+MISS_REASONS = {
+    PromptChange.TOOLS: "tools_changed",
+    PromptChange.SYSTEM: "system_changed",
+    PromptChange.MESSAGES: "messages_changed",
+}
+
 
 class MessagesEncoder(ResponseEncoder):
     """Encodes the answer of /v1/messages.
 
     `prompt_only` (max_tokens 0): leave out the output. `fills_context`: max_tokens was lowered to what fits.
-    `warnings`: what of the request was left out.
+    `warnings`: what of the request was left out. `comparison`: of the prompt with that of an earlier message.
     """
 
     def __init__(
@@ -37,12 +44,14 @@ class MessagesEncoder(ResponseEncoder):
         prompt_only: bool = False,
         fills_context: bool = False,
         warnings: Sequence[str] = (),
+        comparison: PromptComparison | None = None,
     ):
         self.output_processor = output_processor
         self.prompt_only = prompt_only
         self.fills_context = fills_context
         self.headers = create_request_id_header() | build_warning_header(warnings)
         self._parser = parser
+        self._comparison = comparison
         self._content = ContentBlocks()
         self._envelope: Json = {
             "id": f"msg_{uuid4().hex[:24]}",
@@ -53,6 +62,11 @@ class MessagesEncoder(ResponseEncoder):
         self._finish_reason: FinishReason | None = None
         self._group: RequestGroup | None = None  # of a stream whose first event is still to come
 
+    @property
+    def id(self) -> str:
+        """The message's id."""
+        return str(self._envelope["id"])
+
     def update(self, delta: OutputDelta) -> None:
         """See ResponseEncoder."""
         self._feed(delta)
@@ -60,7 +74,7 @@ class MessagesEncoder(ResponseEncoder):
     def encode_full(self, group: RequestGroup) -> bytes:
         """See ResponseEncoder."""
         self._content.close()
-        message = self._envelope | {"content": self._content.blocks, **self._stop_fields(group)}
+        message = self._describe(group) | {"content": self._content.blocks, **self._stop_fields(group)}
         return orjson.dumps(message | self._usage_fields(group))
 
     def encode_start(self, group: RequestGroup) -> bytes:
@@ -99,9 +113,15 @@ class MessagesEncoder(ResponseEncoder):
         if self._group is None:
             return []
         usage = self._usage_json(self._group) | {"output_tokens": 0}
-        message = self._envelope | {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        begun: Json = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        message = self._describe(self._group) | begun
         self._group = None
         return [{"type": "message_start", "message": message}, {"type": "ping"}]
+
+    def _describe(self, group: RequestGroup) -> Json:
+        """Return the fields that are known from the beginning."""
+        found = build_diagnostics(self._comparison, group) if self._comparison else None
+        return self._envelope | {"diagnostics": found}
 
     def _stop_fields(self, group: RequestGroup) -> Json:
         stop_string = group.request_states[0].detokenizer.stop_string
@@ -127,6 +147,17 @@ class MessagesEncoder(ResponseEncoder):
             "cache_read_input_tokens": counts.cached,
             "output_tokens": 0 if self.prompt_only else counts.output,
         }
+
+
+def build_diagnostics(comparison: PromptComparison, group: RequestGroup) -> Json | None:
+    """Return why the prompt could not go on from that of an earlier message; None where it does."""
+    change = comparison.find_change(group.requests[0].stats.prefix_diagnosis)
+    if change is None:
+        return None
+    if reason := MISS_REASONS.get(change):
+        return {"cache_miss_reason": {"type": reason, "cache_missed_input_tokens": comparison.num_missed_tokens}}
+    is_unknown = change is PromptChange.NOT_FOUND
+    return {"cache_miss_reason": {"type": "previous_message_not_found" if is_unknown else "unavailable"}}
 
 
 def _encode_event(event: Json) -> bytes:

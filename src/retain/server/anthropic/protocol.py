@@ -96,6 +96,12 @@ class MCPServer(StrictModel, extra="ignore"):
     name: str
 
 
+class DiagnosticsOptions(StrictModel, extra="ignore"):
+    """Which earlier message the prompt is compared with. null in the first turn, whose prompt is only remembered."""
+
+    previous_message_id: Annotated[str, Field(max_length=128)] | None = None
+
+
 class ConversationFields(ExtensionFields, other_fields=client_fields.MESSAGES):
     """Fields that the prompt is made of, common to both addresses."""
 
@@ -163,6 +169,9 @@ class MessagesRequest(ConversationFields, GenerationFields):
     stop_sequences: StopListField | None = Field(None, description=STOP_DESCRIPTION)
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    diagnostics: DiagnosticsOptions | None = Field(
+        None, description="Say what of the prompt changed since an earlier message that had this field, too"
+    )
 
 
 class Usage(BaseModel):
@@ -185,6 +194,9 @@ class MessageResponse(BaseModel):
     stop_reason: str
     stop_sequence: str | None
     usage: Usage
+    diagnostics: dict[str, Json | None] | None = Field(
+        description="`cache_miss_reason`: what changed, as its `type`, and `cache_missed_input_tokens`"
+    )
     retain: list[Json] = Field(description="KV cache and speculation statistics")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -20,6 +22,7 @@ from retain.server.anthropic.protocol import (
 )
 from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
+from retain.server.openai.prompt_comparison import PromptFingerprints, build_fingerprint
 from retain.server.openai.serving import OpenAIServing, Prepared
 from retain.server.request_group import Pin
 from retain.server.warning_header import warn_of
@@ -35,13 +38,18 @@ MESSAGE_RESPONSES = {200: {"model": MessageResponse, "content": {"text/event-str
 def create_router(service: OpenAIServing) -> APIRouter:
     """Create the routes for a served model."""
     router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
+    fingerprints = PromptFingerprints()
 
     @router.post("/messages", response_model=None, responses=MESSAGE_RESPONSES)  # type: ignore[arg-type]
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in Anthropic's format."""
         service.check_model(body.model)
         key = request.state.key
-        return await service.handle(body, 1, request.state.admission, lambda: prepare_message(service, body, key))
+
+        def prepare() -> Prepared:
+            return prepare_message(service, body, key, fingerprints)
+
+        return await service.handle(body, 1, request.state.admission, prepare)
 
     @router.post("/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request, response: Response) -> TokenCount:
@@ -54,9 +62,17 @@ def create_router(service: OpenAIServing) -> APIRouter:
     return router
 
 
-def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) -> Prepared:
+def prepare_message(
+    service: OpenAIServing, body: MessagesRequest, key: ApiKey, fingerprints: PromptFingerprints
+) -> Prepared:
     """Prepare a message. Raises APIError or ValueError."""
-    request, (parser,) = service.prepare_chat_request(to_chat_request(body), key)
+    chat = to_chat_request(body)
+    request, (parser,) = service.prepare_chat_request(chat, key)
+    fingerprint = build_fingerprint(chat, request) if body.diagnostics else None
+    comparison = None
+    if fingerprint and body.diagnostics and (previous_id := body.diagnostics.previous_message_id):
+        comparison = fingerprints.compare(key.name, previous_id, fingerprint)
+        request = replace(request, explain_prefix=True)
     fits = service.llm.input_processor.max_output_tokens(request, len(request.prompt))
     encoder = MessagesEncoder(
         parser,
@@ -68,7 +84,10 @@ def prepare_message(service: OpenAIServing, body: MessagesRequest, key: ApiKey) 
             *warn_of("tools", (tool.kind for tool in body.left_out_tools)),
             *warn_of("MCP servers", (server.name for server in body.mcp_servers or ())),
         ],
+        comparison=comparison,
     )
+    if fingerprint:
+        fingerprints.put(key.name, encoder.id, fingerprint)
     return Prepared([request], encoder, find_pins(service, body, request))
 
 

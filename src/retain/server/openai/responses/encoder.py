@@ -14,6 +14,7 @@ from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.choice_builders import to_token_logprob
 from retain.server.openai.errors import APIError
+from retain.server.openai.prompt_comparison import PromptChange, PromptComparison
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.client_tools import ClientTools
 from retain.server.openai.responses.conversion import rename_parameter
@@ -27,11 +28,20 @@ from retain.server.tool_format import ChatOutput
 from retain.server.usage import build_request_stats, count_tokens
 from retain.server.warning_header import build_warning_header
 
+MISS_REASONS = {
+    PromptChange.SALT: "prompt_cache_key_changed",
+    PromptChange.TOOLS: "tools_changed",
+    PromptChange.SYSTEM: "input_changed",
+    PromptChange.EFFORT: "reasoning_effort_changed",
+    PromptChange.MESSAGES: "input_changed",
+}
+
 
 class ResponsesEncoder(ResponseEncoder):
     """Encodes the answer to one request. Calls `on_finish` with the response, also as JSON, before it is sent.
 
-    `tools`: those that the model may call. `warnings`: what of the request was left out.
+    `tools`: those that the model may call. `warnings`: what of the request was left out. `comparison`: of the prompt
+    with that of an earlier response.
     """
 
     def __init__(
@@ -43,6 +53,7 @@ class ResponsesEncoder(ResponseEncoder):
         tools: ClientTools,
         warnings: Sequence[str] = (),
         on_finish: Callable[[Json, bytes], None] = lambda response, encoded: None,
+        comparison: PromptComparison | None = None,
     ):
         self.response = build_response(body)
         self.headers = build_warning_header(warnings)
@@ -51,6 +62,7 @@ class ResponsesEncoder(ResponseEncoder):
         self._output_processor = output_processor
         self._wants_logprobs = body.wants_logprobs
         self._on_finish = on_finish
+        self._comparison = comparison
         self._output = OutputItems(tools, body.wants_encrypted_reasoning)
         self._finish_reason = FinishReason.STOP
         self._generates = body.generates
@@ -161,6 +173,7 @@ class ResponsesEncoder(ResponseEncoder):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output.items,
             "usage": self._build_usage(group),
+            "prompt_cache_diagnostics": build_diagnostics(self._comparison, group) if self._comparison else None,
             "retain": build_request_stats(self._output_processor, group)[0],
         }
         encoded = orjson.dumps(self.response)
@@ -219,10 +232,21 @@ def build_response(body: ResponsesRequest) -> Json:
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "usage": None,
+        "prompt_cache_diagnostics": None,
         "user": body.user,
         "retain": None,
         **{name: orjson.Fragment(orjson.dumps(value)) for name, value in repeated.items()},
     }
+
+
+def build_diagnostics(comparison: PromptComparison, group: RequestGroup) -> Json:
+    """Return whether the prompt goes on from that of an earlier response, and if not, why."""
+    change = comparison.find_change(group.requests[0].stats.prefix_diagnosis)
+    if change is None:
+        return {"type": "cache_hit"}
+    if reason := MISS_REASONS.get(change):
+        return {"type": "cache_miss", "reason": reason, "cache_missed_tokens": comparison.num_missed_tokens}
+    return {"type": "comparison_response_not_found" if change is PromptChange.NOT_FOUND else "unavailable"}
 
 
 def count_reasoning_tokens(tokenizer: Tokenizer, parser: ChatOutputParser, token_ids: Sequence[int]) -> int:

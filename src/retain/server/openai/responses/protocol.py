@@ -71,6 +71,7 @@ class PromptCacheOptions(StrictModel, other_fields=client_fields.RESPONSES_PROMP
     """Options of the prefix cache."""
 
     prewarm: bool | None = None
+    comparison_response_id: Annotated[str, Field(max_length=128)] | None = None
 
 
 class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
@@ -114,7 +115,11 @@ class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
     parallel_tool_calls: bool | None = Field(None, description="Returned with the response")
     stream_options: ResponsesStreamOptions | None = None
     generate: bool | None = Field(None, description="false: compute the prompt, and answer with no output")
-    prompt_cache_options: PromptCacheOptions | None = Field(None, description="`prewarm`: as `generate: false`")
+    prompt_cache_options: PromptCacheOptions | None = Field(
+        None,
+        description="`prewarm`: as `generate: false`; `comparison_response_id`: say what of the prompt changed since "
+        "then, in `prompt_cache_diagnostics`",
+    )
 
     @property
     def wants_logprobs(self) -> bool:
@@ -164,6 +169,10 @@ class ResponseObject(BaseModel):
     previous_response_id: str | None
     store: bool
     usage: ResponseUsage | None
+    prompt_cache_diagnostics: Json | None = Field(
+        description="What changed since the response of `comparison_response_id`: `type`, and of a `cache_miss` its "
+        "`reason` and `cache_missed_tokens`"
+    )
     retain: Json | None = Field(description="KV cache and speculation statistics")
 
 

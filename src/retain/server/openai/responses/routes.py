@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Literal
 
@@ -12,6 +13,7 @@ from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.prompt_comparison import PromptFingerprints, build_fingerprint
 from retain.server.openai.protocol import Json
 from retain.server.openai.rendering import RenderedRequest, render_one
 from retain.server.openai.responses.client_tools import ClientTools
@@ -36,6 +38,7 @@ NO_METHODS = ["HEAD", "OPTIONS", "PATCH", "PUT", "TRACE"]  # of any address here
 def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  # noqa: C901 (the sum of its functions)
     """Create the routes for a served model."""
     router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
+    fingerprints = PromptFingerprints()
 
     @router.post("/responses", response_model=None, responses=describe_generation(ResponseObject))
     async def create_response(body: ResponsesRequest, request: Request) -> Response:
@@ -55,6 +58,11 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
 
             converted = convert_request(body, [*conversation.load_history(), *items])
             generated, (parser,) = service.prepare_chat_request(converted.chat, key)
+            fingerprint = build_fingerprint(converted.chat, generated)
+            comparison = None
+            if body.prompt_cache_options and (earlier_id := body.prompt_cache_options.comparison_response_id):
+                comparison = fingerprints.compare(key.name, earlier_id, fingerprint)
+                generated = replace(generated, explain_prefix=True)
             encoder = ResponsesEncoder(
                 body,
                 parser,
@@ -63,7 +71,9 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                 converted.tools,
                 converted.warnings,
                 keep,
+                comparison,
             )
+            fingerprints.put(key.name, encoder.response["id"], fingerprint)
             return Prepared([generated], encoder)
 
         try:

@@ -1,0 +1,155 @@
+"""Comparison of a prompt with that of an earlier answer: which part of the request changed, and what it costs.
+
+Anthropic's and OpenAI's APIs answer this question about an id. Only hashes are kept for it, never a text. What became
+of the cached tokens is the question of kv/prefix/diagnosis.py; its answer completes this one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from hashlib import blake2b
+from itertools import takewhile
+from threading import Lock
+from typing import Any
+
+import numpy as np
+
+from retain.kv.prefix.block_hash import hash_blocks
+from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
+from retain.processing.input import GenerateRequest
+from retain.processing.prefix_report import NO_MISS
+from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, InputMessageParam
+from retain.server.openai.messages import to_template_tools
+
+BLOCK_SIZE = 32  # tokens of a hash: differences behind the last whole block are too small to matter
+MAX_BYTES = 16 << 20  # of what is kept: the prompts of about 7 million tokens
+HASH_BYTES = 64  # of one in memory, about
+OVERHEAD = 1024  # bytes of the Python objects of a fingerprint
+SYSTEM_ROLES = ("system", "developer")
+KEPT = (*NO_MISS, MissReason.DIVERGED)  # what the requests say, and nothing that happened to the cache
+
+
+class PromptChange(Enum):
+    """Why a prompt could not go on from that of an earlier answer; parts of the request are in the order of blame."""
+
+    SALT = "salt"
+    TOOLS = "tools"
+    SYSTEM = "system"
+    EFFORT = "effort"
+    VARIABLES = "variables"  # of the chat template
+    MESSAGES = "messages"
+    NOT_FOUND = "not_found"  # nothing is known of the earlier answer
+    NOT_CACHED = "not_cached"  # the prompt goes on, and the cache had less of it
+
+
+@dataclass(frozen=True)
+class PromptFingerprint:
+    """What is kept of a request. `messages`: hashes of the conversation up to each text; `blocks`: of the tokens."""
+
+    parts: Mapping[PromptChange, bytes]
+    messages: Sequence[bytes]
+    blocks: Sequence[bytes]
+    num_tokens: int
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes, about."""
+        return OVERHEAD + HASH_BYTES * (len(self.messages) + len(self.blocks))
+
+
+@dataclass(frozen=True)
+class PromptComparison:
+    """What changed since an earlier prompt, if anything did, and the tokens that could not be used again for it."""
+
+    change: PromptChange | None = None
+    num_missed_tokens: int = 0
+
+    def find_change(self, diagnosis: PrefixDiagnosis | None) -> PromptChange | None:
+        """Return what changed, or that the cache had less than an unchanged prompt, as the prompt's diagnosis says."""
+        if self.change is None and diagnosis and diagnosis.reason not in KEPT:
+            return PromptChange.NOT_CACHED
+        return self.change
+
+
+class PromptFingerprints:
+    """The fingerprints of the latest answers, by API key and id, in bounded memory. Threads may share it."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES):
+        self.max_bytes = max_bytes
+        self.num_bytes = 0
+        self._kept: OrderedDict[tuple[str, str], PromptFingerprint] = OrderedDict()
+        self._lock = Lock()
+
+    def put(self, key_name: str, answer_id: str, fingerprint: PromptFingerprint) -> None:
+        """Keep the fingerprint of a new answer's prompt. The oldest ones make room for it."""
+        with self._lock:
+            self._kept[key_name, answer_id] = fingerprint
+            self.num_bytes += fingerprint.num_bytes
+            while self.num_bytes > self.max_bytes:
+                _, oldest = self._kept.popitem(last=False)
+                self.num_bytes -= oldest.num_bytes
+
+    def compare(self, key_name: str, answer_id: str, current: PromptFingerprint) -> PromptComparison:
+        """Compare a prompt with that of an earlier answer of the same key."""
+        with self._lock:
+            earlier = self._kept.get((key_name, answer_id))
+        return compare(earlier, current) if earlier else PromptComparison(PromptChange.NOT_FOUND)
+
+
+def compare(earlier: PromptFingerprint, current: PromptFingerprint) -> PromptComparison:
+    """Compare two prompts. A change that left the tokens as they were is none."""
+    num_common = _count_common(earlier.blocks, current.blocks)
+    if num_common == min(len(earlier.blocks), len(current.blocks)):
+        return PromptComparison()
+    change = next((part for part, value in earlier.parts.items() if current.parts[part] != value), None)
+    num_messages = min(len(earlier.messages), len(current.messages))
+    if change is None and _count_common(earlier.messages, current.messages) < num_messages:
+        change = PromptChange.MESSAGES
+    if change is None:  # the end of a prompt, where the template begins an answer, is not repeated before that answer
+        return PromptComparison()
+    return PromptComparison(change, min(earlier.num_tokens, current.num_tokens) - num_common * BLOCK_SIZE)
+
+
+def build_fingerprint(body: ChatCompletionRequest, request: GenerateRequest) -> PromptFingerprint:
+    """Return the fingerprint of a conversation whose prompt is that of an engine's request."""
+    leading = list(takewhile(lambda message: message.role in SYSTEM_ROLES, body.messages))
+    parts = {
+        PromptChange.SALT: request.salt,
+        PromptChange.TOOLS: to_template_tools(body),
+        PromptChange.SYSTEM: list(_iter_texts(leading)),
+        PromptChange.EFFORT: body.reasoning_effort,
+        PromptChange.VARIABLES: body.template_variables,
+    }
+    root_hash = _hash(b"", request.salt)
+    messages = [root_hash]
+    for text in _iter_texts(body.messages[len(leading) :]):
+        messages.append(_hash(messages[-1], text))
+    return PromptFingerprint(
+        {part: _hash(b"", value) for part, value in parts.items()},
+        messages,
+        hash_blocks(root_hash, np.asarray(request.prompt, np.int32), BLOCK_SIZE),
+        len(request.prompt),
+    )
+
+
+def _iter_texts(messages: Sequence[InputMessageParam | AssistantMessageParam]) -> Iterator[Any]:
+    """Yield what the messages consist of, so that a message that goes on begins with the same."""
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else []
+        texts = [part.text for part in parts] if parts else [message.content]
+        yield from ([message.role, text] for text in texts if text)
+        if others := message.model_dump(exclude={"role", "content"}, exclude_defaults=True):
+            yield others
+
+
+def _hash(parent_hash: bytes, value: Any) -> bytes:
+    return blake2b(parent_hash + json.dumps(value).encode(), digest_size=16).digest()
+
+
+def _count_common(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    """Return how many of the first hashes are equal."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
