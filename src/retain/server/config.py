@@ -87,6 +87,13 @@ class ServerConfig:
     any_model_name: bool = field(
         default=False, metadata={"help": "answer requests whatever model they name: it is always the same one"}
     )
+    normalize_prompts: bool = field(
+        default=False,
+        metadata={
+            "help": "leave out the header line of Claude Code, and sort tools, so that prompts that say the same begin "
+            "with the same tokens; a header of the response says so"
+        },
+    )
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
     insecure_no_api_key: bool = field(
         default=False, metadata={"help": "listen beyond this machine even without API keys, for everybody"}

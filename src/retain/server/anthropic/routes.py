@@ -66,7 +66,7 @@ def prepare_message(
     service: OpenAIServing, body: MessagesRequest, key: ApiKey, fingerprints: PromptFingerprints
 ) -> Prepared:
     """Prepare a message. Raises APIError or ValueError."""
-    chat = to_chat_request(body)
+    chat, notes = service.normalize(to_chat_request(body))
     request, (parser,) = service.prepare_chat_request(chat, key)
     fingerprint = build_fingerprint(chat, request) if body.diagnostics else None
     comparison = None
@@ -83,6 +83,7 @@ def prepare_message(
         warnings=[
             *warn_of("tools", (tool.kind for tool in body.left_out_tools)),
             *warn_of("MCP servers", (server.name for server in body.mcp_servers or ())),
+            *notes,
         ],
         comparison=comparison,
     )
@@ -111,5 +112,6 @@ def find_pins(service: OpenAIServing, body: ConversationFields, request: Generat
 
 
 def _encode_prompt(service: OpenAIServing, body: ConversationFields) -> list[int]:
-    prompt, _ = service.render_chat(to_chat_request(body))
+    chat, _ = service.normalize(to_chat_request(body))
+    prompt, _ = service.render_chat(chat)
     return service.llm.tokenizer.encode(prompt, add_special_tokens=False)

@@ -47,6 +47,7 @@ from retain.server.openai.messages import (
     to_template_messages,
     to_template_tools,
 )
+from retain.server.openai.prompt_normalization import normalize_prompt
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, Json, SamplingFields
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.preparation import PreparationPool
@@ -54,6 +55,7 @@ from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox
 from retain.server.tool_format import ToolFormat
 from retain.server.tool_formats import detect_tool_format
+from retain.server.warning_header import add_warnings
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 AS_MANY_AS_FIT = -1  # of max_tokens, as in llama.cpp's server
@@ -78,6 +80,7 @@ class OpenAIServing:
         self.limits = server_config.limits
         self.model_names = server_config.served_model_name
         self.any_model_name = server_config.any_model_name
+        self.normalizes_prompts = server_config.normalize_prompts
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
@@ -117,10 +120,17 @@ class OpenAIServing:
 
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
+        body, notes = self.normalize(body)
         request, parsers = self.prepare_chat_request(body, key)
         wants_logprobs = request.params.logprobs is not None
         choices = [ChatChoiceBuilder(self.llm.tokenizer, i, wants_logprobs, parser) for i, parser in enumerate(parsers)]
-        return Prepared([request], ChatCompletionEncoder(choices, self.llm.output_processor, body))
+        encoder = ChatCompletionEncoder(choices, self.llm.output_processor, body)
+        encoder.headers = add_warnings(encoder.headers, notes)
+        return Prepared([request], encoder)
+
+    def normalize(self, body: ChatCompletionRequest) -> tuple[ChatCompletionRequest, list[str]]:
+        """Return a conversation as the server renders it, and warnings of what it changes, if it changes any."""
+        return normalize_prompt(body) if self.normalizes_prompts else (body, [])
 
     def prepare_chat_request(
         self, body: ChatCompletionRequest, key: ApiKey

@@ -57,8 +57,9 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                     store.put(key.name, response["id"], turn)
 
             converted = convert_request(body, [*conversation.load_history(), *items])
-            generated, (parser,) = service.prepare_chat_request(converted.chat, key)
-            fingerprint = build_fingerprint(converted.chat, generated)
+            chat, notes = service.normalize(converted.chat)
+            generated, (parser,) = service.prepare_chat_request(chat, key)
+            fingerprint = build_fingerprint(chat, generated)
             comparison = None
             if body.prompt_cache_options and (earlier_id := body.prompt_cache_options.comparison_response_id):
                 comparison = fingerprints.compare(key.name, earlier_id, fingerprint)
@@ -69,7 +70,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                 service.llm.tokenizer,
                 service.llm.output_processor,
                 converted.tools,
-                converted.warnings,
+                [*converted.warnings, *notes],
                 keep,
                 comparison,
             )
