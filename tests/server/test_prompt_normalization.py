@@ -92,3 +92,9 @@ def test_only_a_header_at_the_beginning_is_dropped(content, shown):
     system = [{"role": "system", "content": to_content(shown)}] if shown else []
     assert found == ChatCompletionRequest(model="m", messages=[*system, user], tools=tools)
     assert notes == [DROPPED_HEADER] and normalize_prompt(found) == (found, [])
+
+
+def test_a_conversation_keeps_a_message():
+    body = ChatCompletionRequest(model="m", messages=[{"role": "system", "content": HEADER.format(7)}])
+    found, notes = normalize_prompt(body)
+    assert [message.content for message in found.messages] == [[]] and notes == [DROPPED_HEADER]

@@ -21,9 +21,9 @@ def normalize_prompt(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest
     """Return a conversation without the header line of a known client, with its tools sorted, and what was changed."""
     changed: dict[str, Any] = {}
     notes = []
-    first = body.messages[0] if body.messages else None
+    first, *others = body.messages
     if isinstance(first, InputMessageParam) and first.role == "system" and (shown := _drop_header(first)) is not first:
-        changed["messages"] = [*([shown] if shown else []), *body.messages[1:]]
+        changed["messages"] = [shown, *others] if shown.content or not others else others
         notes.append(DROPPED_HEADER)
     tools = sorted(body.tools or [], key=_sort_key)
     if tools != (body.tools or []):
@@ -32,8 +32,8 @@ def normalize_prompt(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest
     return body.model_copy(update=changed), notes
 
 
-def _drop_header(message: InputMessageParam) -> InputMessageParam | None:
-    """Return a message without the header at its beginning, the same one if it has none; None if nothing is left."""
+def _drop_header(message: InputMessageParam) -> InputMessageParam:
+    """Return a message without the header at its beginning, the same one if it has none."""
     content = message.content
     parts = [TextContentPart(type="text", text=content)] if isinstance(content, str) else content
     text = parts[0].text if parts else ""
@@ -41,7 +41,7 @@ def _drop_header(message: InputMessageParam) -> InputMessageParam | None:
     if rest == text:
         return message
     shown = [TextContentPart(type="text", text=rest), *parts[1:]] if rest else parts[1:]
-    return message.model_copy(update={"content": shown}) if shown else None
+    return message.model_copy(update={"content": shown})
 
 
 def _sort_key(tool: ToolParam) -> tuple[str, str]:
