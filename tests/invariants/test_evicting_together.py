@@ -32,7 +32,7 @@ KV_HEADS = 2
 HEAD_DIM = 16
 WINDOWS = (None, 9, None)
 SPEC = KVCacheSpec(uniform_layers(KV_HEADS, HEAD_DIM, WINDOWS))
-UNLIKE = KVCacheSpec((*SPEC.layers, FullAttentionSpec(1, 32, 48), *SPEC.layers))  # layers of two groups evict
+UNLIKE = KVCacheSpec((*SPEC.caches, FullAttentionSpec(1, 32, 48), *SPEC.caches))  # layers of two groups evict
 COLUMNS = 2
 OPTIONS = {  # beside a budget, an interval and a chunk, which are drawn
     "h2o": ["", "share=layer", "share=all", "value=norm", "heads=query", "heads=union", "scope=shared", "sinks=2"],
