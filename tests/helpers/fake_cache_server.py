@@ -151,11 +151,15 @@ class FakeServer:
         pieces = self.deliver(pieces)
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces)}
         if "usage" in self.offers:
-            usage["prompt_tokens_details"] = {"cached_tokens": cached}
+            usage["prompt_tokens_details"] = {"cached_tokens": self.counted(cached)}
         if body.get("stream"):
             return self.stream(is_chat, pieces, usage)
         choice = {"finish_reason": "length", **self.piece(is_chat, pieces, "message")}
         return httpx.Response(200, json={"choices": [choice], "usage": usage})
+
+    def counted(self, num_cached):
+        """Return the cached tokens that usage counts."""
+        return num_cached
 
     def deliver(self, pieces):
         """Return the answer that goes out."""
@@ -287,6 +291,13 @@ class UsageClaimsHits(FakeServer):
 
     def spend(self, num_cached, num_fresh):
         super().spend(0, num_cached + num_fresh)
+
+
+class UsageHidesHits(FakeServer):
+    """Usage counts few of the cached tokens, now fewer and now more."""
+
+    def counted(self, num_cached):
+        return num_cached and 4 * (1 + self.num_requests % 2)
 
 
 class SurvivesReload(FakeServer):

@@ -25,6 +25,7 @@ FOUND_BY = {
     fake.ConcurrentSwap: {"concurrency"},
     fake.StreamDropsLast: {"streams"},
     fake.UsageClaimsHits: {"usage"},
+    fake.UsageHidesHits: {"usage"},
     fake.SurvivesReload: {"reload"},
     fake.SiblingTail: {"branches"},
     fake.OtherLogprobsOnHit: {"logprobs"},
@@ -95,6 +96,12 @@ def test_a_server_that_answers_at_random_cannot_be_told():
     report = check(fake.FakeServer(noise=3.0), checks=("lengths", "logprobs", "rounds"))
     assert [r.outcome for r in report.results] == [Outcome.UNSURE, Outcome.SKIPPED, Outcome.UNSURE]
     assert report.exit_code == 2
+
+
+def test_a_fault_names_the_share_that_is_too_small():
+    """Of three texts that usage counts at 2% and 3%, the largest share is the one that time denies."""
+    (result,) = check(fake.UsageHidesHits(), checks=("usage",)).results
+    assert [case.detail.partition(",")[0] for case in result.problems] == ["usage claims 3% of the prompt cached"]
 
 
 def answer(*tokens, finish_reason="length"):

@@ -41,9 +41,9 @@ def compare_with_time(probe: Probe, num_words: int) -> str:
     computing = min(probe.ask(text, max_tokens=1).seconds for text in texts) - fixed
     again = [probe.ask(text, max_tokens=1) for text in texts]
     time = (min(answer.seconds for answer in again) - fixed) / max(computing, 1e-9)
-    claimed = min(answer.num_cached / (answer.prompt_tokens or 1) for answer in again)
-    if claimed >= HIT and time > SLOW:
-        return f"usage claims {claimed:.0%} of the prompt cached, but it takes {time:.0%} of the time of computing it"
-    if max(answer.num_cached / (answer.prompt_tokens or 1) for answer in again) <= MISS and time < FAST:
-        return f"usage claims {claimed:.0%} of the prompt cached, but it takes only {time:.0%} of the time of computing"
+    shares = [answer.num_cached / (answer.prompt_tokens or 1) for answer in again]
+    if min(shares) >= HIT and time > SLOW:
+        return f"usage claims {min(shares):.0%} of the prompt cached, but it takes {time:.0%} of the time of computing"
+    if max(shares) <= MISS and time < FAST:
+        return f"usage claims {max(shares):.0%} of the prompt cached, but it takes {time:.0%} of the time of computing"
     return ""
