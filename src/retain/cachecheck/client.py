@@ -20,10 +20,6 @@ TOP_LOGPROBS = 5
 class RefusedError(ValueError):
     """The server answered a request with an error."""
 
-    def __init__(self, message: str, status: int):
-        super().__init__(message)
-        self.status = status
-
 
 @dataclass(frozen=True)
 class Transport:
@@ -95,7 +91,7 @@ class ServerClient:
             message = str(json.loads(response.content)["error"]["message"])
         except (ValueError, LookupError, TypeError):
             message = response.reason_phrase
-        raise RefusedError(f"{self.url}: {response.status_code} {message[:500]}", response.status_code)
+        raise RefusedError(f"{self.url}: {response.status_code} {message[:500]}")
 
     def _read_json(self, response: httpx.Response) -> Json:
         return self._parse(response.content)

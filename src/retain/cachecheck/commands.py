@@ -25,9 +25,7 @@ def run_in_shell(command: str, timeout: float) -> None:
 class Commands:
     """Runs commands, and waits until the server answers again. `run` runs one; `answers` asks whether it does."""
 
-    def __init__(
-        self, config: CachecheckConfig, answers: Callable[[], object], run: Callable[[str, float], None] = run_in_shell
-    ):
+    def __init__(self, config: CachecheckConfig, answers: Callable[[], object], run: Callable[[str, float], None]):
         self._config = config
         self._answers = answers
         self._run = run

@@ -21,7 +21,6 @@ class Offers:
     has_completions: bool
     has_chat: bool
     logprobs: frozenset[bool]  # of chats, of texts
-    counts_prompt: bool
     counts_cached: bool
     streams_usage: bool
     knows_salts: bool
@@ -62,7 +61,6 @@ class Discovery:
             has_completions=kinds[False],
             has_chat=kinds[True],
             logprobs=logprobs,
-            counts_prompt=first.prompt_tokens is not None,
             counts_cached=counts_cached,
             streams_usage=self._works(None, {"stream": True, "stream_options": {"include_usage": True}}),
             knows_salts=knows_salts,

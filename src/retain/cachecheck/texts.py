@@ -62,12 +62,6 @@ class Prompt:
         """Return the next prompt of the conversation: after an answer, and with words of the user."""
         return replace(self, turns=(*self.turns, answer, f" {' '.join(words)}"))
 
-    def edited(self, start: int, words: Sequence[str]) -> Prompt:
-        """Return the prompt with other words from a place on, as many as are given."""
-        kept = self.turns[-1].split(" ")
-        kept[start : start + len(words)] = words
-        return replace(self, turns=(*self.turns[:-1], " ".join(kept)))
-
     def history(self) -> list[Prompt]:
         """Return the prompts of all turns of the user, the first one first."""
         return [replace(self, turns=self.turns[: i + 1]) for i in range(0, len(self.turns), 2)]
