@@ -229,6 +229,21 @@ class HitIgnoresSalt(FakeServer):
         return (request.key, request.weights)
 
 
+@dataclass
+class LeaksAtFirst(FakeServer):
+    """Some long texts, the first ones, are found under every salt: as if load hid what computing them takes."""
+
+    num_leaking: int = 0
+    long_texts: dict = field(default_factory=dict)  # in the order of their first requests
+
+    def root(self, request):
+        long = self.long_texts
+        if len(request.tokens) > 200:
+            long.setdefault(request.tokens, len(long))
+        is_leaking = long.get(request.tokens, self.num_leaking) < self.num_leaking
+        return ("" if is_leaking else request.salt, request.key, request.weights)
+
+
 class HitIgnoresKey(FakeServer):
     """Texts are found by every API key."""
 

@@ -98,6 +98,24 @@ def test_a_server_that_answers_at_random_cannot_be_told():
     assert report.exit_code == 2
 
 
+@pytest.mark.parametrize(("server", "check_name"), [(fake.HitIgnoresSalt, "salts"), (fake.HitIgnoresKey, "keys")])
+def test_time_shows_what_usage_does_not_count(server, check_name):
+    offers = frozenset({"logprobs", "salts", "keys"})
+    (result,) = check(server(offers=offers), checks=(check_name,)).results
+    assert result.outcome == Outcome.FAULT and all("times with" in case.what for case in result.problems)
+    (result,) = check(fake.FakeServer(offers=offers), checks=(check_name,)).results
+    assert result.outcome == Outcome.PASSED
+
+
+@pytest.mark.parametrize(("num_rounds", "outcome"), [(2, Outcome.PASSED), (3, Outcome.FAULT)])
+def test_a_fault_of_time_must_show_three_times(num_rounds, outcome):
+    """One round has three texts, behind the three by which the length is found."""
+    server = fake.LeaksAtFirst(offers=frozenset({"logprobs", "salts"}))
+    server.num_leaking = 3 * (1 + num_rounds)
+    (result,) = check(server, checks=("salts",)).results
+    assert result.outcome == outcome
+
+
 def test_a_fault_names_the_share_that_is_too_small():
     """Of three texts that usage counts at 2% and 3%, the largest share is the one that time denies."""
     (result,) = check(fake.UsageHidesHits(), checks=("usage",)).results

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from retain.cachecheck.answer import Answer
 from retain.cachecheck.probe import Probe
-from retain.cachecheck.texts import Prompt
-from retain.cachecheck.timing import find_timed_length, measure_fixed
+from retain.cachecheck.results import Case, Outcome
+from retain.cachecheck.timing import TimedLength, find_timed_length, repeat_fault
 
 NUM_TEXTS = 3
 NUM_WORDS = 120
 CACHED = 0.4  # of the time of computing: who answers sooner has a cache
 
-Ask = Callable[[Prompt], Answer]
+Ask = Callable[..., Answer]  # of a prompt, with further fields of the request
 
 
 def keep_apart(probe: Probe, ask: Ask, others: Mapping[str, Ask]) -> None:
@@ -37,18 +38,22 @@ def keep_apart(probe: Probe, ask: Ask, others: Mapping[str, Ask]) -> None:
 
 def compare_times(probe: Probe, ask: Ask, others: Mapping[str, Ask]) -> None:
     """State that a text which one tenant has asked takes the others as long as a new one."""
-    num_words = find_timed_length(probe)
-    if num_words is None:
+    timed = find_timed_length(probe)
+    if timed is None:
         probe.unsure("times", "usage does not count cached tokens, and the server is too fast to tell by time")
         return
-    fixed = measure_fixed(probe)
     for name, ask_other in others.items():
-        texts = [probe.texts.prompt(num_words) for _ in range(NUM_TEXTS)]
-        computing = min(ask(text).seconds for text in texts) - fixed
-        same = min(ask(text).seconds for text in texts) - fixed
-        other = min(ask_other(text).seconds for text in texts) - fixed
-        if same > CACHED * computing:
-            probe.unsure(f"times with {name}", "even the same tenant is not faster the second time")
-        else:
-            detail = f"a text of the first tenant takes {other / computing:.0%} of the time of computing it"
-            probe.judge(other > CACHED * computing, f"times with {name}", detail)
+        probe.cases.append(repeat_fault(partial(measure_other, probe, timed, ask, ask_other, f"times with {name}")))
+
+
+def measure_other(probe: Probe, timed: TimedLength, ask: Ask, ask_other: Ask, what: str) -> Case:
+    """Return a fault if another tenant waits as short for the texts of the first one as that one does."""
+    texts = [probe.texts.prompt(timed.num_words) for _ in range(NUM_TEXTS)]
+    computing, same, other = (
+        timed.seconds_of(ask_one(text, max_tokens=1) for text in texts) for ask_one in (ask, ask, ask_other)
+    )
+    if same > CACHED * computing:
+        return Case(what, Outcome.UNSURE, "even the same tenant is not faster the second time")
+    if other > CACHED * computing:
+        return Case(what, Outcome.PASSED)
+    return Case(what, Outcome.FAULT, f"a text of the first tenant takes {other / computing:.0%} of computing it")

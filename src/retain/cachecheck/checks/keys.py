@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from retain.cachecheck.isolation import keep_apart
 from retain.cachecheck.probe import Probe
 
@@ -9,4 +11,4 @@ from retain.cachecheck.probe import Probe
 def run(probe: Probe) -> None:
     """A text of one key is new to the other one."""
     probe.skip_unless(len(probe.server.clients) > 1, "no second key: give it as $OPENAI_API_KEY_2")
-    keep_apart(probe, probe.ask, {"another key": lambda prompt: probe.ask(prompt, key=1)})
+    keep_apart(probe, probe.ask, {"another key": partial(probe.ask, key=1)})
