@@ -43,6 +43,7 @@ class FakeServer:
     blocks: dict = field(default_factory=dict)
     lock: threading.RLock = field(default_factory=threading.RLock)
     num_requests: int = 0
+    bodies: list = field(default_factory=list)  # of requests for answers, as they came
 
     # ---- the cache: what servers with a fault do in another way
 
@@ -135,6 +136,7 @@ class FakeServer:
         """Answer a request, as a transport of httpx does."""
         if http_request.url.path.endswith("/models"):
             return httpx.Response(200, json={"data": [{"id": "toy"}]})
+        self.bodies.append(http_request.content)
         body = json.loads(http_request.content)
         is_chat = http_request.url.path.endswith("/chat/completions")
         salt = body.get("cache_salt", "") if "salts" in self.offers else ""
