@@ -5,10 +5,12 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 
+import httpx
 import pytest
 
 from retain.cli import main
-from retain.cli.http_client import Client
+from retain.cli.chat import content_of
+from retain.http_client import HttpClient
 from tools import load
 
 
@@ -61,13 +63,17 @@ def test_chat_with_server(smollm2_server, capsys, monkeypatch):
     command = ["chat", "--url", smollm2_server.url, "--system", "Be brief.", "--max-tokens", "8", "--temperature", "0"]
     assert main.main(command) == 0
     first, second = capsys.readouterr().out.strip().split("\n", 1)
-    client = Client(smollm2_server.url)
+    client = HttpClient(smollm2_server.url, None, httpx.Timeout(60))
+    options = {"model": client.first_model(), "max_tokens": 8, "temperature": 0, "stream": True}
+
+    def ask():
+        return "".join(map(content_of, client.stream("/chat/completions", {**options, "messages": messages})))
+
     messages = [{"role": "system", "content": "Be brief."}]
     messages += [{"role": "user", "content": "What is the capital of France?"}]
-    options = {"max_tokens": 8, "temperature": 0}
-    assert "".join(client.stream(messages, options)) == first and "Paris" in first
+    assert ask() == first and "Paris" in first
     messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And of Italy?"}]
-    assert "".join(client.stream(messages, options)).strip() == second.strip()
+    assert ask().strip() == second.strip()
 
 
 @pytest.mark.slow

@@ -8,11 +8,12 @@ import httpx
 import pytest
 
 from retain.cachecheck.answer import Answer, Token
-from retain.cachecheck.client import Transport
+from retain.cachecheck.client import ServerClient, Transport
 from retain.cachecheck.comparison import compare
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.results import Outcome
 from retain.cachecheck.runner import Surroundings, run_checks
+from retain.cachecheck.texts import Prompt
 from tests.helpers import fake_cache_server as fake
 
 KEYS = ("sk-one", "sk-two")
@@ -214,4 +215,23 @@ def answering(status, **content):
 def test_what_is_wrong_is_said_in_one_line(server, options, message):
     with pytest.raises(ValueError, match=message) as error:
         check(server, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        ('{"choices": [7]}', "not one of OpenAI's API"),
+        ('{"choices": 7}', "not one of OpenAI's API"),
+        ('{"error": {"message": "out of memory"}}', "http://fake/v1: out of memory"),
+        ('{"error": 7}', "ended by an error"),
+        ("[" * 10_000, "no JSON object"),
+        ("[DONE]\n\n" * 10_000, "more than 10000 lines"),
+    ],
+)
+def test_what_is_wrong_in_a_stream_is_said_in_one_line(event, message):
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\n\n"))
+    client = ServerClient("http://fake/v1", None, 1.0, Transport(transport))
+    with pytest.raises(ValueError, match=message) as error:
+        client.ask(Prompt(("hello",)), {"stream": True})
     assert "\n" not in str(error.value)

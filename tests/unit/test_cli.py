@@ -170,7 +170,7 @@ def test_bad_input_prints_one_line_and_exits_2(capsys, tmp_path):
 
 
 def test_chat_with_a_server_names_the_missing_package(capsys, monkeypatch):
-    monkeypatch.delitem(sys.modules, "retain.cli.http_client", raising=False)
+    monkeypatch.delitem(sys.modules, "retain.http_client", raising=False)
     monkeypatch.setitem(sys.modules, "httpx", None)
     assert_one_line_error(run_cli(capsys, "chat", "--url", "http://127.0.0.1:1/v1"), "pip install 'retain[client]'")
 

@@ -7,14 +7,14 @@ import logging
 import sys
 import types
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retain.cli import http_client
+from retain import http_client
 from retain.terminal import EscapingFormatter, EscapingStream, escape_controls
 from tests.helpers.cli import assert_one_line_error, run_cli
 
@@ -57,8 +57,12 @@ class HostileClient:
     def __init__(self, *args: object) -> None:
         pass
 
-    def stream(self, messages: Sequence[Mapping[str, str]], options: Mapping[str, Any]) -> Iterator[str]:
-        yield from HOSTILE
+    def first_model(self) -> str:
+        return "m"
+
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        for c in HOSTILE:
+            yield {"choices": [{"delta": {"content": c}}]}
         if self.error:
             raise ValueError(self.error)
 
@@ -71,7 +75,7 @@ class HostileClient:
 def test_chat_shows_what_a_server_sends(
     is_terminal: bool, error: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(http_client, "Client", HostileClient)
+    monkeypatch.setattr(http_client, "HttpClient", HostileClient)
     monkeypatch.setattr(HostileClient, "error", error)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Json = dict[str, Any]
+from retain.http_client import Json
+
+NOT_OPENAI = "the answer is not one of OpenAI's API"
 
 
 @dataclass(frozen=True)
@@ -50,24 +52,25 @@ def read_answer(body: Json, seconds: float) -> Answer:
             seconds=seconds,
         )
     except (LookupError, TypeError, AttributeError, ValueError):
-        raise ValueError("the answer is not one of OpenAI's API") from None
+        raise ValueError(NOT_OPENAI) from None
 
 
 def join_events(events: Iterable[Json]) -> Json:
-    """Join the events of a stream to the response that they stand for. Raises ValueError for the event of an error."""
+    """Join the events of a stream to the response that they stand for. Raises ValueError."""
     texts: list[str] = []
     logprobs: dict[str, list[Any]] = {}
     usage: Json | None = None
     finish_reason = None
-    for event in events:
-        if "error" in event:
-            raise ValueError(str(event["error"]))
-        usage = event.get("usage") or usage
-        for choice in event.get("choices") or ():
-            texts.append(_read_text(choice))
-            finish_reason = choice.get("finish_reason") or finish_reason
-            for name, values in (choice.get("logprobs") or {}).items():
-                logprobs.setdefault(name, []).extend(values or ())
+    try:
+        for event in events:
+            usage = event.get("usage") or usage
+            for choice in event.get("choices") or ():
+                texts.append(_read_text(choice))
+                finish_reason = choice.get("finish_reason") or finish_reason
+                for name, values in (choice.get("logprobs") or {}).items():
+                    logprobs.setdefault(name, []).extend(values or ())
+    except (TypeError, AttributeError):
+        raise ValueError(NOT_OPENAI) from None
     choice = {"text": "".join(texts), "logprobs": logprobs, "finish_reason": finish_reason}
     return {"choices": [choice], "usage": usage}
 

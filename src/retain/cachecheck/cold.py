@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from retain.cachecheck.answer import Answer, Json
+from retain.cachecheck.answer import Answer
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.offers import Offers
 from retain.cachecheck.texts import Prompt, PromptSource
+from retain.http_client import Json
 
 Ask = Callable[[Prompt, Json], Answer]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from retain.cachecheck.answer import Answer, Json
-from retain.cachecheck.client import RefusedError, ServerClient, logprob_fields
+from retain.cachecheck.answer import Answer
+from retain.cachecheck.client import ServerClient, logprob_fields
 from retain.cachecheck.texts import OPENING, Prompt, PromptSource
+from retain.http_client import Json, RefusedError
 
 NUM_WORDS = 150
 SPARE_WORDS = 8  # that texts may share by chance, with rounding to tokens

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from retain.cachecheck.answer import Answer, Json
+from retain.cachecheck.answer import Answer
 from retain.cachecheck.client import ServerClient, logprob_fields
 from retain.cachecheck.cold import ColdAnswers
 from retain.cachecheck.commands import Commands
@@ -18,6 +18,7 @@ from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.offers import Offers
 from retain.cachecheck.results import Case, Outcome, SkipCheck
 from retain.cachecheck.texts import Prompt, PromptSource
+from retain.http_client import Json
 
 LEAST_TOLERANCE = 0.1
 LARGEST_NOISE = 1.0  # nats, by which repeated requests may differ before nothing can be told

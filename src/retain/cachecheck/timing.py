@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from retain.cachecheck.answer import Answer
-from retain.cachecheck.client import RefusedError
 from retain.cachecheck.probe import Probe
 from retain.cachecheck.results import Case, Outcome
+from retain.http_client import RefusedError
 
 NUM_TEXTS = 3
 NUM_TRIES = 3  # a fault of time must show in each

@@ -6,9 +6,10 @@ import os
 import signal
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from types import FrameType
+from typing import Any
 
 from retain.cli.args import from_args, given_args
 from retain.config import Config
@@ -18,6 +19,7 @@ from retain.signals import interrupt_at_first_signal, restored_handlers
 from retain.terminal import escape_controls
 
 SERVER_OPTIONS = ("model", "kv_policy", "speculate")  # of the engine's options, those that a request may choose
+CONNECT_TIMEOUT_S = 30.0
 HELP = """\
 /clear  forget the conversation, but not the system message
 /quit   end; an empty line and Ctrl-D do too
@@ -59,21 +61,33 @@ def chat_with_server(args: Namespace) -> int:
     if wrong := [name for name in given if name not in SERVER_OPTIONS]:
         raise ValueError(f"--{wrong[0].replace('_', '-')} is an option of the server, not of --url")
     with needs_extra("--url", "client"):
-        from retain.cli.http_client import Client
+        import httpx
 
-    with closing(Client(args.url, given.pop("model", None), os.environ.get("OPENAI_API_KEY"))) as client:
-        options = given_args(args, SamplingParams) | given
+        from retain.http_client import HttpClient
+
+    timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)  # an answer may take as long as it takes
+    with closing(HttpClient(args.url, os.environ.get("OPENAI_API_KEY"), timeout)) as client:
+        model = given.pop("model", None) or client.first_model()
+        options = {"model": model, "stream": True, **given_args(args, SamplingParams), **given}
 
         def generate_reply(messages: list[Message]) -> str:
             pieces = []
-            for piece in client.stream(messages, options):
-                print(piece, end="", flush=True)
-                pieces.append(piece)
+            for event in client.stream("/chat/completions", {**options, "messages": messages}):
+                pieces.append(content_of(event))
+                print(pieces[-1], end="", flush=True)
             print(flush=True)
             return "".join(pieces)
 
         chat_loop(args.system, generate_reply)
     return 0
+
+
+def content_of(event: Mapping[str, Any]) -> str:
+    """Return the content in an event of a streamed chat. Raises ValueError."""
+    try:
+        return "".join(choice["delta"].get("content") or "" for choice in event.get("choices") or ())
+    except (LookupError, TypeError, AttributeError):
+        raise ValueError("the answer is not one of OpenAI's API") from None
 
 
 def chat_loop(system: str | None, generate_reply: Callable[[list[Message]], str]) -> None:

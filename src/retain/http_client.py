@@ -1,0 +1,98 @@
+"""A client of an OpenAI-compatible server: JSON goes out and comes back, whole or as events of a stream."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+
+Json = dict[str, Any]
+
+
+class RefusedError(ValueError):
+    """The server answered a request with an error."""
+
+
+class HttpClient:
+    """Requests to the server at `url`, such as http://127.0.0.1:8000/v1. Errors are ValueErrors that name it.
+
+    Threads may share it.
+    """
+
+    def __init__(
+        self, url: str, api_key: str | None, timeout: httpx.Timeout, transport: httpx.BaseTransport | None = None
+    ):
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"{url!r} is no address: it begins with http:// or https://")
+        self.url = url.rstrip("/")
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._http = httpx.Client(headers=headers, timeout=timeout, transport=transport, follow_redirects=True)
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
+    def first_model(self) -> str:
+        """Return the name of the first model that the server lists. Raises ValueError."""
+        with self._open("GET", "/models") as response:
+            models = self._parse(response.read())
+        try:
+            return str(models["data"][0]["id"])
+        except (LookupError, TypeError):
+            raise ValueError(f"{self.url} lists no model: name one by --model") from None
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Json:
+        """Return the answer to a request. Raises ValueError."""
+        with self._open("POST", path, body) as response:
+            return self._parse(response.read())
+
+    def stream(self, path: str, body: Mapping[str, Any], max_lines: float = math.inf) -> Iterator[Json]:
+        """Yield the events of an answer as they come. Raises ValueError, also for the event of an error."""
+        with self._open("POST", path, body) as response:
+            for i, line in enumerate(response.iter_lines()):
+                if i >= max_lines:
+                    raise ValueError(f"{self.url}: a stream has more than {max_lines} lines")
+                if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                    event = self._parse(line[5:])
+                    if "error" in event:
+                        raise ValueError(f"{self.url}: {_error_message(event) or 'the answer ended by an error'}")
+                    yield event
+
+    @contextmanager
+    def _open(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Iterator[httpx.Response]:
+        try:
+            with self._http.stream(method, self.url + path, json=body) as response:
+                if not response.is_success:
+                    raise RefusedError(f"{self.url}: {_describe_error(response)}")
+                yield response
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise ValueError(f"{self.url}: {error or type(error).__name__}") from None
+
+    def _parse(self, data: bytes | str) -> Json:
+        try:
+            value = json.loads(data)
+        except (ValueError, RecursionError):
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError(f"{self.url}: the answer is no JSON object")
+        return value
+
+
+def _describe_error(response: httpx.Response) -> str:
+    try:
+        message = _error_message(json.loads(response.read()))
+    except (ValueError, RecursionError):
+        message = None
+    return f"{response.status_code} {message or response.reason_phrase}".rstrip()
+
+
+def _error_message(body: Any) -> str | None:
+    """Return the message of an error in the form of OpenAI's API, None where it has another form."""
+    try:
+        return str(body["error"]["message"])
+    except (LookupError, TypeError):
+        return None
