@@ -110,7 +110,7 @@ def test_a_command_that_empties_the_cache_gives_cold_answers():
     for server, expected in ((fake.FakeServer, set()), (fake.PartialBlockShared, {"lengths"})):
         fake_server = server(offers=frozenset({"logprobs", "usage"}))
         report = check(fake_server, keys=("sk-one",), checks=("lengths", "branches"), flush_command="flush")
-        assert report.server.cold.way == "flush" and faults(report) >= expected
+        assert report.server.cold.name == "flush" and faults(report) >= expected
         assert expected or {result.outcome for result in report.results} == {Outcome.PASSED}
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
-from typing import Any
 
 from retain.cachecheck.answer import Answer
 from retain.cachecheck.config import CachecheckConfig
@@ -21,34 +20,96 @@ from retain.http_client import Json
 Ask = Callable[[Prompt, Json], Answer]
 
 
-class ColdAnswers:
-    """Asks prompts without a cache, by the best way that the server offers. `way` names it; None: there is none."""
+class ColdMethod:
+    """A way to answers without a cache."""
 
-    def __init__(self, offers: Offers, config: CachecheckConfig, ask: Ask, flush: Callable[[], None]):
-        self._ask = ask
+    name = ""
+
+    def rounds(self, prompts: Sequence[Prompt]) -> Iterator[Iterable[int]]:
+        """Yield the indices of prompts that may be asked one after the other."""
+        yield range(len(prompts))
+
+    def fields(self, texts: PromptSource) -> Json:
+        """Return the fields of a request by which it finds nothing in the cache."""
+        return {}
+
+    def has_failed(self, answer: Answer, allowance: int) -> bool:
+        """Return whether an answer came from the cache in spite of the method."""
+        return False
+
+
+class NewSalt(ColdMethod):
+    """A salt that nobody has used."""
+
+    name = "salt"
+
+    def fields(self, texts: PromptSource) -> Json:
+        """Return a salt."""
+        return {"cache_salt": texts.name()}
+
+
+class OptOut(ColdMethod):
+    """A field of a request by which llama.cpp's server uses no cache, which it may ignore."""
+
+    name = "cache_prompt=false"
+
+    def fields(self, texts: PromptSource) -> Json:
+        """Return the field."""
+        return {"cache_prompt": False}
+
+    def has_failed(self, answer: Answer, allowance: int) -> bool:
+        """Return whether usage counts more cached tokens than a new text may have."""
+        return answer.num_cached > allowance
+
+
+class Flush(ColdMethod):
+    """A command that empties the cache: the first text of each family is cold after it."""
+
+    name = "flush"
+
+    def __init__(self, flush: Callable[[], None]):
         self._flush = flush
+
+    def rounds(self, prompts: Sequence[Prompt]) -> Iterator[Iterable[int]]:
+        """Empty the cache before each round of prompts that share no beginning."""
+        for indices in _rounds(prompts):
+            self._flush()
+            yield indices
+
+
+def choose_method(offers: Offers, config: CachecheckConfig, flush: Callable[[], None]) -> ColdMethod | None:
+    """Return the best method that the server offers, None where there is none."""
+    if offers.knows_salts and offers.keeps_salts_apart is not False:
+        return NewSalt()
+    if offers.opts_out and config.reference != "replay":
+        return OptOut()
+    return Flush(flush) if config.flush_command else None
+
+
+class ColdAnswers:
+    """Asks prompts without a cache, by a method; where there is none, it can ask nothing."""
+
+    def __init__(self, method: ColdMethod | None, config: CachecheckConfig, ask: Ask):
+        self.method = method
+        self._ask = ask
         self._replays = config.reference == "replay"
-        self.way: str | None = None
-        if offers.knows_salts and offers.keeps_salts_apart is not False:
-            self.way = "salt"
-        elif offers.opts_out and not self._replays:
-            self.way = "cache_prompt=false"
-        elif config.flush_command:
-            self.way = "flush"
+
+    @property
+    def name(self) -> str | None:
+        """The name of the method, None where there is none."""
+        return self.method.name if self.method else None
 
     def ask(self, prompts: Sequence[Prompt], texts: PromptSource) -> Iterator[tuple[int, Answer]]:
         """Yield the index and the cold answer of each prompt, in any order."""
-        rounds: Iterable[Iterable[int]] = _rounds(prompts) if self.way == "flush" else [range(len(prompts))]
-        for indices in rounds:
-            if self.way == "flush":
-                self._flush()
+        if self.method is None:
+            return
+        for indices in self.method.rounds(prompts):
             for i in indices:
-                yield i, self._ask_one(prompts[i], self._fields(texts))
+                yield i, self._ask_one(prompts[i], self.method.fields(texts))
 
-    def _fields(self, texts: PromptSource) -> dict[str, Any]:
-        if self.way == "salt":
-            return {"cache_salt": texts.name()}
-        return {"cache_prompt": False} if self.way == "cache_prompt=false" else {}
+    def has_failed(self, answer: Answer, allowance: int) -> bool:
+        """Return whether an answer that should be cold came from the cache."""
+        return self.method is not None and self.method.has_failed(answer, allowance)
 
     def _ask_one(self, prompt: Prompt, fields: Json) -> Answer:
         if self._replays:

@@ -11,7 +11,7 @@ from typing import Any
 
 from retain.cachecheck.answer import Answer
 from retain.cachecheck.client import ServerClient, logprob_fields
-from retain.cachecheck.cold import ColdAnswers
+from retain.cachecheck.cold import ColdAnswers, choose_method
 from retain.cachecheck.commands import Commands
 from retain.cachecheck.comparison import Difference, compare, find_foreign_words, largest_gap
 from retain.cachecheck.config import CachecheckConfig
@@ -43,7 +43,7 @@ class Server:
         self.commands = commands
         self.model = config.model or clients[0].first_model()
         self.noise = Noise()
-        self.cold = ColdAnswers(offers, config, self.ask, commands.flush)
+        self.cold = ColdAnswers(choose_method(offers, config, commands.flush), config, self.ask)
         self.block_size = 0  # of which all counts of cached tokens are multiples
         self.num_requests = 0
         self.num_cached_tokens = 0
@@ -74,7 +74,7 @@ class Server:
         gap = 0.0
         turns = False
         for prompt in (texts.prompt(60) for _ in range(NUM_NOISE_TEXTS)):
-            if self.cold.way:
+            if self.cold.method:
                 pair = [answer for _ in range(2) for _, answer in self.cold.ask([prompt], texts)]
             else:
                 pair = [self.ask(prompt, {}) for _ in range(3)][1:]
@@ -148,13 +148,13 @@ class Probe:
         """Ask the cold answers of all pending cases, and compare."""
         pending = self._pending
         self._pending = []
-        if pending and self.server.cold.way is None:
+        if pending and self.server.cold.method is None:
             hint = "the server offers neither salts nor a request without a cache; give a --flush-command"
             self.unsure("answers that have no cold reference", f"{len(pending)}: {hint}")
             return
         for i, reference in self.server.cold.ask([prompt for prompt, _, _ in pending], self.texts):
             _, answer, what = pending[i]
-            if self.server.cold.way == "cache_prompt=false" and reference.num_cached > self.offers.allowance:
+            if self.server.cold.has_failed(reference, self.offers.allowance):
                 self.unsure(what, "the reference came from the cache, too")
             else:
                 self.equal(reference, answer, what)

@@ -50,7 +50,7 @@ class CheckReport:
             f"seed {self.seed}"
         )
         yield (
-            f"cold answers: {server.cold.way or 'the first of each text only'}; log-probabilities may differ by "
+            f"cold answers: {server.cold.name or 'the first of each text only'}; log-probabilities may differ by "
             f"{server.tolerance:g} (repeated requests: {server.noise.gap:.2g})"
         )
 
@@ -62,7 +62,7 @@ class CheckReport:
             "model": server.model,
             "seed": self.seed,
             "exit_code": self.exit_code,
-            "cold_answers": server.cold.way,
+            "cold_answers": server.cold.name,
             "tolerance": server.tolerance,
             "noise": asdict(server.noise),
             "requests": server.num_requests,

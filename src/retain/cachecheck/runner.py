@@ -43,7 +43,7 @@ def run_checks(
     try:
         commands = Commands(config, clients[0].first_model, surroundings.run_command)
         server = _meet(clients, config, commands, seed)
-        surroundings.tell(f"{server.model}, seed {seed}, cold answers by {server.cold.way or 'order only'}")
+        surroundings.tell(f"{server.model}, seed {seed}, cold answers by {server.cold.name or 'order only'}")
         results = []
         for name in names:
             results.append(_run_check(name, server, seed))
