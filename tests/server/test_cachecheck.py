@@ -7,7 +7,7 @@ import pytest
 
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.results import Outcome
-from retain.cachecheck.runner import Surroundings, run_checks
+from retain.cachecheck.runner import RunEnvironment, run_checks
 from retain.server.auth import ApiKeys
 from tests.helpers.cli import run_cli
 from tests.helpers.folders import save_tiny_smollm2
@@ -18,10 +18,10 @@ ENGINE = {"kv_memory": "64MiB", "dtype": "float32", "max_model_len": 2048}
 EXACT = 1e-5  # nats: bodies have rounded numbers
 
 
-def outcomes(url, checks=(), keys=(None,), surroundings=None, **options):
+def outcomes(url, checks=(), keys=(None,), environment=None, **options):
     """Run checks, find no fault, and return the outcome of each."""
     config = CachecheckConfig(checks=checks, seed=5, tolerance=EXACT, **options)
-    report = run_checks(url, config, keys, surroundings or Surroundings())
+    report = run_checks(url, config, keys, environment or RunEnvironment())
     assert report.exit_code == 0, report.to_table()
     return {result.name: result.outcome for result in report.results}
 
@@ -62,7 +62,7 @@ def test_tiers_survive_a_restart_and_keep_weights_apart(tmp_path, tiny_smollm2):
 
         checks = ("rounds", "restart", "reload")
         commands = {"restart_command": "restart", "reload_command": "reload"}
-        found = outcomes(server.url, checks, surroundings=Surroundings(run_command=run_command), **commands)
+        found = outcomes(server.url, checks, environment=RunEnvironment(run_command=run_command), **commands)
     assert set(found.values()) == {Outcome.PASSED}
 
 

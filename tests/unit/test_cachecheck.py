@@ -12,7 +12,7 @@ from retain.cachecheck.client import ServerClient, Transport
 from retain.cachecheck.comparison import compare
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.results import Outcome
-from retain.cachecheck.runner import Surroundings, run_checks
+from retain.cachecheck.runner import RunEnvironment, run_checks
 from retain.cachecheck.texts import Prompt
 from tests.helpers import fake_cache_server as fake
 
@@ -57,7 +57,7 @@ def check(server, url="http://fake/v1", keys=KEYS, **options):
 
     transport = Transport(httpx.MockTransport(server.handle), lambda: server.now)
     config = CachecheckConfig(**{"seed": 7, **COMMANDS, **options})
-    return run_checks(url, config, keys, Surroundings(transport, run_command))
+    return run_checks(url, config, keys, RunEnvironment(transport, run_command))
 
 
 def faults(report):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from retain.cachecheck.answer import Answer
+from retain.cachecheck.capabilities import Capabilities
 from retain.cachecheck.config import CachecheckConfig
-from retain.cachecheck.offers import Offers
 from retain.cachecheck.texts import Prompt, PromptSource
 from retain.http_client import Json
 
@@ -77,11 +77,11 @@ class Flush(ColdMethod):
             yield indices
 
 
-def choose_method(offers: Offers, config: CachecheckConfig, flush: Callable[[], None]) -> ColdMethod | None:
+def choose_method(capabilities: Capabilities, config: CachecheckConfig, flush: Callable[[], None]) -> ColdMethod | None:
     """Return the best method that the server offers, None where there is none."""
-    if offers.knows_salts and offers.keeps_salts_apart is not False:
+    if capabilities.knows_salts and capabilities.keeps_salts_apart is not False:
         return NewSalt()
-    if offers.opts_out and config.reference != "replay":
+    if capabilities.opts_out and config.reference != "replay":
         return OptOut()
     return Flush(flush) if config.flush_command else None
 

@@ -66,12 +66,14 @@ def _ending(answer: Answer) -> str:
 
 
 def largest_gap(first: Answer, second: Answer) -> float:
-    """Return the largest difference of log-probabilities at the tokens that two answers begin with."""
+    """Return the largest difference of tokens that both answers list at a place, up to where they part."""
     gap = 0.0
     for one, other in zip(first.tokens, second.tokens, strict=False):
+        listed = {one.text: one.logprob, **one.top}
+        also_listed = {other.text: other.logprob, **other.top}
+        gap = max([gap, *(abs(listed[text] - also_listed[text]) for text in listed.keys() & also_listed.keys())])
         if one.text != other.text:
             break
-        gap = max(gap, abs(one.logprob - other.logprob))
     return gap
 
 

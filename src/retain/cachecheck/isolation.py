@@ -26,13 +26,13 @@ def keep_apart(probe: Probe, ask: Ask, others: Mapping[str, Ask]) -> None:
             again = ask(text)
             found = ask_other(text)
             probe.equal(first, found, f"text {i}, the answer with {name}")
-            if not probe.offers.counts_cached:
+            if not probe.capabilities.counts_cached:
                 continue
-            if again.num_cached > probe.offers.allowance:
+            if again.num_cached > probe.capabilities.allowance:
                 probe.not_cached(found, f"text {i} with {name}")
             else:
                 probe.unsure(f"text {i} with {name}", "even the same tenant finds nothing in the cache")
-    if not probe.offers.counts_cached:
+    if not probe.capabilities.counts_cached:
         compare_times(probe, ask, others)
 
 

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 from xml.etree import ElementTree
 
-from retain.cachecheck.probe import Server
 from retain.cachecheck.results import CheckResult, Outcome
+from retain.cachecheck.server import Server
 from retain.terminal import escape_controls
 
 MAX_SHOWN = 5  # problems of a check, in the table

@@ -8,14 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
+from retain.cachecheck.capabilities import Discovery
 from retain.cachecheck.checks import check_names, load_check
 from retain.cachecheck.client import ServerClient, Transport
 from retain.cachecheck.commands import Commands, run_in_shell
 from retain.cachecheck.config import CachecheckConfig
-from retain.cachecheck.offers import Discovery
-from retain.cachecheck.probe import Probe, Server
+from retain.cachecheck.probe import Probe
 from retain.cachecheck.report import CheckReport
 from retain.cachecheck.results import Case, CheckResult, SkipCheck, confirm
+from retain.cachecheck.server import Server
 from retain.cachecheck.texts import PromptSource
 from retain.plugins import check_known
 
@@ -24,45 +25,45 @@ MAX_SEED = 2**31
 
 
 @dataclass(frozen=True)
-class Surroundings:
-    """What a run does besides asking: how it reaches the server, runs commands and tells of its progress."""
+class RunEnvironment:
+    """What a run does besides asking: how it reaches the server, runs commands and reports its progress."""
 
     transport: Transport = field(default_factory=Transport)
     run_command: Callable[[str, float], None] = run_in_shell
-    tell: Callable[[str], None] = lambda line: None
+    report_progress: Callable[[str], None] = lambda line: None
 
 
 def run_checks(
-    url: str, config: CachecheckConfig, keys: Sequence[str | None], surroundings: Surroundings
+    url: str, config: CachecheckConfig, keys: Sequence[str | None], environment: RunEnvironment
 ) -> CheckReport:
     """Run the checks that were asked for. Raises ValueError where the server does not answer."""
     check_known("check", config.checks, check_names())
     names = [name for name in check_names() if name in config.checks or not config.checks]
     seed = random.randrange(MAX_SEED) if config.seed is None else config.seed
-    clients = [ServerClient(url, key, config.timeout, surroundings.transport) for key in keys]
+    clients = [ServerClient(url, key, config.timeout, environment.transport) for key in keys]
     try:
-        commands = Commands(config, clients[0].first_model, surroundings.run_command)
-        server = _meet(clients, config, commands, seed)
-        surroundings.tell(f"{server.model}, seed {seed}, cold answers by {server.cold.name or 'order only'}")
+        commands = Commands(config, clients[0].first_model, environment.run_command)
+        server = _inspect_server(clients, config, commands, seed)
+        environment.report_progress(f"{server.model}, seed {seed}, cold answers by {server.cold.name or 'order only'}")
         results = []
         for name in names:
             results.append(_run_check(name, server, seed))
-            surroundings.tell(f"{name}: {results[-1].verdict}, {results[-1].num_requests} requests")
+            environment.report_progress(f"{name}: {results[-1].verdict}, {results[-1].num_requests} requests")
         return CheckReport(url, server, seed, results)
     finally:
         for client in clients:
             client.close()
 
 
-def _meet(clients: Sequence[ServerClient], config: CachecheckConfig, commands: Commands, seed: int) -> Server:
+def _inspect_server(clients: Sequence[ServerClient], config: CachecheckConfig, commands: Commands, seed: int) -> Server:
     """Find out what the server offers, and how much its answers to repeated requests differ."""
     model = config.model or clients[0].first_model()
     texts = PromptSource(f"{seed} offers", is_chat=False)
-    offers = Discovery(clients[0], {"model": model}, texts).run()
-    if config.seed is not None and offers.is_warm:
+    capabilities = Discovery(clients[0], {"model": model}, texts).run()
+    if config.seed is not None and capabilities.is_warm:
         raise ValueError(f"the server has cached the texts of --seed {seed}: restart it, or choose another seed")
-    server = Server(clients, config, offers, commands)
-    server.noise = server.measure_noise(PromptSource(f"{seed} noise", is_chat=not offers.has_completions))
+    server = Server(clients, model, config, capabilities, commands)
+    server.noise = server.measure_noise(PromptSource(f"{seed} noise", is_chat=not capabilities.has_completions))
     return server
 
 
@@ -75,7 +76,7 @@ def _run_check(name: str, server: Server, seed: int) -> CheckResult:
     runs: list[list[Case]] = []
     try:
         while len(runs) < NUM_RUNS and (not runs or any(case.needs_confirmation for case in runs[-1])):
-            texts = PromptSource(f"{seed} {name} {len(runs)}", is_chat=not server.offers.has_completions)
+            texts = PromptSource(f"{seed} {name} {len(runs)}", is_chat=not server.capabilities.has_completions)
             runs.append(_run_once(check, Probe(server, texts)))
         result.cases = confirm(runs)
     except SkipCheck as reason:

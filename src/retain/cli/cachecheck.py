@@ -20,14 +20,16 @@ def cachecheck(args: Namespace) -> int:
     Progress goes to standard error.
     """
     with needs_extra("checking a server", "client"):
-        from retain.cachecheck.runner import Surroundings, run_checks
+        from retain.cachecheck.runner import RunEnvironment, run_checks
 
-    def tell(line: str) -> None:
+    def report_progress(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     first, second = (os.environ.get(name) or None for name in KEYS)
     keys = [first, second] if second else [first]
-    report = run_checks(args.url, from_args(CachecheckConfig, args), keys, Surroundings(tell=tell))
+    report = run_checks(
+        args.url, from_args(CachecheckConfig, args), keys, RunEnvironment(report_progress=report_progress)
+    )
     if args.junit:
         args.junit.write_text(report.to_junit(), encoding="utf-8")
     print(json.dumps(report.to_json()) if args.json else report.to_table())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from retain.cachecheck.offers import Offers
+from retain.cachecheck.capabilities import Capabilities
 from retain.cachecheck.probe import Probe
 
 BLOCK_SIZES = (16, 32, 64, 128)
@@ -15,24 +15,24 @@ CONTINUATION = 5  # words
 
 def run(probe: Probe) -> None:
     """A text asked again, and continued in two ways, has the answers that it has without a cache."""
-    for length in block_end_lengths(probe.offers, BLOCK_SIZES):
+    for length in block_end_lengths(probe.capabilities, BLOCK_SIZES):
         check_length(probe, length)
     block_size = probe.server.block_size
     if block_size not in BLOCK_SIZES and CONTINUATION < block_size <= LARGEST_BLOCK:
-        for length in block_end_lengths(probe.offers, [block_size, 2 * block_size]):
+        for length in block_end_lengths(probe.capabilities, [block_size, 2 * block_size]):
             check_length(probe, length)
 
 
-def block_end_lengths(offers: Offers, block_sizes: Iterable[int]) -> list[int]:
+def block_end_lengths(capabilities: Capabilities, block_sizes: Iterable[int]) -> list[int]:
     """Return for each size three lengths in tokens: a whole number of blocks, one token less and one more."""
-    least = offers.overhead + LEAST_WORDS * offers.tokens_per_word
+    least = capabilities.overhead + LEAST_WORDS * capabilities.tokens_per_word
     ends = {(int(least) // size + 1) * size for size in block_sizes}
     return sorted({end + i for end in ends for i in (-1, 0, 1)})
 
 
 def check_length(probe: Probe, length: int) -> None:
     """Ask a text of so many tokens, as far as words give that."""
-    num_words = max(1, round((length - probe.offers.overhead) / probe.offers.tokens_per_word))
+    num_words = max(1, round((length - probe.capabilities.overhead) / probe.capabilities.tokens_per_word))
     text = probe.texts.prompt(num_words)
     first = probe.ask(text)
     probe.equal(first, probe.ask(text), f"{length} tokens, again")

@@ -10,7 +10,9 @@ from retain.cachecheck.probe import Probe
 
 def run(probe: Probe) -> None:
     """A text under one salt is new under another one, and without a salt."""
-    probe.skip_unless(probe.offers.knows_salts, "the server takes any value of cache_salt: it does not know the field")
+    probe.skip_unless(
+        probe.capabilities.knows_salts, "the server takes any value of cache_salt: it does not know the field"
+    )
     one, other = (probe.texts.name() for _ in range(2))
     others: dict[str, Ask] = {"another salt": partial(probe.ask, cache_salt=other), "no salt": probe.ask}
     keep_apart(probe, partial(probe.ask, cache_salt=one), others)

@@ -12,7 +12,7 @@ LENGTHS = (14, 40, 75)  # words
 def run(probe: Probe) -> None:
     """A text has one answer: streamed or whole, computed or from the cache."""
     for is_chat, kind in ((True, "chat"), (False, "text")):
-        if not (probe.offers.has_chat if is_chat else probe.offers.has_completions):
+        if not (probe.capabilities.has_chat if is_chat else probe.capabilities.has_completions):
             continue
         for num_words in LENGTHS:
             name = f"{kind} of {num_words} words"
@@ -21,7 +21,7 @@ def run(probe: Probe) -> None:
             streamed = probe.stream(text)
             probe.equal(whole, streamed, f"{name}, streamed from the cache")
             counts = (whole.prompt_tokens, streamed.prompt_tokens)
-            if probe.offers.streams_usage and None not in counts:
+            if probe.capabilities.streams_usage and None not in counts:
                 detail = f"{counts[1]} prompt tokens in the stream, {counts[0]} in the whole answer"
                 probe.judge(counts[0] == counts[1], f"{name}, its count", detail)
             text = replace(probe.texts.prompt(num_words), is_chat=is_chat)

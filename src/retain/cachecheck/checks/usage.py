@@ -17,7 +17,7 @@ FAST = 0.3
 
 def run(probe: Probe) -> None:
     """Counts are possible, texts that nobody has sent are not cached, and what counts as cached takes less time."""
-    probe.skip_unless(probe.offers.counts_cached, "usage does not count cached tokens")
+    probe.skip_unless(probe.capabilities.counts_cached, "usage does not count cached tokens")
     for i in range(NUM_TEXTS):
         text = probe.texts.prompt(90 + 20 * i)
         first = probe.ask(text)

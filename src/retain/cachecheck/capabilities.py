@@ -16,7 +16,7 @@ BAD_SALT = 17  # no text: a server that knows salts refuses it
 
 
 @dataclass(frozen=True)
-class Offers:
+class Capabilities:
     """What a server offers. `overhead`: prompt tokens besides the words of a text."""
 
     has_completions: bool
@@ -45,7 +45,7 @@ class Discovery:
         self.base_fields = base_fields
         self.texts = texts
 
-    def run(self) -> Offers:
+    def run(self) -> Capabilities:
         """Ask the server. Raises ValueError where it answers neither texts nor chats."""
         kinds = {is_chat: self._works(is_chat, {}) for is_chat in (False, True)}
         if not any(kinds.values()):
@@ -58,7 +58,7 @@ class Discovery:
         counts_cached = again.cached is not None
         knows_salts = self._works(None, {"cache_salt": "a"}) and not self._works(None, {"cache_salt": BAD_SALT})
         salted = self._ask(text, {"cache_salt": self.texts.name()}) if knows_salts else None
-        return Offers(
+        return Capabilities(
             has_completions=kinds[False],
             has_chat=kinds[True],
             logprobs=logprobs,
