@@ -11,10 +11,9 @@ import httpx
 
 from retain.cachecheck.answer import Answer, join_events, read_answer
 from retain.cachecheck.texts import Prompt
-from retain.http_client import HttpClient, Json
+from retain.http_client import HttpClient
 
 MAX_LINES = 10_000  # of a stream
-TOP_LOGPROBS = 5
 
 
 @dataclass(frozen=True)
@@ -36,16 +35,11 @@ class ServerClient:
 
     def ask(self, prompt: Prompt, fields: Mapping[str, Any]) -> Answer:
         """Return the greedy answer to a prompt; `fields` are further fields of the body. Raises ValueError."""
-        path = "/chat/completions" if prompt.is_chat else "/completions"
-        body = {**prompt.to_body(), "temperature": 0, **fields}
+        path = prompt.endpoint.path
+        body = {**prompt.endpoint.to_body(prompt.turns), "temperature": 0, **fields}
         start = self._clock()
         if body.get("stream"):
             response = join_events(self._http.stream(path, body, MAX_LINES))
         else:
             response = self._http.post(path, body)
         return read_answer(response, self._clock() - start)
-
-
-def logprob_fields(is_chat: bool) -> Json:
-    """Return the fields of a body that ask for log-probabilities."""
-    return {"logprobs": True, "top_logprobs": TOP_LOGPROBS} if is_chat else {"logprobs": TOP_LOGPROBS}

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 
-from retain.cachecheck.capabilities import Discovery
+from retain.cachecheck.capabilities import detect_capabilities
 from retain.cachecheck.checks import check_names, load_check
 from retain.cachecheck.client import ServerClient, Transport
 from retain.cachecheck.commands import Commands, run_in_shell
@@ -58,12 +58,11 @@ def run_checks(
 def _inspect_server(clients: Sequence[ServerClient], config: CachecheckConfig, commands: Commands, seed: int) -> Server:
     """Find out what the server offers, and how much its answers to repeated requests differ."""
     model = config.model or clients[0].first_model()
-    texts = PromptSource(f"{seed} offers", is_chat=False)
-    capabilities = Discovery(clients[0], {"model": model}, texts).run()
+    capabilities = detect_capabilities(clients[0], model, seed)
     if config.seed is not None and capabilities.is_warm:
         raise ValueError(f"the server has cached the texts of --seed {seed}: restart it, or choose another seed")
     server = Server(clients, model, config, capabilities, commands)
-    server.noise = server.measure_noise(PromptSource(f"{seed} noise", is_chat=not capabilities.has_completions))
+    server.noise = server.measure_noise(PromptSource(f"{seed} noise", capabilities.endpoint))
     return server
 
 
@@ -76,7 +75,7 @@ def _run_check(name: str, server: Server, seed: int) -> CheckResult:
     runs: list[list[Case]] = []
     try:
         while len(runs) < NUM_RUNS and (not runs or any(case.needs_confirmation for case in runs[-1])):
-            texts = PromptSource(f"{seed} {name} {len(runs)}", is_chat=not server.capabilities.has_completions)
+            texts = PromptSource(f"{seed} {name} {len(runs)}", server.capabilities.endpoint)
             runs.append(_run_once(check, Probe(server, texts)))
         result.cases = confirm(runs)
     except SkipCheck as reason:

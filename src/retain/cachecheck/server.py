@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from retain.cachecheck.answer import Answer
 from retain.cachecheck.capabilities import Capabilities
-from retain.cachecheck.client import ServerClient, logprob_fields
+from retain.cachecheck.client import ServerClient
 from retain.cachecheck.cold import ColdAnswers, choose_method
 from retain.cachecheck.commands import Commands
 from retain.cachecheck.comparison import largest_gap
@@ -56,8 +56,8 @@ class Server:
     def ask(self, prompt: Prompt, fields: Json, key: int = 0) -> Answer:
         """Return the greedy answer to a prompt."""
         base: Json = {"model": self.model, "max_tokens": self.config.max_tokens}
-        if prompt.is_chat in self.capabilities.logprobs:
-            base |= logprob_fields(prompt.is_chat)
+        if prompt.endpoint in self.capabilities.with_logprobs:
+            base |= prompt.endpoint.logprob_fields
         answer = self.clients[key].ask(prompt, {**base, **fields})
         with self._lock:
             self.num_requests += 1

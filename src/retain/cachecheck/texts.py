@@ -9,7 +9,8 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+
+from retain.cachecheck.endpoint import Endpoint
 
 OPENING = "Words:"
 QUOTE = 3  # words
@@ -32,17 +33,10 @@ WORDS = tuple(WORD_LIST.split())
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation: turns of user and assistant, the last one of the user. Without chat they are one text."""
+    """A conversation: turns of user and assistant, the last one of the user. Outside of a chat they are one text."""
 
     turns: tuple[str, ...]
-    is_chat: bool = False
-
-    def to_body(self) -> dict[str, Any]:
-        """Return the prompt as fields of a request's body."""
-        if not self.is_chat:
-            return {"prompt": "".join(self.turns)}
-        roles = ("user", "assistant")
-        return {"messages": [{"role": roles[i % 2], "content": turn} for i, turn in enumerate(self.turns)]}
+    endpoint: Endpoint = Endpoint.TEXT
 
     @property
     def words(self) -> list[str]:
@@ -70,9 +64,9 @@ class Prompt:
 class PromptSource:
     """Draws words and prompts, in an order that follows from a seed."""
 
-    def __init__(self, seed: str, is_chat: bool):
+    def __init__(self, seed: str, endpoint: Endpoint):
         self._random = random.Random(seed)
-        self.is_chat = is_chat
+        self.endpoint = endpoint
 
     def words(self, num_words: int) -> list[str]:
         """Return random words."""
@@ -92,7 +86,7 @@ class PromptSource:
 
     def of(self, words: Sequence[str]) -> Prompt:
         """Return the prompt of these words behind the opening."""
-        return Prompt((" ".join((OPENING, *words)),), self.is_chat)
+        return Prompt((" ".join((OPENING, *words)),), self.endpoint)
 
     def name(self) -> str:
         """Return a random name, as of a salt."""

@@ -16,11 +16,10 @@ REPLY = 9  # words
 
 def run(probe: Probe) -> None:
     """Each turn of each branch has the answer that it has without a cache, and has it again at the end."""
-    for is_chat, kind in ((True, "chat"), (False, "text")):
-        if probe.capabilities.has_chat if is_chat else probe.capabilities.has_completions:
-            for num_words in LENGTHS:
-                root = replace(probe.texts.prompt(num_words), is_chat=is_chat)
-                check_tree(probe, root, f"{kind} {num_words}")
+    for endpoint in probe.capabilities.endpoints:
+        for num_words in LENGTHS:
+            root = replace(probe.texts.prompt(num_words), endpoint=endpoint)
+            check_tree(probe, root, f"{endpoint} {num_words}")
 
 
 def check_tree(probe: Probe, root: Prompt, name: str) -> None:

@@ -11,7 +11,9 @@ NUM_TEXTS = 4
 
 def run(probe: Probe) -> None:
     """What a text asked again lists as likely tokens, is as likely as the first time."""
-    probe.skip_unless(probe.texts.is_chat in probe.capabilities.logprobs, "the server offers no log-probabilities")
+    probe.skip_unless(
+        probe.texts.endpoint in probe.capabilities.with_logprobs, "the server offers no log-probabilities"
+    )
     probe.skip_unless(probe.server.noise.gap <= LARGEST_NOISE, "repeated requests differ too much")
     for i in range(NUM_TEXTS):
         text = probe.texts.prompt(40 + 30 * i)

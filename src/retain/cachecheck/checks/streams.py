@@ -11,12 +11,10 @@ LENGTHS = (14, 40, 75)  # words
 
 def run(probe: Probe) -> None:
     """A text has one answer: streamed or whole, computed or from the cache."""
-    for is_chat, kind in ((True, "chat"), (False, "text")):
-        if not (probe.capabilities.has_chat if is_chat else probe.capabilities.has_completions):
-            continue
+    for endpoint in probe.capabilities.endpoints:
         for num_words in LENGTHS:
-            name = f"{kind} of {num_words} words"
-            text = replace(probe.texts.prompt(num_words), is_chat=is_chat)
+            name = f"{endpoint} of {num_words} words"
+            text = replace(probe.texts.prompt(num_words), endpoint=endpoint)
             whole = [probe.ask(text) for _ in range(2)][-1]
             streamed = probe.stream(text)
             probe.equal(whole, streamed, f"{name}, streamed from the cache")
@@ -24,6 +22,6 @@ def run(probe: Probe) -> None:
             if probe.capabilities.streams_usage and None not in counts:
                 detail = f"{counts[1]} prompt tokens in the stream, {counts[0]} in the whole answer"
                 probe.judge(counts[0] == counts[1], f"{name}, its count", detail)
-            text = replace(probe.texts.prompt(num_words), is_chat=is_chat)
+            text = replace(probe.texts.prompt(num_words), endpoint=endpoint)
             streamed = probe.stream(text)
             probe.equal(streamed, probe.ask(text), f"{name}, streamed first")
