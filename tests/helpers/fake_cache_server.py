@@ -140,6 +140,8 @@ class FakeServer:
         body = json.loads(http_request.content)
         is_chat = http_request.url.path.endswith("/chat/completions")
         salt = body.get("cache_salt", "") if "salts" in self.offers else ""
+        if "opt out" in self.offers and body.get("cache_prompt") is False:
+            salt = f"request {self.num_requests}"  # no other request has it
         if not isinstance(salt, str):
             return httpx.Response(400, json={"error": {"message": "cache_salt is no text"}})
         if "no texts" in self.offers and not is_chat:

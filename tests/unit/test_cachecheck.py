@@ -105,12 +105,15 @@ def test_much_is_found_without_salts_counts_or_log_probabilities(server, offers,
     assert any(result.outcome == Outcome.UNSURE for result in report.results)
 
 
-def test_a_command_that_empties_the_cache_gives_cold_answers():
-    """One flush serves all families of texts."""
+@pytest.mark.parametrize(
+    ("offer", "options", "name"), [("opt out", {}, "cache_prompt=false"), ("", {"flush_command": "flush"}, "flush")]
+)
+def test_a_server_without_salts_gives_cold_answers_in_another_way(offer, options, name):
+    """A field of llama.cpp's server, or a command that empties the cache: one flush serves all families of texts."""
     for server, expected in ((fake.FakeServer, set()), (fake.PartialBlockShared, {"lengths"})):
-        fake_server = server(offers=frozenset({"logprobs", "usage"}))
-        report = check(fake_server, keys=("sk-one",), checks=("lengths", "branches"), flush_command="flush")
-        assert report.server.cold.name == "flush" and faults(report) >= expected
+        fake_server = server(offers=frozenset({"logprobs", "usage", offer}))
+        report = check(fake_server, keys=("sk-one",), checks=("lengths", "branches"), **options)
+        assert report.server.cold.name == name and faults(report) >= expected
         assert expected or {result.outcome for result in report.results} == {Outcome.PASSED}
 
 
