@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -35,14 +35,15 @@ from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
 from retain.processing.chat_template import read_chat_template
-from retain.processing.input import EngineInfo, GenerateRequest, InputProcessor, Prompt
+from retain.processing.input import EngineInfo, GenerateRequest, InputProcessor, Prompt, list_prompts
 from retain.processing.output import OutputProcessor, RequestOutputState
-from retain.processing.pooling import VectorReader, prepare_pooled
+from retain.processing.pooling import PooledPlan, plan_vectors
 from retain.processing.reranking import INSTRUCTION, plan_scores
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 PrefillCallback = Callable[[int, int], None]
 # Requests, and tokens of their prompts. Tiles of few query rows, and products of few rows, come in powers of 2.
 WARM_UP_BATCHES = (*((1, 2**i) for i in range(7)), (1, 300), (9, 40))
@@ -245,7 +246,7 @@ class LLM:
 
         Raises ValueError when one of them cannot be run; then none is.
         """
-        many = [prompts] if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)) else list(prompts)
+        many = list_prompts(prompts)
         each = list(params) if isinstance(params, Sequence) else [params or SamplingParams()] * len(many)
         if len(each) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(each)} sampling parameters")
@@ -254,10 +255,7 @@ class LLM:
             raise ValueError(f"{len(many)} prompts but {len(specs)} policies")
         shared = GenerateRequest("", num_system_tokens=num_system_tokens, salt=salt, explain_prefix=explain_prefix)
         return self.generate_from_requests(
-            [
-                replace(shared, prompt=p, params=q, kv_policy=x)  # type: ignore[arg-type]
-                for p, q, x in zip(many, each, specs, strict=True)
-            ]
+            [replace(shared, prompt=p, params=q, kv_policy=x) for p, q, x in zip(many, each, specs, strict=True)]
         )
 
     def generate_from_requests(self, generate_requests: Sequence[GenerateRequest]) -> list[RequestOutput]:
@@ -344,13 +342,9 @@ class LLM:
 
         Raises ValueError for a model that generates (see `pooling`), and where one of them cannot be run; then none is.
         """
-        if self.pooling is None:
-            raise ValueError("this model generates: its files name no pooling (pooling=last or mean makes vectors)")
-        readers = [VectorReader(self.pooling) for _ in prompts]
-        requests = [GenerateRequest(p, salt=salt) for p in prompts]
-        texts = [prepare_pooled(self.input_processor, g, r) for g, r in zip(requests, readers, strict=True)]
-        self._run_to_completion([text.state for text in texts])
-        return [reader.vector(dimensions).tolist() for reader in readers]
+        shared = GenerateRequest("", salt=salt)
+        plan = plan_vectors(self.input_processor, self.pooling, prompts, shared, dimensions)
+        return [vector.tolist() for vector in self._run_plan(plan)]
 
     def rerank(
         self, query: str, documents: Sequence[str], instruction: str = INSTRUCTION, salt: str = ""
@@ -361,9 +355,12 @@ class LLM:
         """
         pairs = [(query, document) for document in documents]
         plan = plan_scores(self.input_processor, self.pooling, pairs, GenerateRequest("", salt=salt), instruction)
+        return self._run_plan(plan)
+
+    def _run_plan(self, plan: PooledPlan[T]) -> T:
         for stage in plan.stages:
-            self._run_to_completion([prepare().state for prepare in stage])
-        return plan.scores()
+            self._run_to_completion([prepare() for prepare in stage])
+        return plan.result()
 
     def kept_positions(
         self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0

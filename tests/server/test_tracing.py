@@ -3,7 +3,7 @@
 import json
 import sys
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
@@ -11,12 +11,16 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExporter
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
 
+from retain.kv.row import Row
 from retain.server import tracing
-from retain.server.config import ServerConfig
+from retain.server.config import Limits, ServerConfig
 from retain.server.launch import _open_traces
-from tests.server.conftest import HTTP, run_tiny_server, wait_until
+from tests.helpers.folders import save_tiny_smollm2
+from tests.server.conftest import HTTP, run_server, run_tiny_server, wait_until
 
+ENDPOINT = "http://localhost:4318"
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE_ID}-{SPAN_ID}-01"}
 SECRET = "the secret of the house "
@@ -38,18 +42,24 @@ def exporter() -> SpanExporter:
     return MemoryExporter()
 
 
-@pytest.fixture(scope="module")
-def server(exporter, tmp_path_factory):
-    """A server with a tier on a disk, that holds all that its small pool evicts."""
-    tier = f"disk:path={tmp_path_factory.mktemp('tier')},capacity=64MiB"
-    options = {"kv_memory": "1MiB", "tier": [tier], "max_model_len": 1024}
-    running = run_tiny_server(engine_options=options, otlp_traces_endpoint="http://localhost:4318")
+@contextmanager
+def traced(running, exporter):
+    """Run a server whose spans go to the exporter."""
     with ExitStack() as stack:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
             patch.setattr(tracing, "create_exporter", lambda endpoint: exporter)
             server = stack.enter_context(running)
         yield server
+
+
+@pytest.fixture(scope="module")
+def server(exporter, tmp_path_factory):
+    """A server with a tier on a disk, that holds all that its small pool evicts."""
+    tier = f"disk:path={tmp_path_factory.mktemp('tier')},capacity=64MiB"
+    options = {"kv_memory": "1MiB", "tier": [tier], "max_model_len": 1024}
+    with traced(run_tiny_server(engine_options=options, otlp_traces_endpoint=ENDPOINT), exporter) as running:
+        yield running
 
 
 def complete(server, prompt, path="completions", **fields):
@@ -127,6 +137,75 @@ def test_a_hang_up_is_an_abort(server, exporter):
     spans = exporter.take(4)
     (parent,) = (s for s in spans if s.kind.name == "SERVER")
     assert parent.attributes["gen_ai.response.finish_reasons"] == ("abort",) and parent.parent is None
+
+
+# ---- pooled texts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["last", "off"])
+def pooling_server(request, tmp_path_factory):
+    """A server that embeds, or that reranks, with the texts of its requests in traces; and its exporter."""
+    folder = save_tiny_smollm2(tmp_path_factory.mktemp("qwen3"), "qwen3")
+    options = {"kv_memory": "32MiB", "dtype": "float32", "max_model_len": 1024, "pooling": request.param}
+    limits = Limits(max_choices=4)
+    settings = {"limits": limits, "otlp_traces_endpoint": ENDPOINT, "trace_content": True}
+    exporter = MemoryExporter()  # ends with its server
+    with traced(run_server(str(folder), options, **settings), exporter) as running:
+        yield running, exporter
+
+
+def counters(server):
+    """Return the samples of the page of metrics by name, and by reason where they have one."""
+    page = HTTP.get(f"{server.url.removesuffix('/v1')}/metrics").text
+    samples = (s for family in text_string_to_metric_families(page) for s in family.samples)
+    return {(s.name, s.labels.get("finished_reason", "")): s.value for s in samples if s.name.startswith("vllm:")}
+
+
+def test_a_call_of_pooled_texts_is_one_span_and_generates_nothing(pooling_server):
+    server, exporter = pooling_server
+    texts = [f"{SECRET}{i}" for i in range(10)]
+    if server.service.llm.pooling:
+        path, fields = "embeddings", {"input": texts}
+    else:
+        path, fields = "rerank", {"query": "which?", "documents": texts}
+    before = counters(server)
+    response = HTTP.post(f"{server.url}/{path}", json={"model": "smollm2", **fields}, headers=HEADERS)
+    usage = response.json()["usage"]
+    wait_until(exporter.get_finished_spans)
+    HTTP.post(f"{server.url}/{path}", json={"model": "smollm2", **fields})
+    spans = exporter.take(2)
+    assert len(spans) == 2 and all(s.name == f"{path} smollm2" and s.kind.name == "SERVER" for s in spans)
+    span = spans[0]
+    assert f"{span.context.trace_id:032x}" == TRACE_ID and f"{span.parent.span_id:016x}" == SPAN_ID
+    assert span.start_time < span.end_time < spans[1].start_time + 1e6 and span.status.is_unset
+    attributes = span.attributes
+    assert attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] > 0
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert attributes["gen_ai.usage.output_tokens"] == 0 and attributes["retain.texts"] == len(texts)
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert not any("first_chunk" in name or "messages" in name for name in attributes)
+    counted = {k: v - before.get(k, 0) for k, v in counters(server).items()}
+    requests = 2 * len(texts)
+    assert counted["vllm:prompt_tokens_total", ""] == 2 * usage["prompt_tokens"]
+    assert counted["vllm:request_success_total", "stop"] == requests
+    for name in ("e2e_request_latency", "request_queue_time", "request_prefill_time", "request_inference_time"):
+        assert counted[f"vllm:{name}_seconds_count", ""] == requests
+    unused = ["generation_tokens_total", "request_generation_tokens_count", "request_params_max_tokens_count"]
+    unused += [
+        f"{name}_seconds_count" for name in ("time_to_first_token", "request_decode_time", "inter_token_latency")
+    ]
+    assert [counted[f"vllm:{name}", ""] for name in unused] == [0] * len(unused)
+
+
+def test_a_failed_call_of_pooled_texts_is_an_error(pooling_server):
+    server, exporter = pooling_server
+    body = {"model": "smollm2", "text_1": "a", "text_2": ["b", "c"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Row, "reserve", lambda *_, **__: False)
+        assert HTTP.post(f"{server.url}/score", json=body).status_code == 500
+    (span,) = exporter.take(1)
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("error",) and not span.status.is_ok
+    assert span.attributes["error.type"] == "out_of_memory"
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------

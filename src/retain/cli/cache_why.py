@@ -162,7 +162,7 @@ def _encode_body(source: str, body: Any, tokenizer: Tokenizer) -> Iterator[Recor
         return
     completion = _validate(CompletionRequest, body)
     for prompt in completion.prompts:
-        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+        ids = tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if any(token >= tokenizer.vocab_size for token in ids):
             raise ValueError(f"prompt: a token id is outside the vocabulary of {tokenizer.vocab_size}")
         yield RecordedPrompt(source, ids, completion.kv_policy, completion.cache_salt or "")

@@ -66,6 +66,7 @@ class RequestInput:
     needs_logits: bool = False  # steps return the logits before every token of the answer
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
     explain_prefix: bool = False  # find out why the prompt begins with no more cached tokens
+    pools: bool = False  # only what the prompt computes is read: the token that ends the request is no answer
 
 
 @dataclass(eq=False)
@@ -353,6 +354,6 @@ class Request:
 
     def check_stop(self) -> FinishReason | None:
         """Return why the request ends with its last token: it is a stop token, or the answer is long enough."""
-        if self.tokens[-1] in self.input.stop_ids:
+        if self.input.pools or self.tokens[-1] in self.input.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_output_tokens >= self.input.max_tokens else None

@@ -27,6 +27,13 @@ Prompt = str | Sequence[int]
 MAX_KNOWN_SPECS = 64  # of policies that requests named, and of their plans
 
 
+def list_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts as a list: they may be given as one or several."""
+    if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True)
 class GenerateRequest:
     """A prompt, and how it is to be answered.
@@ -45,7 +52,7 @@ class GenerateRequest:
     salt: str = ""
     owner: str = ""  # who asks: requests of different owners take turns
     grammar: str | None = None
-    needs_prompt_logprobs: bool = False
+    needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
     explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
     shown_tokens: frozenset[int] = frozenset()
@@ -163,8 +170,9 @@ class InputProcessor:
             owner=g.owner,
             drafter_name=g.speculate or "",
             needs_logits=on_logits is not None,
-            needs_prompt_logits=g.needs_prompt_logprobs,
+            needs_prompt_logits=g.needs_prompt_logits,
             explain_prefix=g.explain_prefix,
+            pools=g.pools,
         )
         inputs = (replace(shared, params=params.for_answer(i)) for i in range(params.n))
         grammar = self.grammar_compiler.compile(g.grammar) if g.grammar else None

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 from torch.nn.functional import cosine_similarity
 
 from retain.formats.pooling import Pooling
 from retain.processing.input import GenerateRequest, InputProcessor
-from retain.processing.pooling import ChoiceReader, PooledText, VectorReader, prepare_pooled
+from retain.processing.output import RequestOutputState
+from retain.processing.pooling import ChoiceReader, PooledPlan, plan_vectors, prepare_pooled
 from retain.processing.tokenizer import Tokenizer
 
 INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
@@ -56,20 +56,13 @@ class Reranker:
         return ChoiceReader(self._yes, self._no)
 
 
-class ScorePlan(NamedTuple):
-    """Texts to prepare and to compute, stage by stage, and the scores of all pairs, to be asked for afterwards."""
-
-    stages: Sequence[Sequence[Callable[[], PooledText]]]
-    scores: Callable[[], list[float]]
-
-
 def plan_scores(
     processor: InputProcessor,
     pooling: Pooling | None,
     pairs: Sequence[tuple[str, str]],
     shared: GenerateRequest,
     instruction: str = INSTRUCTION,
-) -> ScorePlan:
+) -> PooledPlan[list[float]]:
     """Plan the scores of pairs of a query and a document: 0 to 1, or cosines of a model that embeds.
 
     Other options are those of `shared`. Raises ValueError where the model can do neither. Preparing a text raises it
@@ -80,7 +73,7 @@ def plan_scores(
     reranker = Reranker(processor.tokenizer)
     readers = [reranker.create_reader() for _ in pairs]
 
-    def prepare(i: int) -> PooledText:
+    def prepare(i: int) -> RequestOutputState:
         query, document = pairs[i]
         processor.check_length(query + document)
         prompt = reranker.encode(query, document, instruction)
@@ -90,19 +83,17 @@ def plan_scores(
     others = sorted(set(range(len(pairs))) - set(firsts))
     # The first document of a query leaves the part that all have in common to the others.
     stages = [[partial(prepare, i) for i in stage] for stage in (sorted(firsts), others)]
-    return ScorePlan(stages, lambda: [reader.probability for reader in readers])
+    return PooledPlan(stages, lambda: [reader.probability for reader in readers])
 
 
 def _plan_cosines(
     processor: InputProcessor, pooling: Pooling, pairs: Sequence[tuple[str, str]], shared: GenerateRequest
-) -> ScorePlan:
-    readers = {text: VectorReader(pooling) for pair in pairs for text in pair}
-    texts = [
-        partial(prepare_pooled, processor, replace(shared, prompt=text), reader) for text, reader in readers.items()
-    ]
+) -> PooledPlan[list[float]]:
+    texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+    plan = plan_vectors(processor, pooling, texts, shared)
 
     def scores() -> list[float]:
-        vectors = {text: reader.vector() for text, reader in readers.items()}
+        vectors = dict(zip(texts, plan.result(), strict=True))
         return [float(cosine_similarity(vectors[a], vectors[b], dim=0)) for a, b in pairs]
 
-    return ScorePlan([texts], scores)
+    return PooledPlan(plan.stages, scores)

@@ -15,11 +15,11 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from time import perf_counter
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from retain.engine.request import Request
 from retain.llm import LLM
-from retain.server.request_group import EngineError, RequestGroup
+from retain.server.request_group import EngineError, PooledCallStats, RequestGroup
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -28,8 +28,11 @@ ENGINE_FAILED = "the engine has failed and accepts no more requests"
 STEP_FAILED = "the engine failed while running this request or another of its batch"
 
 
-class Observer(Protocol):
-    """Watches requests and steps, for metrics, traces and the inspector. Called in the engine thread."""
+class Observer:
+    """Watches requests and steps, for metrics, traces and the inspector. Called in the engine thread.
+
+    Each method does nothing unless a class replaces it.
+    """
 
     def on_request(self, request: Request, group: RequestGroup) -> None:
         """Handle a request that was just queued."""
@@ -37,8 +40,11 @@ class Observer(Protocol):
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Handle a step that took `step_s` seconds and sampled tokens for these requests."""
 
-    def on_finish(self, request: Request) -> None:
-        """Handle a request that finished, failed or was cancelled."""
+    def on_finish(self, request: Request, group: RequestGroup) -> None:
+        """Handle a request that finished, failed or was cancelled; `group.num_unfinished` does not count it."""
+
+    def on_pooled_call(self, stats: PooledCallStats) -> None:
+        """Handle the end of a call whose texts were pooled. Its requests were reported, too."""
 
 
 class EngineThread:
@@ -71,6 +77,10 @@ class EngineThread:
     def cancel(self, group: RequestGroup) -> None:
         """Cancel the unfinished requests of a group. Their pages are free after one more step at most."""
         self._commands.put(lambda: self._cancel_group(group))
+
+    def report(self, stats: PooledCallStats) -> None:
+        """Tell observers that a call has ended whose texts were pooled."""
+        self._commands.put(lambda: self._notify_observers(lambda observer: observer.on_pooled_call(stats)))
 
     async def call(self, function: Callable[[], T]) -> T:
         """Run a function in the engine thread, between two steps, and return its result."""
@@ -245,8 +255,9 @@ class EngineThread:
                 self._remove_request(request)
 
     def _remove_request(self, request: Request) -> None:
-        del self._group_of_request[request]
-        self._notify_observers(lambda observer: observer.on_finish(request))
+        group, _ = self._group_of_request.pop(request)
+        group.num_unfinished -= 1
+        self._notify_observers(lambda observer: observer.on_finish(request, group))
 
     def _fail_group(self, group: RequestGroup, error: EngineError) -> None:
         self._loop.call_soon_threadsafe(group.fail, error)

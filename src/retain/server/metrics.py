@@ -19,6 +19,7 @@ from retain.engine.request import Request
 from retain.engine.spec_decode.stats import SpecDecodeStats
 from retain.kv.stats.pool import PoolStats
 from retain.llm import LLM
+from retain.server.engine_thread import Observer
 from retain.server.request_group import REPORTED_REASONS, RequestGroup
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -31,7 +32,7 @@ TIER_SIZES = ("tier", "bytes", "capacity", "spans")  # of a tier's statistics, w
 Values = float | Mapping[Any, float]  # by the value of a label, or by those of several
 
 
-class Metrics:
+class Metrics(Observer):
     """An engine's metrics. Everything runs in the engine thread (see Observer)."""
 
     def __init__(self, llm: LLM, model_name: str):
@@ -118,15 +119,15 @@ class Metrics:
 
     # ---- as requests and steps finish ----------------------------------------------------------------------------
 
-    def on_request(self, request: Request, group: RequestGroup) -> None:
-        """Count nothing: a request is counted when it finishes."""
-
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Record the time of a step and the latencies of the tokens that it sampled."""
         self.step_time.observe(step_s)
         now = perf_counter()
         num_new = 0
         for request in sampled_requests:
+            if request.input.pools:
+                self.prompt_tokens.inc(len(request.prompt))
+                continue
             num_output = len(request.tokens) - len(request.prompt)
             last_time, last_output = self._last_sample.get(request, (0.0, 0))
             if last_output:
@@ -138,7 +139,7 @@ class Metrics:
             num_new += num_output - last_output
         self.generation_tokens.inc(num_new)
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, group: RequestGroup) -> None:
         """Record the totals of a request that finished, failed or was cancelled."""
         assert request.finish_reason
         reason = REPORTED_REASONS[request.finish_reason]
@@ -146,7 +147,8 @@ class Metrics:
         self._count_drafts(request.stats.spec_decode)
         self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
-        self.request_max_tokens.observe(request.input.max_tokens)
+        if not request.input.pools:
+            self.request_max_tokens.observe(request.input.max_tokens)
         if request.stats.first_token_time:
             self._observe_times(request)
         else:
@@ -160,15 +162,17 @@ class Metrics:
             self.accepted_by_position.labels(**self.labels, position=str(position)).inc(num_accepted)
 
     def _observe_times(self, request: Request) -> None:
-        """Record the times of a request that has an answer."""
-        num_output = request.num_output_tokens
+        """Record the times of a request whose prompt is computed. One that is pooled has no answer."""
         stats = request.stats
-        self.request_output_tokens.observe(num_output)
         self.e2e_latency.observe(stats.finish_time - stats.arrival_time)
         self.queue_time.observe(stats.scheduled_time - stats.arrival_time)
         self.prefill_time.observe(stats.first_token_time - stats.scheduled_time)
-        self.decode_time.observe(stats.finish_time - stats.first_token_time)
         self.inference_time.observe(stats.finish_time - stats.scheduled_time)
+        if request.input.pools:
+            return
+        num_output = request.num_output_tokens
+        self.request_output_tokens.observe(num_output)
+        self.decode_time.observe(stats.finish_time - stats.first_token_time)
         if num_output > 1:
             self.tpot.observe((stats.finish_time - stats.first_token_time) / (num_output - 1))
 

@@ -6,6 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple
 
 from retain.engine.request import FinishReason, Logprob, Request
@@ -69,6 +70,18 @@ class CallInfo:
     trace_headers: Mapping[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class PooledCallStats:
+    """What a call computed whose texts are pooled, a group of them at a time. Its requests are not kept."""
+
+    call: CallInfo
+    num_texts: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason = FinishReason.CANCELLED  # until it has another
+    start_time: float = field(default_factory=perf_counter)
+
+
 class RequestGroup:
     """Choices that are generated together. The engine thread appends deltas; one coroutine takes them."""
 
@@ -83,12 +96,14 @@ class RequestGroup:
         """`key_name` labels the requests in the inspector. `pins` are those of the first prompt.
 
         `stream_interval`: tokens of a delta, at least, but for the first and the last; None: one delta at the end.
+        `call`: None where the group is a part of a call (see PooledCallStats).
         """
         self.request_states = list(request_states)
         self.key_name = key_name
         self.pins = pins
         self.stream_interval = stream_interval
-        self.call = call or CallInfo()
+        self.call = call
+        self.num_unfinished = len(self.request_states)  # counted by the engine thread
         self.num_pinned_tokens: int | None = 0 if pins else None  # None where nothing is to be pinned
         self.warnings: list[str] = []  # found while the requests ran
         self._error: Exception | None = None

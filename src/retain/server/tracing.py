@@ -1,5 +1,6 @@
 """Traces by OpenTelemetry: a span for each request, with children for its queue, prefill, loads from tiers and decode.
 
+A call whose texts are pooled has one span, without children: it may have thousands of texts.
 Spans are made when a request has ended, from times that the engine keeps anyway; a thread of the SDK sends them. Names
 of attributes are those of OpenTelemetry's conventions for generative AI, and `retain.*`.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter, time
 from urllib.parse import urlsplit
 
@@ -25,7 +26,8 @@ from retain.engine.request import FinishReason, Request
 from retain.files import quote
 from retain.kv.eviction import policies
 from retain.processing.tokenizer import Tokenizer
-from retain.server.request_group import REPORTED_REASONS, RequestGroup
+from retain.server.engine_thread import Observer
+from retain.server.request_group import REPORTED_REASONS, CallInfo, PooledCallStats, RequestGroup
 from retain.server.usage import count_tokens
 
 Attributes = dict[str, AttributeValue]
@@ -34,7 +36,7 @@ TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
 
 
 def open_provider(endpoint: str) -> TracerProvider:
-    """Return what makes spans and sends them to a collector. Raises ValueError for an address that is not HTTP."""
+    """Return a tracer provider that sends spans to a collector. Raises ValueError for an address that is not HTTP."""
     known_name = {} if os.environ.get("OTEL_SERVICE_NAME") else {SERVICE_NAME: "retain"}
     provider = TracerProvider(resource=Resource.create(known_name))
     provider.add_span_processor(BatchSpanProcessor(create_exporter(endpoint)))
@@ -42,7 +44,7 @@ def open_provider(endpoint: str) -> TracerProvider:
 
 
 def create_exporter(endpoint: str) -> SpanExporter:
-    """Return what sends spans to the address of a collector. Raises ValueError."""
+    """Return a span exporter for the address of a collector. Raises ValueError."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(
@@ -52,7 +54,7 @@ def create_exporter(endpoint: str) -> SpanExporter:
     return OTLPSpanExporter(endpoint=endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH)
 
 
-class RequestTracer:
+class RequestTracer(Observer):
     """Makes the spans of requests. Everything runs in the engine thread (see Observer)."""
 
     def __init__(self, provider: TracerProvider, tokenizer: Tokenizer, model_name: str, has_content: bool):
@@ -62,35 +64,47 @@ class RequestTracer:
         self.has_content = has_content
         self._tracer = provider.get_tracer("retain")
         self._propagator = TraceContextTextMapPropagator()
-        self._group_of_request: dict[Request, RequestGroup] = {}  # of those that have not ended
 
-    def on_request(self, request: Request, group: RequestGroup) -> None:
-        """Remember the group of a request."""
-        self._group_of_request[request] = group
+    def on_finish(self, request: Request, group: RequestGroup) -> None:
+        """Make the spans of a group whose last request has ended, unless it is a part of a call."""
+        if group.call and not group.num_unfinished:
+            self._trace(group, group.call)
 
-    def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
-        """Do nothing: requests keep their times."""
+    def on_pooled_call(self, stats: PooledCallStats) -> None:
+        """Make the span of a call. It has no texts: those of the call are not kept."""
+        attributes: Attributes = {
+            **self._describe_call(stats.call),
+            "gen_ai.usage.input_tokens": stats.num_prompt_tokens,
+            "gen_ai.usage.cache_read.input_tokens": stats.num_cached_tokens,
+            "gen_ai.usage.output_tokens": 0,
+            "gen_ai.response.finish_reasons": [REPORTED_REASONS[stats.finish_reason]],
+            "retain.texts": stats.num_texts,
+        }
+        span = self._start_call(stats.call, stats.start_time, attributes, [stats.finish_reason])
+        span.end(_to_epoch_ns(perf_counter()))
 
-    def on_finish(self, request: Request) -> None:
-        """Make the spans of a group whose last request has ended."""
-        group = self._group_of_request.pop(request, None)
-        if group and not any(other in self._group_of_request for other in group.requests):
-            self._trace(group)
-
-    def _trace(self, group: RequestGroup) -> None:
-        call = group.call
-        requests = group.requests
-        parent = self._tracer.start_span(
+    def _start_call(
+        self, call: CallInfo, start: float, attributes: Attributes, reasons: Iterable[FinishReason | None]
+    ) -> Span:
+        """Start the span of a call, which has failed where one of its requests has."""
+        span = self._tracer.start_span(
             f"{call.operation} {self.model_name}",
             context=self._propagator.extract(call.trace_headers),
             kind=SpanKind.SERVER,
-            attributes={**self._describe(group), **(self._content(requests) if self.has_content else {})},
-            start_time=_to_epoch_ns(min(r.stats.arrival_time for r in requests)),
+            attributes=attributes,
+            start_time=_to_epoch_ns(start),
         )
-        failures = [r.finish_reason.value for r in requests if r.finish_reason in FAILURES]
+        failures = [reason.value for reason in reasons if reason in FAILURES]
         if failures:
-            parent.set_attribute("error.type", failures[0])
-            parent.set_status(Status(StatusCode.ERROR))
+            span.set_attribute("error.type", failures[0])
+            span.set_status(Status(StatusCode.ERROR))
+        return span
+
+    def _trace(self, group: RequestGroup, call: CallInfo) -> None:
+        requests = group.requests
+        attributes = {**self._describe(group, call), **(self._content(requests) if self.has_content else {})}
+        arrival = min(r.stats.arrival_time for r in requests)
+        parent = self._start_call(call, arrival, attributes, (r.finish_reason for r in requests))
         context = set_span_in_context(parent)
         for index, request in enumerate(requests):
             self._trace_phases(request, {"retain.choice.index": index} if len(requests) > 1 else {}, context)
@@ -99,21 +113,21 @@ class RequestTracer:
     def _trace_phases(self, request: Request, attributes: Attributes, context: Context) -> None:
         """Make the children of a request's span; a load is one of the prefill that waits for it."""
         stats = request.stats
-        begun = stats.scheduled_time
+        scheduled = stats.scheduled_time
         answered = stats.first_token_time
-        self._add_span("queue", stats.arrival_time, begun or stats.finish_time, attributes, context)
-        if not begun:
+        self._add_span("queue", stats.arrival_time, scheduled or stats.finish_time, attributes, context)
+        if not scheduled:
             return
-        prefill = self._start_span("prefill", begun, attributes, context)
+        prefill = self._start_span("prefill", scheduled, attributes, context)
         inner = set_span_in_context(prefill)
         for load in stats.loads:
-            told: Attributes = {
+            load_attributes: Attributes = {
                 "retain.load.tiers": list(load.bytes_by_tier),
                 "retain.load.tokens": load.num_tokens,
                 "retain.load.bytes": sum(load.bytes_by_tier.values()),
                 "retain.load.failed": load.failed,
             }
-            self._add_span("load", load.started_at, load.finished_at, {**attributes, **told}, inner)
+            self._add_span("load", load.started_at, load.finished_at, {**attributes, **load_attributes}, inner)
         prefill.end(_to_epoch_ns(answered or stats.finish_time))
         if answered:
             self._add_span("decode", answered, stats.finish_time, attributes, context)
@@ -126,16 +140,22 @@ class RequestTracer:
 
     # ---- attributes ----------------------------------------------------------------------------------------------
 
-    def _describe(self, group: RequestGroup) -> Attributes:
+    def _describe_call(self, call: CallInfo) -> Attributes:
+        """Return what the conventions name of every call."""
+        return {
+            "gen_ai.operation.name": call.operation,
+            "gen_ai.provider.name": "retain",
+            "gen_ai.request.model": call.model or self.model_name,
+            "gen_ai.response.model": self.model_name,
+        }
+
+    def _describe(self, group: RequestGroup, call: CallInfo) -> Attributes:
         """Return what the conventions name of a request and its answer, and what is ours."""
         usage = count_tokens(group)
         first = group.requests[0]
         params = first.params
-        found: Attributes = {
-            "gen_ai.operation.name": group.call.operation,
-            "gen_ai.provider.name": "retain",
-            "gen_ai.request.model": group.call.model or self.model_name,
-            "gen_ai.response.model": self.model_name,
+        attributes: Attributes = {
+            **self._describe_call(call),
             "gen_ai.request.choice.count": len(group.requests),
             "gen_ai.request.stream": group.stream_interval is not None,
             "gen_ai.request.max_tokens": first.input.max_tokens,
@@ -150,8 +170,8 @@ class RequestTracer:
         }
         answered = [r.stats.first_token_time for r in group.requests if r.stats.first_token_time]
         if answered:
-            found["gen_ai.response.time_to_first_chunk"] = min(answered) - first.stats.arrival_time
-        return found
+            attributes["gen_ai.response.time_to_first_chunk"] = min(answered) - first.stats.arrival_time
+        return attributes
 
     def _content(self, requests: Sequence[Request]) -> Attributes:
         """Return the texts of a prompt, as the model reads it, and of its answers, in the form of the conventions."""

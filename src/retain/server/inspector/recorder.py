@@ -27,6 +27,7 @@ from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
 from retain.processing.prefix_report import NO_MISS, build_report
 from retain.processing.tokenizer import Tokenizer
+from retain.server.engine_thread import Observer
 from retain.server.request_group import RequestGroup
 
 MAX_LIVE = 16
@@ -66,7 +67,7 @@ class PrefixMiss:
         }
 
 
-class Inspector:
+class Inspector(Observer):
     """Observes the requests of one engine. Every method runs in the engine thread (see Observer)."""
 
     def __init__(self, llm: LLM):
@@ -95,12 +96,14 @@ class Inspector:
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
         """Count the generated tokens."""
         for request in sampled_requests:
+            if request.input.pools:
+                continue
             num_output = len(request.tokens) - len(request.prompt)
             key_name = self._key_names.get(request, "")
             self.num_generated_tokens[key_name] += num_output - self._num_counted.get(request, 0)
             self._num_counted[request] = num_output
 
-    def on_finish(self, request: Request) -> None:
+    def on_finish(self, request: Request, group: RequestGroup) -> None:
         """Remember the request, if it is traced and was ever computed, and what it missed of its prefix."""
         if key_name := self._key_names.get(request):  # kept, because `on_step` counts the last token afterwards
             diagnosis = request.stats.prefix_diagnosis

@@ -5,25 +5,30 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
+from numpy.typing import NDArray
 from pydantic import BaseModel, Field
+from torch import Tensor
 
-from retain.processing.input import GenerateRequest, Prompt
-from retain.processing.pooling import VectorReader, prepare_pooled
+from retain.processing.input import GenerateRequest, Prompt, list_prompts
+from retain.processing.pooling import PooledPlan, plan_vectors
 from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
-from retain.server.openai.pooled_calls import MAX_TEXTS, PooledCall, PooledFields, PooledUsage, answer_pooled
+from retain.server.openai.pooled_calls import MAX_TEXTS, PooledFields, PooledUsage, answer_pooled
 from retain.server.openai.protocol import Json, NonEmptyStr, TokenIds
 from retain.server.openai.serving import OpenAIServing, compose_salt
 
 
 class EmbeddingRequest(PooledFields):
     """POST /v1/embeddings."""
+
+    prompt_field: ClassVar[str] = "input"
+    operation: ClassVar[str] = "embeddings"
 
     input: (
         NonEmptyStr
@@ -38,9 +43,8 @@ class EmbeddingRequest(PooledFields):
 
     @property
     def texts(self) -> Sequence[Prompt]:
-        """The texts as a list: `input` may be one or several."""
-        x = self.input
-        return [x] if isinstance(x, str) or isinstance(x[0], int) else x
+        """The texts as a list."""
+        return list_prompts(self.input)
 
 
 class EmbeddingObject(BaseModel):
@@ -67,39 +71,32 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.post("/embeddings", response_model=None, responses={200: {"model": EmbeddingResponse}})
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Make a vector of each text."""
-        key = request.state.key
-        count = len(body.texts)
-        return await answer_pooled(service, body, request, count, lambda: prepare(service, body, key))
+        plan = partial(plan_call, service, body, request.state.key)
+        return await answer_pooled(service, body, request, len(body.texts), plan, partial(to_response, body))
 
     return router
 
 
-def prepare(service: OpenAIServing, body: EmbeddingRequest, key: ApiKey) -> PooledCall:
-    """Prepare the texts of a request. Raises APIError or ValueError."""
+def plan_call(service: OpenAIServing, body: EmbeddingRequest, key: ApiKey) -> PooledPlan[list[Tensor]]:
+    """Plan the vectors of a request. Raises APIError or ValueError."""
     llm = service.llm
-    if llm.pooling is None:
-        raise APIError(400, "this model generates and makes no embeddings: see --pooling", "model")
+    shared = GenerateRequest("", salt=compose_salt(key, body.cache_salt), owner=key.name)
+    plan = plan_vectors(llm.input_processor, llm.pooling, body.texts, shared, body.dimensions)
     if body.dimensions and body.dimensions > llm.spec.hidden_size:
         raise APIError(400, f"dimensions: vectors of this model have {llm.spec.hidden_size} numbers", "dimensions")
-    salt = compose_salt(key, body.cache_salt)
-    readers = [VectorReader(llm.pooling) for _ in body.texts]
-    texts = [
-        partial(prepare_pooled, llm.input_processor, GenerateRequest(text, salt=salt, owner=key.name), reader)
-        for text, reader in zip(body.texts, readers, strict=True)
-    ]
+    return plan
 
-    def answer(usage: PooledUsage) -> Json:
-        vectors = (reader.vector(body.dimensions).numpy() for reader in readers)
-        data = [
-            {
-                "object": "embedding",
-                "index": i,
-                "embedding": b64encode(v.astype("<f4").tobytes()).decode()
-                if body.encoding_format == "base64"
-                else v.astype(np.float64).tolist(),
-            }
-            for i, v in enumerate(vectors)
-        ]
-        return {"object": "list", "data": data, "model": body.model, "usage": usage.model_dump()}
 
-    return PooledCall([texts], answer)
+def to_response(body: EmbeddingRequest, vectors: list[Tensor], usage: PooledUsage) -> Json:
+    """Return the response for the vectors of all texts."""
+    encode = _to_base64 if body.encoding_format == "base64" else _to_numbers
+    data = [{"object": "embedding", "index": i, "embedding": encode(v.numpy())} for i, v in enumerate(vectors)]
+    return {"object": "list", "data": data, "model": body.model, "usage": usage.model_dump()}
+
+
+def _to_base64(vector: NDArray[np.float32]) -> str:
+    return b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def _to_numbers(vector: NDArray[np.float32]) -> list[float]:
+    return vector.astype(np.float64).tolist()

@@ -11,6 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, field_validator, model_validator
 
 from retain.plugins import parse_spec
+from retain.processing.input import Prompt, list_prompts
 from retain.sampling_params import MAX_STOP_LENGTH, SamplingParams, check_stop_strings
 from retain.server import client_fields
 from retain.server.request_model import StrictModel
@@ -214,10 +215,9 @@ class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
         return self
 
     @property
-    def prompts(self) -> list[str] | list[list[int]]:
-        """The prompts as a list: `prompt` may be one or several."""
-        p = self.prompt
-        return [p] if isinstance(p, str) or isinstance(p[0], int) else p  # type: ignore[return-value]
+    def prompts(self) -> list[Prompt]:
+        """The prompts as a list."""
+        return list_prompts(self.prompt)
 
 
 class CompletionLogprobs(BaseModel):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from time import time
 from typing import Annotated, ClassVar
 from uuid import uuid4
@@ -11,11 +12,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel, Field, model_validator
 
 from retain.processing.input import GenerateRequest
-from retain.processing.reranking import INSTRUCTION, ScorePlan, plan_scores
+from retain.processing.pooling import PooledPlan
+from retain.processing.reranking import INSTRUCTION, plan_scores
 from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES
-from retain.server.openai.pooled_calls import MAX_TEXTS, PooledCall, PooledFields, PooledUsage, answer_pooled
+from retain.server.openai.pooled_calls import MAX_TEXTS, PooledFields, PooledUsage, answer_pooled
 from retain.server.openai.protocol import Json, NonEmptyStr
 from retain.server.openai.serving import OpenAIServing, compose_salt
 from retain.server.request_model import StrictModel
@@ -125,28 +127,22 @@ def create_router(service: OpenAIServing) -> APIRouter:
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Sort documents by how well they fit a query."""
         pairs = [(body.query, text) for text in body.texts]
-
-        def prepare() -> PooledCall:
-            plan = plan_call(service, body, request.state.key, pairs)
-            return PooledCall(plan.stages, lambda usage: to_rerank_response(body, plan.scores(), usage))
-
-        return await answer_pooled(service, body, request, len(pairs), prepare)
+        plan = partial(plan_call, service, body, request.state.key, pairs)
+        return await answer_pooled(service, body, request, len(pairs), plan, partial(to_rerank_response, body))
 
     @router.post("/score", response_model=None, responses={200: {"model": ScoreResponse}})
     async def score(body: ScoreRequest, request: Request) -> Response:
         """Score pairs of a query and a document."""
         pairs = body.pairs
-
-        def prepare() -> PooledCall:
-            plan = plan_call(service, body, request.state.key, pairs)
-            return PooledCall(plan.stages, lambda usage: to_score_response(body, plan.scores(), usage))
-
-        return await answer_pooled(service, body, request, len(pairs), prepare)
+        plan = partial(plan_call, service, body, request.state.key, pairs)
+        return await answer_pooled(service, body, request, len(pairs), plan, partial(to_score_response, body))
 
     return router
 
 
-def plan_call(service: OpenAIServing, body: ScoringFields, key: ApiKey, pairs: list[tuple[str, str]]) -> ScorePlan:
+def plan_call(
+    service: OpenAIServing, body: ScoringFields, key: ApiKey, pairs: list[tuple[str, str]]
+) -> PooledPlan[list[float]]:
     """Plan the scores of a request. Raises ValueError."""
     shared = GenerateRequest("", salt=compose_salt(key, body.cache_salt), owner=key.name)
     return plan_scores(service.llm.input_processor, service.llm.pooling, pairs, shared, body.instruction)

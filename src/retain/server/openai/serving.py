@@ -14,7 +14,7 @@ from starlette.responses import Response
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.llm import LLM
 from retain.processing.infill import encode_infill
-from retain.processing.input import GenerateRequest
+from retain.processing.input import GenerateRequest, Prompt
 from retain.processing.output import RequestOutputState
 from retain.server.admission import AdmissionControl, RequestAdmission
 from retain.server.auth import ApiKey
@@ -201,7 +201,7 @@ class OpenAIServing:
             request = replace(
                 request,
                 params=body.to_sampling_params(max_tokens, body.logprobs),
-                needs_prompt_logprobs=echo and body.logprobs is not None,
+                needs_prompt_logits=echo and body.logprobs is not None,
             )
             requests.append(request)
         tokenizer = self.llm.tokenizer
@@ -220,7 +220,7 @@ class OpenAIServing:
         ]
         return Prepared(requests, CompletionEncoder(choices, self.llm.output_processor, body))
 
-    def _encode_completion(self, prompt: str | list[int], suffix: str | None) -> list[int]:
+    def _encode_completion(self, prompt: Prompt, suffix: str | None) -> list[int]:
         """Return the token ids of a prompt, or of one whose answer is between it and a suffix. Raises ValueError."""
         if suffix is None or not isinstance(prompt, str):
             return self.llm.encode(prompt)
