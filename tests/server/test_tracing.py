@@ -83,14 +83,17 @@ def test_a_streamed_request_with_a_load_from_disk_shows_its_spans(server, export
     spans = exporter.take(5)
     (parent,) = (s for s in spans if s.kind.name == "SERVER")
     assert f"{parent.context.trace_id:032x}" == TRACE_ID and f"{parent.parent.span_id:016x}" == SPAN_ID
-    told = parent.attributes
-    assert parent.name == "text_completion smollm2" and told["gen_ai.operation.name"] == "text_completion"
-    assert told["gen_ai.request.model"] == told["gen_ai.response.model"] == "smollm2"
-    assert told["gen_ai.usage.input_tokens"] == usage["prompt_tokens"] and told["gen_ai.usage.output_tokens"] == 6
+    attributes = parent.attributes
+    assert parent.name == "text_completion smollm2" and attributes["gen_ai.operation.name"] == "text_completion"
+    assert attributes["gen_ai.request.model"] == attributes["gen_ai.response.model"] == "smollm2"
+    assert (
+        attributes["gen_ai.usage.input_tokens"] == usage["prompt_tokens"]
+        and attributes["gen_ai.usage.output_tokens"] == 6
+    )
     cached = usage["prompt_tokens_details"]["cached_tokens"]
-    assert told["gen_ai.usage.cache_read.input_tokens"] == cached > 0
-    assert told["gen_ai.response.finish_reasons"] == ("length",) and told["gen_ai.request.stream"]
-    assert told["retain.kv_policy"] == "full" and told["gen_ai.request.max_tokens"] == 6
+    assert attributes["gen_ai.usage.cache_read.input_tokens"] == cached > 0
+    assert attributes["gen_ai.response.finish_reasons"] == ("length",) and attributes["gen_ai.request.stream"]
+    assert attributes["retain.kv_policy"] == "full" and attributes["gen_ai.request.max_tokens"] == 6
     queue, prefill, decode = sorted(children(spans, parent), key=lambda s: s.start_time)
     assert (queue.name, prefill.name, decode.name) == ("queue", "prefill", "decode")
     (load,) = children(spans, prefill)
@@ -102,7 +105,7 @@ def test_a_streamed_request_with_a_load_from_disk_shows_its_spans(server, export
     assert all(later >= earlier - 1e6 for earlier, later in pairwise(times))
     assert all(abs(times[i + 1] - times[i]) < 1e6 for i in (0, 2, 4, 6))
     assert prefill.start_time - 1e6 <= load.start_time < load.end_time <= prefill.end_time + 1e6
-    first = told["gen_ai.response.time_to_first_chunk"]
+    first = attributes["gen_ai.response.time_to_first_chunk"]
     assert first == pytest.approx((prefill.end_time - parent.start_time) / 1e9, abs=1e-3)
 
 
@@ -124,8 +127,8 @@ def test_texts_are_in_no_trace_unless_asked_for(server, exporter):
         patch.setattr(tracer, "has_content", True)
         answers.append(json.loads(complete(server, SECRET))["choices"][0]["text"])
         spans = exporter.take(4)
-    told = next(s.attributes for s in spans if s.kind.name == "SERVER")
-    (asked,), (answered,) = (json.loads(told[f"gen_ai.{x}.messages"]) for x in ("input", "output"))
+    attributes = next(s.attributes for s in spans if s.kind.name == "SERVER")
+    (asked,), (answered,) = (json.loads(attributes[f"gen_ai.{x}.messages"]) for x in ("input", "output"))
     assert asked == {"role": "user", "parts": [{"type": "text", "content": SECRET}]}
     assert answered["parts"][0]["content"] == answers[0] == answers[1] and answered["finish_reason"] == "length"
 
