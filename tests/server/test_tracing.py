@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
+import httpx
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -209,6 +210,16 @@ def test_a_failed_call_of_pooled_texts_is_an_error(pooling_server):
     (span,) = exporter.take(1)
     assert span.attributes["gen_ai.response.finish_reasons"] == ("error",) and not span.status.is_ok
     assert span.attributes["error.type"] == "out_of_memory"
+
+
+def test_a_hang_up_ends_a_call_of_pooled_texts(pooling_server):
+    server, exporter = pooling_server
+    body = {"model": "smollm2", "text_1": "a", "text_2": [f"{i} " * 200 for i in range(2000)]}
+    with pytest.raises(httpx.ReadTimeout):
+        HTTP.post(f"{server.url}/score", json=body, timeout=1)
+    (span,) = exporter.take(1)
+    assert span.attributes["gen_ai.response.finish_reasons"] == ("abort",)
+    assert 0 < span.attributes["retain.texts"] < 2000
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------

@@ -153,6 +153,11 @@ def reranker(reranker_folder) -> LLM:
     return LLM(str(reranker_folder), kv_memory="64MiB", dtype="float32")
 
 
+def test_a_model_that_generates_makes_no_vectors(reranker):
+    with pytest.raises(ValueError, match="makes no embeddings"):
+        reranker.embed(["x"])
+
+
 def test_scores_equal_those_of_transformers(reranker_folder, reranker):
     """The example of Qwen3-Reranker's model card: the softmax of the logits of no and yes behind the last token."""
     query = "What is the capital of China?"
