@@ -17,6 +17,10 @@ from typing import Any, TextIO, cast
 CONTROLS = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
+DIM = "\x1b[2m"
+NORMAL = "\x1b[22m"
+
+
 def escape_controls(text: str) -> str:
     r"""Return a text whose control characters are visible, as `\x1b`. Tabs and newlines stay."""
     return CONTROLS.sub(lambda found: _escape(ord(found[0])), text)
@@ -55,6 +59,12 @@ class EscapingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def write_dimmed(stream: TextIO, text: str) -> None:
+    """Write a text, with visible control characters, in the dim style of a terminal."""
+    to = stream._stream if isinstance(stream, EscapingStream) else stream
+    to.write(f"{DIM}{escape_controls(text)}{NORMAL}")
 
 
 @contextmanager

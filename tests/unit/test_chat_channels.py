@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from retain.cli import run as run_command
-from retain.cli.answers import DIM, NORMAL, AnswerWriter
+from retain.cli.answers import AnswerWriter
 from retain.processing.grammar import grammar_from_lark
 from retain.processing.input import GenerateRequest
 from retain.server.tool_formats.harmony import Format
+from retain.terminal import DIM, NORMAL, escaped_output
 from tests.helpers.cli import run_cli
 from tests.helpers.folders import save_tiny_harmony
 
@@ -46,6 +47,15 @@ def test_reasoning_is_dimmed_on_a_terminal_and_left_out_elsewhere(pieces: list[s
     shown = terminal.getvalue()
     assert shown.replace(DIM, "").replace(NORMAL, "") == "why\n\nso\n"
     assert shown.startswith(DIM) and shown.endswith(f"{NORMAL}\n\nso\n")
+
+
+def test_a_terminal_obeys_the_style_of_reasoning_and_nothing_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    with escaped_output():
+        writer = AnswerWriter(Format().create_parser((), "<|start|>assistant"))
+        writer.write(REASONING.replace("why", "\x1b[31m") + FINAL.replace("so", "\x07"), finished=True)
+    assert terminal.getvalue() == f"{DIM}\\x1b[31m{NORMAL}\n\n\\x07\n"
 
 
 def test_an_answer_without_channels_is_written_as_it_is() -> None:

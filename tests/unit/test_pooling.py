@@ -63,6 +63,16 @@ def test_vectors_equal_those_of_transformers(tmp_path, family, pooling):
         llm.generate("x", SamplingParams(max_tokens=1))
 
 
+@pytest.mark.parametrize("family", ["granite", "granitemoehybrid", "cohere2"])
+def test_vectors_lack_the_factor_of_logits(tmp_path, family):
+    """It is part of the last norm, and a vector that is not normalized shows it."""
+    save_tiny_smollm2(tmp_path, family)
+    write_modules(tmp_path, MODULES[:2], {"pooling_mode_lasttoken": True})
+    llm = LLM(str(tmp_path), **OPTIONS)
+    (vector,) = llm.embed(TEXTS[:1])
+    torch.testing.assert_close(torch.tensor(vector), peer_states(tmp_path, llm.encode(TEXTS[0]))[-1], atol=1e-4, rtol=0)
+
+
 def test_a_file_without_a_head_embeds(tmp_path):
     """Published embedding models lack the head, and the prefix `model.` of all names."""
     save_tiny_smollm2(tmp_path, "qwen3")

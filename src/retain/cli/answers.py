@@ -13,10 +13,7 @@ from typing import Any, TextIO
 from retain.processing.tokenizer import Tokenizer
 from retain.server.tool_format import AnswerParser
 from retain.server.tool_formats import detect_tool_format
-
-DIM = "\x1b[2m"
-NORMAL = "\x1b[22m"
-
+from retain.terminal import write_dimmed
 
 @dataclass(frozen=True)
 class ChatPrompt:
@@ -59,7 +56,7 @@ class AnswerWriter:
         if self.parser:
             reasoning, content, _ = self.parser.feed(text, finished)
         if reasoning and self.file.isatty():
-            self.file.write(f"{DIM}{reasoning}{NORMAL}")
+            write_dimmed(self.file, reasoning)
             self._is_behind_reasoning = True
         if content and self._is_behind_reasoning:
             self.file.write("\n\n")

@@ -73,7 +73,10 @@ class AuthMiddleware:
                 raise self._body_too_large_error()
             deadline = asyncio.get_running_loop().time() + self.limits.request_timeout
             with self.admission.open(key.name if key else "", deadline) as admission:
-                admission.trace_headers = {k.decode(): headers[k] for k in TRACE_HEADERS if k in headers}
+                # OpenTelemetry logs what it cannot read, and a terminal would obey control characters in it.
+                admission.trace_headers = {
+                    k.decode(): headers[k] for k in TRACE_HEADERS if headers.get(k, "\0").isprintable()
+                }
                 scope["state"]["admission"] = admission
                 await self.app(scope, self._limit_body(receive), send_wrapper)
         except APIError as error:

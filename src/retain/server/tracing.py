@@ -33,6 +33,7 @@ from retain.server.usage import count_tokens
 Attributes = dict[str, AttributeValue]
 FAILURES = (FinishReason.FAILED, FinishReason.OUT_OF_MEMORY)
 TRACES_PATH = "/v1/traces"  # of OTLP over HTTP
+EXPORT_TIMEOUT_S = 3.0  # of a batch; a server that stops waits for one whose collector is down
 
 
 def open_provider(endpoint: str) -> TracerProvider:
@@ -51,7 +52,8 @@ def create_exporter(endpoint: str) -> SpanExporter:
             f"--otlp-traces-endpoint: {quote(endpoint)} is not an address of OTLP over HTTP, "
             "such as http://localhost:4318/v1/traces"
         )
-    return OTLPSpanExporter(endpoint=endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH)
+    address = endpoint if parts.path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
+    return OTLPSpanExporter(endpoint=address, timeout=EXPORT_TIMEOUT_S)
 
 
 class RequestTracer(Observer):

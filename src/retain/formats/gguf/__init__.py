@@ -173,6 +173,9 @@ def scale_block_rows(rows: BlockRows, factor: float) -> FileRows:
         matrix = rows.convert(begin, end, torch.float32 if isinstance(kind, torch.dtype) else kind)
         if isinstance(matrix, Tensor):
             return (matrix * factor).to(kind if isinstance(kind, torch.dtype) else torch.float32)
-        return matrix.scale_rows(torch.full((matrix.shape[0],), factor))
+        scaled = matrix.scale_rows(torch.full((matrix.shape[0],), factor))
+        if matrix.scale.any() and not scaled.scale.any():
+            raise UnsupportedError(f"{quote(rows.name)}: its numbers are too small for scales in float16")
+        return scaled
 
     return FileRows(rows.name, rows.shape, rows.kind, load, rows.release)

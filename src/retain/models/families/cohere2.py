@@ -65,4 +65,5 @@ def build(w: Weights) -> Decoder:
         return build_layer(m.scope(f"layers.{i}."), i, s, own_rope, tensors)
 
     norm = LayerNorm(m["norm.weight"].float() * c["logit_scale"], None, c["layer_norm_eps"])
-    return Decoder(s, Embedding(table), load_layer, norm, load_lm_head(w, "lm_head", table, tied_to), [rope])
+    head = load_lm_head(w, "lm_head", table, tied_to)
+    return Decoder(s, Embedding(table), load_layer, norm, head, [rope], logits_factor=c["logit_scale"])

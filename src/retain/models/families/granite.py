@@ -69,7 +69,8 @@ def build_decoder(
     decoder = llama.build_decoder(w, s, tensors, build_layer)
     assert isinstance(decoder.norm, RMSNorm)
     norm = RMSNorm(decoder.norm.weight / c["logits_scaling"], decoder.norm.eps)
-    return replace(decoder, norm=norm, embedding=replace(decoder.embedding, scale=float(c["embedding_multiplier"])))
+    embedding = replace(decoder.embedding, scale=float(c["embedding_multiplier"]))
+    return replace(decoder, norm=norm, embedding=embedding, logits_factor=1 / c["logits_scaling"])
 
 
 def build(w: Weights) -> Decoder:

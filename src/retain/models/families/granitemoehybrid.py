@@ -162,4 +162,5 @@ def build(w: Weights) -> Decoder:
         RMSNorm(m["norm.weight"] / c["logits_scaling"], c["rms_norm_eps"]),
         load_lm_head(w, "lm_head", table, tied_to),
         [rope] if rope else [],
+        logits_factor=1 / c["logits_scaling"],
     )

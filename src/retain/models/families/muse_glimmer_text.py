@@ -127,4 +127,4 @@ def build(w: Weights) -> Decoder:
     embedding = NormedEmbedding(table, norm=RMSNorm(torch.ones(s.hidden_size), eps))
     norm = RMSNorm(m["norm.weight"].float() * c["output_multiplier"], eps)
     head = CappedHead(load_lm_head(w, "lm_head", table, tied_to), float(c["final_logit_softcapping"]))
-    return Decoder(s, embedding, load_layer, norm, head, [rope])
+    return Decoder(s, embedding, load_layer, norm, head, [rope], logits_factor=c["output_multiplier"])
