@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from retain.bench import config as bench_config
+from retain.cachecheck.config import CachecheckConfig
 from retain.cli import args
 from retain.cli.args import build_parser
-from retain.cachecheck.config import CachecheckConfig
 from retain.cluster.config import ClusterConfig
 from retain.config import Config
 from retain.engine import drafters

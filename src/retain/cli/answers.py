@@ -15,6 +15,7 @@ from retain.server.tool_format import AnswerParser
 from retain.server.tool_formats import detect_tool_format
 from retain.terminal import write_dimmed
 
+
 @dataclass(frozen=True)
 class ChatPrompt:
     """A conversation as tokens, and how its answer is read. Without a parser all of it is content."""
