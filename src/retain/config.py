@@ -94,8 +94,9 @@ class Config:
     kv_dtype: str = field(
         default="auto",
         metadata={
-            "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (twice the tokens in the same bytes), "
-            "k8v4 (8 bits for K, 4 for V: 2.5 times), int4 (3.5 times), or on a GPU fp8 (e4m3, twice)"
+            "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (up to 2 times the tokens in the same "
+            "bytes, by head size), k8v4 (8 bits for K, 4 for V: up to 2.5 times), int4 (up to 3.5 times), or on a "
+            "GPU fp8 (e4m3, up to 2 times)"
         },
     )
     page_size: PositiveInt = field(
