@@ -54,7 +54,7 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(c)
     layer_types = read_layer_types(c)
-    tensors = llama.OptionalTensors(c["attention_bias"], c["attention_bias"])
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, interleaved=True)
     m = scope_base_model(w, "embed_tokens.weight", "model.", "")
     table = m.load_matrix("embed_tokens.weight", embedding=True)

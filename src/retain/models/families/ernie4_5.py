@@ -39,4 +39,4 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(c)
     bias = bool(c["use_bias"])
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS, interleaved=True)
-    return llama.build_decoder(w, s, llama.OptionalTensors(bias, bias, bias), rope=rope)
+    return llama.build_decoder(w, s, llama.OptionalTensors.of_attention(bias, mlp_bias=bias), rope=rope)

@@ -87,7 +87,7 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> SandwichNormLay
     """Build one layer from the weights in layers.<i>."""
     c = w.config
     eps = w.config["rms_norm_eps"]
-    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"], qk_norm=True)
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"], qk_norm=True)
     gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
     return SandwichNormLayer(
         load_norm(w, "input_layernorm", eps),

@@ -95,5 +95,5 @@ def build(w: Weights) -> Decoder:
     c = w.config
     check_supported(c, swiglu_alpha=1.702, swiglu_limit=7.0)
     s = spec_from_config(c)
-    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"])
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
     return llama.build_decoder(w, s, tensors, build_layer, get_gpt_oss_rope(c, s.kv_cache.attention(0).k_dim))

@@ -17,20 +17,23 @@ from retain.models.family_config import add_defaults
 from retain.models.layers import GatedMLP, Linear, RMSNorm
 from retain.models.weights import Weights
 
-DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **llama.DEFAULTS,
+MULTIPLIERS: Mapping[str, Any] = {  # of the families of Granite; defaults of transformers
     "embedding_multiplier": 1.0,
     "attention_multiplier": 1.0,
     "residual_multiplier": 1.0,
     "logits_scaling": 1.0,
 }
+DEFAULTS: Mapping[str, Any] = {**llama.DEFAULTS, **MULTIPLIERS}
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    c = add_defaults(c, DEFAULTS)
-    spec = llama.make_spec(c)
-    return replace(spec, attention=AttentionParams(float(c["attention_multiplier"])))
+    return make_spec(add_defaults(c, DEFAULTS))
+
+
+def make_spec(c: Mapping[str, Any], windows: tuple[int | None, ...] | None = None) -> ModelSpec:
+    """Read the spec from a config with its family's defaults. See llama.make_spec."""
+    return replace(llama.make_spec(c, windows), attention=AttentionParams(float(c["attention_multiplier"])))
 
 
 def multiply(linear: Linear, factor: float) -> Linear:
@@ -54,8 +57,7 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: ll
 
 def read_biases(c: Mapping[str, Any]) -> llama.OptionalTensors:
     """Return which linear layers have biases."""
-    bias = c["attention_bias"]
-    return llama.OptionalTensors(qkv_bias=bias, o_bias=bias, mlp_bias=c["mlp_bias"])
+    return llama.OptionalTensors.of_attention(c["attention_bias"], mlp_bias=c["mlp_bias"])
 
 
 def build_decoder(

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from retain.files import quote
-from retain.kernels.attention_params import AttentionParams
 from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.families import granite, llama
@@ -35,8 +34,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. Every fourth layer is full by default, from the first on."""
     c = add_defaults(c, DEFAULTS)
     default = ["sliding_attention" if i % 4 else "full_attention" for i in range(c["num_hidden_layers"])]
-    spec = llama.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
-    return replace(spec, attention=AttentionParams(float(c["attention_multiplier"])))
+    return granite.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
 
 
 def read_ropes(c: Mapping[str, Any], dim: int) -> list[Rope | None]:

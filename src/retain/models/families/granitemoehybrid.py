@@ -6,25 +6,20 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from retain.kernels.attention_params import AttentionParams
-from retain.kernels.experts import Experts, Router
 from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, DecoderLayer, ModelSpec, PreNormLayer, scope_base_model
-from retain.models.experts import MixtureOfExperts, SharedExpertMixture, load_experts
-from retain.models.families import llama
+from retain.models.experts import SharedExpertMixture
+from retain.models.families import granite, granitemoe, llama
 from retain.models.families.granite import multiply
+from retain.models.families.granitemoe import load_mixture
 from retain.models.family_config import add_defaults, get_layer_types
 from retain.models.layers import (
     Embedding,
     GatedMLP,
     Layer,
-    Linear,
     RMSNorm,
     load_linear,
     load_lm_head,
-    resolve_activation,
 )
 from retain.models.linear_attention import StateLayer
 from retain.models.mamba2 import Mamba2Config, load_mamba2, read_time_step_limits
@@ -32,17 +27,7 @@ from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **llama.SHARED_DEFAULTS,
-    "vocab_size": 32000,
-    "num_key_value_heads": None,  # num_attention_heads
-    "max_position_embeddings": 2048,
-    "attention_bias": False,
-    "embedding_multiplier": 1.0,
-    "logits_scaling": 1.0,
-    "residual_multiplier": 1.0,
-    "attention_multiplier": 1.0,
-    "num_local_experts": 8,
-    "num_experts_per_tok": 2,
+    **granitemoe.DEFAULTS,
     "position_embedding_type": None,
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -61,13 +46,13 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    spec = llama.make_spec(c)
+    spec = granite.make_spec(c)
     types = read_layer_types(c)
     by_type = {"full_attention": spec.caches[:1]}
     if "linear_attention" in types:
         by_type["linear_attention"] = read_mamba2_config(c).specs
     caches = tuple(cache for layer_type in types for cache in by_type[layer_type])
-    return replace(spec, caches=caches, attention=AttentionParams(float(c["attention_multiplier"])))
+    return replace(spec, caches=caches)
 
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:
@@ -98,21 +83,6 @@ def read_mamba2_config(c: Mapping[str, Any]) -> Mamba2Config:
     )
 
 
-def load_mixture(w: Weights) -> MixtureOfExperts:
-    """Load the experts of a layer, by the names of published files or those of transformers."""
-    c = w.config
-    n = c["num_local_experts"]
-    router = Router(c["num_experts_per_tok"], scale=c["residual_multiplier"])
-    if "input_linear.weight" in w:
-        gate_up = w.load_stack("input_linear.weight", n)
-        down = w.load_stack("output_linear.weight", n)
-        experts = Experts(n, gate_up, down, router, resolve_activation(c["hidden_act"]))
-    else:
-        experts = load_experts(w, n, router, c["hidden_act"])
-    name = "router.layer.weight" if "router.layer.weight" in w else "router.weight"
-    return MixtureOfExperts(Linear(w[name].to(torch.float32)), experts)
-
-
 def load_mlp(w: Weights) -> Layer:
     """Load the MLP of a layer and its experts, if it has any. Their last products take the residual's multiplier.
 
@@ -137,7 +107,7 @@ def load_layer(w: Weights, layer_type: str, cache: int, s: ModelSpec, rope: Rope
         mixer = load_mamba2(w.scope("mamba."), cache, read_mamba2_config(c))
         mixer = replace(mixer, out_proj=multiply(mixer.out_proj, factor))
         return StateLayer(s.hidden_size, norm1, mixer, norm2, load_mlp(w))
-    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"])
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
     attention = llama.build_attention(w.scope("self_attn."), cache, s, rope, tensors)
     attention = replace(attention, o_proj=multiply(attention.o_proj, factor))
     return PreNormLayer(norm1, attention, norm2, load_mlp(w))

@@ -7,7 +7,7 @@ from typing import Any
 
 from retain.kernels.rope import Rope
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.families import granite, granitemoe, llama
+from retain.models.families import granitemoe, llama
 from retain.models.families.granitemoehybrid import load_mlp
 from retain.models.weights import Weights
 
@@ -23,7 +23,4 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: ll
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
-    w = w.with_defaults(DEFAULTS)
-    bias = w.config["attention_bias"]
-    tensors = llama.OptionalTensors(qkv_bias=bias, o_bias=bias)
-    return granite.build_decoder(w, spec_from_config(w.config), tensors, build_layer)
+    return granitemoe.build_decoder(w.with_defaults(DEFAULTS), build_layer)

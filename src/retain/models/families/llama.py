@@ -45,6 +45,11 @@ class OptionalTensors:
     mlp_bias: bool = False
     qk_norm: bool = False
 
+    @classmethod
+    def of_attention(cls, bias: bool, mlp_bias: bool = False, qk_norm: bool = False) -> OptionalTensors:
+        """Return those where all linear layers of attention have biases, or none."""
+        return cls(bias, bias, mlp_bias, qk_norm)
+
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
@@ -103,8 +108,7 @@ def load_qk_norm(
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
-    has_bias = w.config["attention_bias"]
-    tensors = OptionalTensors(qkv_bias=has_bias, o_bias=has_bias, mlp_bias=w.config["mlp_bias"])
+    tensors = OptionalTensors.of_attention(w.config["attention_bias"], mlp_bias=w.config["mlp_bias"])
     return build_decoder(w, spec_from_config(w.config), tensors)
 
 

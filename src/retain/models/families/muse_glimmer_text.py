@@ -88,7 +88,7 @@ class NormedEmbedding(Embedding):
 def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope | None) -> Attention:
     """Build the attention of one layer."""
     c = w.config
-    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"])
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
     sizes = s.kv_cache.attention(i)
     qk_norm = RMSNorm(torch.ones(s.num_heads + sizes.num_kv_heads, sizes.k_dim), c["rms_norm_eps"])
     gate = load_linear(w, "gate_proj", bias=False)

@@ -76,5 +76,5 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.Opt
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
-    tensors = llama.OptionalTensors(qkv_bias=w.config["attention_bias"], o_bias=w.config["attention_bias"])
+    tensors = llama.OptionalTensors.of_attention(w.config["attention_bias"])
     return llama.build_decoder(w, spec_from_config(w.config), tensors, build_layer)

@@ -71,6 +71,6 @@ def build(w: Weights) -> Decoder:
     def build_layer(w: Weights, i: int, s: ModelSpec, _: Rope, tensors: llama.OptionalTensors) -> olmo2.OutputNormLayer:
         return olmo2.build_layer(w, i, s, ropes[layer_types[i]], tensors)
 
-    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], o_bias=c["attention_bias"])
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
     decoder = llama.build_decoder(w, s, tensors, build_layer, ropes["full_attention"])
     return replace(decoder, ropes=list(ropes.values()))

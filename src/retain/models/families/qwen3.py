@@ -22,5 +22,5 @@ def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
     has_bias = w.config["attention_bias"]
-    tensors = llama.OptionalTensors(qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
+    tensors = llama.OptionalTensors.of_attention(has_bias, qk_norm=True)
     return llama.build_decoder(w, qwen2.make_spec(w.config), tensors)

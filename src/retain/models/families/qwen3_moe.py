@@ -66,5 +66,5 @@ def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     has_bias = w.config["attention_bias"]
-    tensors = llama.OptionalTensors(qkv_bias=has_bias, o_bias=has_bias, qk_norm=True)
+    tensors = llama.OptionalTensors.of_attention(has_bias, qk_norm=True)
     return llama.build_decoder(w, spec_from_config(w.config), tensors, build_layer)

@@ -58,10 +58,10 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(c)
     is_rotated = has_rope(c)
-    bias = c["attention_bias"]
 
     def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
         return llama.build_layer(w, i, s, rope if is_rotated[i] else None, tensors)
 
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS)
-    return llama.build_decoder(w, s, llama.OptionalTensors(bias, bias, c["mlp_bias"]), build_layer, rope)
+    tensors = llama.OptionalTensors.of_attention(c["attention_bias"], mlp_bias=c["mlp_bias"])
+    return llama.build_decoder(w, s, tensors, build_layer, rope)
