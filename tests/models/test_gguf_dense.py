@@ -160,6 +160,7 @@ def test_tensors_that_a_family_does_not_have_are_refused(
         ("blk.0.attn_q_norm.weight", [3.875] * 15 + [2.0], "norms of queries other than one number above 0"),
         ("blk.1.attn_q_norm.weight", [2.0] * 16, "norms of queries other than one number above 0"),
         ("blk.0.attn_q_norm.weight", [np.inf] * 16, "norms of queries other than one number above 0"),
+        ("blk.0.attn_q_norm.weight", [], r"has the shape \(0,\)"),
         ("blk.0.attn_k_norm.weight", [1.0] * 15 + [2.0], "norms of keys other than 1"),
         ("blk.9.attn_k_norm.weight", [1.0] * 16, "not known in a muse_glimmer_text model"),
         ("blk.0.attn_q.bias", [1.0] * 64, "not known in a muse_glimmer_text model"),
