@@ -231,8 +231,9 @@ class Offloader:
         """Count the tokens that a row starts with from these ranges. Returns their number."""
         num_tokens = 0
         for r in ranges or ([windows] if windows else []):
-            num_tokens += (r.end - r.begin) * self.layout.block_size
-            self.num_loaded_tokens[r.store.name] += (r.end - r.begin) * self.layout.block_size
+            num_range_tokens = (r.end - r.begin) * self.layout.block_size
+            self.num_loaded_tokens[r.store.name] += num_range_tokens
+            num_tokens += num_range_tokens
         return num_tokens
 
     def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
