@@ -10,6 +10,14 @@ from retain.kernels.triton.weight_kernels import multiply_tiles
 
 
 @triton.jit
+def load_choices(order, block_first, expert_end, expert, ROWS: tl.constexpr):
+    """Return the choices of a program's block, which are of this expert, and which of its rows have one."""
+    i = tl.load(block_first + tl.program_id(0)) + tl.arange(0, ROWS)
+    valid = i < tl.load(expert_end + expert)
+    return tl.load(order + i, mask=valid, other=0).to(tl.int64), valid
+
+
+@triton.jit
 def grouped_linear(
     x, x_row, weight, bias, out, order, block_expert, block_first, expert_end, num_experts, choices_per_row, n, width,
     ROWS: tl.constexpr, OUT: tl.constexpr, IN: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
@@ -17,9 +25,7 @@ def grouped_linear(
     """Set out[c, :n] = x[c // choices_per_row] W_e^T + b_e for the choices c of a block; W_e is [n, width]."""
     expert = tl.load(block_expert + tl.program_id(0))
     if expert < num_experts:
-        i = tl.load(block_first + tl.program_id(0)) + tl.arange(0, ROWS)
-        valid = i < tl.load(expert_end + expert)
-        choice = tl.load(order + i, mask=valid, other=0).to(tl.int64)
+        choice, valid = load_choices(order, block_first, expert_end, expert, ROWS)
         column = tl.program_id(1) * OUT + tl.arange(0, OUT)
         rows = x + (choice // choices_per_row)[:, None] * x_row
         columns = weight + (expert.to(tl.int64) * n + column)[:, None] * width
@@ -48,9 +54,7 @@ def multiply_packed_experts(
     """
     expert = tl.load(block_expert + tl.program_id(0))
     if expert < num_experts:
-        i = tl.load(block_first + tl.program_id(0)) + tl.arange(0, TOKENS)
-        valid = i < tl.load(expert_end + expert)
-        choice = tl.load(order + i, mask=valid, other=0).to(tl.int64)
+        choice, valid = load_choices(order, block_first, expert_end, expert, TOKENS)
         tile = expert.to(tl.int64) * tl.cdiv(n, TILE_ROWS) + tl.program_id(1)
         at_x = x + (choice // choices_per_row)[None, :] * x_row + tl.arange(0, HALF)[:, None]
         begin = tl.program_id(2) * split_steps if SPLIT else 0

@@ -16,10 +16,9 @@ from retain.kernels.triton import elementwise, expert_kernels
 from retain.kernels.triton.fresh_tokens import tokens_per_program
 from retain.kernels.triton.packed_weight import (
     FEW_ROWS,
-    LARGEST_BLOCK,
-    LEAST_BLOCK,
     PackedExperts,
     add_splits,
+    choose_block,
     product_options,
 )
 
@@ -125,8 +124,7 @@ class GroupedProducts:
         T, k = self._chosen.shape
         n, width = weight.shape
         matrix = weight.matrix
-        rows = triton.next_power_of_2(triton.cdiv(T * k, self._num_experts))
-        rows = min(max(rows, LEAST_BLOCK), LARGEST_BLOCK)
+        rows = choose_block(triton.cdiv(T * k, self._num_experts))
         choices = self._sort(rows)
         split_steps = matrix.split_steps(weight.rows_of_tiles * k)
         splits = triton.cdiv(matrix.num_steps, split_steps) if T <= FEW_ROWS else 1

@@ -23,10 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from retain.kernels.quantized import GROUP_SIZE, IQ4, Codebook4, Int4, Int5, Int6, QuantizedWeight, ShiftedWeight
-from retain.kernels.triton import weight_kernels
+from retain.kernels.triton import unpack_kernels, weight_kernels
 from retain.kernels.weight import Weight, unpack
 
-TILE_ROWS = 128
+TILE_ROWS: int = unpack_kernels.TILE_ROWS.value
 STEP = 2 * GROUP_SIZE  # inputs of a tile
 FEW_ROWS = 64  # at most: more are multiplied by torch, with the matrix made dense for the moment (log/gpu.md)
 LEAST_BLOCK, LARGEST_BLOCK = 16, 64  # rows that a program multiplies
@@ -201,13 +201,18 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     split_steps = weight.split_steps(len(weight.words))
     splits = triton.cdiv(weight.num_steps, split_steps)
     partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
-    tokens = min(max(triton.next_power_of_2(T), LEAST_BLOCK), LARGEST_BLOCK)
+    tokens = choose_block(T)
     weight_kernels.multiply_packed[(len(weight.words), splits, triton.cdiv(T, tokens))](
         x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, split_steps,
         **weight.constants, **product_options(x.dtype, tokens),
     )  # fmt: skip
     add_splits(partial, bias, out, add_to)
     return out
+
+
+def choose_block(rows: int) -> int:
+    """Return how many rows a program multiplies, where there are so many."""
+    return min(max(triton.next_power_of_2(rows), LEAST_BLOCK), LARGEST_BLOCK)
 
 
 def product_options(dtype: torch.dtype, tokens: int) -> dict[str, Any]:
