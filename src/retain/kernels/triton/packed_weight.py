@@ -27,9 +27,8 @@ from retain.kernels.triton import unpack_kernels, weight_kernels
 from retain.kernels.weight import Weight, unpack
 
 TILE_ROWS: int = unpack_kernels.TILE_ROWS.value
-STEP = 2 * GROUP_SIZE  # inputs of a tile
-FEW_ROWS = 64  # at most: more are multiplied by torch, with the matrix made dense for the moment (log/gpu.md)
 LEAST_BLOCK, LARGEST_BLOCK = 16, 64  # rows that a program multiplies
+FEW_ROWS = LARGEST_BLOCK  # more are multiplied by torch, with the matrix made dense for the moment (log/gpu.md)
 NUM_PROGRAMS = 512  # about as many fill a GPU
 LEAST_STEPS = 4  # of a program
 DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -202,11 +201,11 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     splits = triton.cdiv(weight.num_steps, split_steps)
     partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
     tokens = choose_block(T)
-    weight_kernels.multiply_packed[(len(weight.words), splits, triton.cdiv(T, tokens))](
+    weight_kernels.multiply_packed[(len(weight.words), splits)](
         x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, split_steps,
         **weight.constants, **product_options(x.dtype, tokens),
     )  # fmt: skip
-    add_splits(partial, bias, out, add_to)
+    add_splits(partial, bias, out, add=add_to is not None)
     return out
 
 
@@ -227,14 +226,13 @@ def product_options(dtype: torch.dtype, tokens: int) -> dict[str, Any]:
     }
 
 
-def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor, add_to: Tensor | None = None) -> None:
-    """Set out [T, n] to the sums of the splits float32 [splits, T, n], plus a bias [n] and the rows `add_to`."""
+def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor, add: bool = False) -> None:
+    """Set out [T, n] to the sums of the splits float32 [splits, T, n], plus a bias [n]; with `add`, plus out itself."""
     splits, T, n = partial.shape
     block = 256
-    y = out if add_to is None else add_to
     weight_kernels.add_splits[(T, triton.cdiv(n, block))](
-        partial, partial if bias is None else bias, y, y.stride(0), out, out.stride(0), T, n, splits,
-        SPLITS=triton.next_power_of_2(splits), BLOCK=block, BIAS=bias is not None, ADD=add_to is not None,
+        partial, partial if bias is None else bias, out, out.stride(0), T, n, splits,
+        SPLITS=triton.next_power_of_2(splits), BLOCK=block, BIAS=bias is not None, ADD=add,
     )  # fmt: skip
 
 

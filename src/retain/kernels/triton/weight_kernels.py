@@ -123,7 +123,7 @@ def multiply_packed(
 ):  # fmt: skip
     """Set partial[split, t, :n] to the products of x[t] and the rows of a tile over one split of the inputs."""
     tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    t = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    t = tl.arange(0, TOKENS)
     at_x = x + t.to(tl.int64)[None, :] * x_row + tl.arange(0, HALF)[:, None]
     is_token = (t < tokens)[None, :]
     begin = split * split_steps
@@ -139,19 +139,20 @@ def multiply_packed(
 
 @triton.jit(do_not_specialize=["tokens", "splits"])
 def add_splits(
-    partial, bias, y, y_row, out, out_row, tokens, n, splits,
+    partial, bias, out, out_row, tokens, n, splits,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
 ):  # fmt: skip
-    """Set out[t] to the sum of a row's splits in their order, with a bias and with y[t] where there are any."""
+    """Set out[t] to the sum of a row's splits in their order, with a bias if any, and with out[t] if ADD."""
     t, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for split in tl.static_range(SPLITS):
         total += tl.load(partial + (split * tokens + t) * n + i, mask=(split < splits) & (i < n), other=0.0)
     if BIAS:
         total += tl.load(bias + i, mask=i < n, other=0.0).to(tl.float32)
+    to = out + t * out_row + i
     if ADD:
-        total += tl.load(y + t * y_row + i, mask=i < n, other=0.0).to(tl.float32)
-    tl.store(out + t * out_row + i, total.to(out.dtype.element_ty), mask=i < n)
+        total += tl.load(to, mask=i < n, other=0.0).to(tl.float32)
+    tl.store(to, total.to(out.dtype.element_ty), mask=i < n)
 
 
 @triton.jit(do_not_specialize=["rows", "steps"])
