@@ -36,11 +36,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that a script finds the package beside it
 
-from tools.gpu_bench.all_parts import run_all
+from tools.gpu_bench.all_parts import KERNEL_PARTS, run_all
 from tools.gpu_bench.timing import KernelBench, Line
 
 ROOT = Path(__file__).parents[1]
-KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
 MODEL_PARTS = ("step", "decode", "speculate", "peer")
 STEP_SIZES = ((1, 256), (32, 256), (128, 256), (32, 4096))  # requests, tokens of their prompts
 QUICK_STEP_SIZES = ((1, 64), (4, 64))
@@ -48,7 +47,7 @@ QUICK_STEP_SIZES = ((1, 64), (4, 64))
 
 def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
     """Time kernels."""
-    from tools.gpu_bench import attention, experts, layers, states, weights
+    from tools.gpu_bench import attention, eviction, experts, states, weights
 
     if args.device == "cpu":
         from tests.helpers.fast_interpreter import speed_up
@@ -58,7 +57,7 @@ def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
         "pools": attention.bench_pools,
         "mass": attention.bench_mass,
         "prompts": attention.bench_prompts,
-        "evict": layers.bench_evict,
+        "evict": eviction.bench_evict,
         "weights": weights.bench_weights,
         "experts": experts.bench_experts,
         "states": states.bench_states,

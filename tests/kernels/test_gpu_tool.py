@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from retain.kernels import triton
-from tools.gpu import KERNEL_PARTS, MODEL_PARTS, ROOT, lines_of
-from tools.gpu_bench.all_parts import list_parts, run_all, run_part
+from tools.gpu import MODEL_PARTS, ROOT, lines_of
+from tools.gpu_bench.all_parts import KERNEL_PARTS, list_parts, run_all, run_part
 from tools.gpu_bench.attention import compare_attention
 from tools.gpu_bench.cases import make_inputs
 from tools.gpu_bench.timing import KernelBench, Line, check

@@ -35,6 +35,7 @@ TESTS = (
     "tests/invariants/test_fake_device.py",
 )
 FAILED = re.compile(r"\b(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$")
+KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
 SHORTEST = 10  # seconds: a part that has less left does not start
 LONGEST_LINES = 20  # of the end of a part's output that is no result
 
@@ -55,7 +56,6 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
     small = ["--input-len", "128", "--output-len", "512"] if quick else []
     pool = ["--kv-memory", "1MiB"] if quick else []
     short = ["--speculate-input-len", "256"] if quick else []
-    kernels = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
     which = "triton or device or prefill"
     pytest = [
         sys.executable,
@@ -72,7 +72,7 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
         "tools.gpu_bench.failures",
     ]
     compiles = (
-        [*bench, "--compile-only", *kernels],
+        [*bench, "--compile-only", *KERNEL_PARTS],
         [*bench, "--compile-only", "--kv-memory", "20GiB", "step"],
         [*budgets, "--compile-only", "--kv-memory", "12GiB", "decode"],
     )

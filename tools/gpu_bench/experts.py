@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from tools.gpu_bench.cases import BF16
-from tools.gpu_bench.layers import cycle_calls
-from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
+from tools.gpu_bench.timing import NUM_COPIES, KernelBench, Line, check, cycle_calls, relative_difference
 from tools.gpu_bench.weights import random_weight
 
 if TYPE_CHECKING:
@@ -31,13 +30,12 @@ def bench_experts(bench: KernelBench) -> Iterator[Line]:
     bandwidth = bench.measure_bandwidth()
     layers = {k: load_experts(make_matrices(width, size, num_experts, k, bench.device), top_k, BF16) for k in KINDS}
     for T in (1, 3) if bench.quick else (1, 32, 2048):
-        # A graph launches each of several choices, so that no cache holds the weights that it reads.
-        inputs = [torch.randn(T, width, device=bench.device).to(BF16) for _ in range(4)]
-        scores = [torch.randn(T, num_experts, device=bench.device).to(BF16) for _ in range(4)]
+        inputs = [torch.randn(T, width, device=bench.device).to(BF16) for _ in range(NUM_COPIES)]
+        scores = [torch.randn(T, num_experts, device=bench.device).to(BF16) for _ in range(NUM_COPIES)]
         chosen = sum(count_experts(s, top_k) for s in scores) / len(scores)
         num_bytes = {k: chosen * expert_bytes(w) for k, w in layers.items()}
         num_bytes["dense layer"] = top_k * expert_bytes(layers["dense"])
-        functions = {k: cycle_calls(mix, inputs, scores, [w] * 4) for k, w in layers.items()}
+        functions = {k: cycle_calls(mix, inputs, scores, [w] * NUM_COPIES) for k, w in layers.items()}
         functions["dense layer"] = dense_layer(inputs, width, size * top_k, bench.device)
         flops = 2 * T * top_k * 3 * width * size
         for name, found in bench.time(functions).items():

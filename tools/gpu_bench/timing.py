@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 Line = dict[str, Any]
 Function = Callable[[], Any]
 LAUNCHES = 4  # of a function in one graph
+NUM_COPIES = LAUNCHES  # of weights or choices: each launch has its own, so that no cache holds what it reads
 LARGEST_DIFFERENCE = 0.02  # of outputs to float64; the rounding of bfloat16 makes 0.002 to 0.006
 
 
@@ -139,6 +141,12 @@ def time_call(function: Function) -> float:
     started = perf_counter()
     function()
     return perf_counter() - started
+
+
+def cycle_calls(function: Callable[..., torch.Tensor], *arguments: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """Return a function whose calls take the arguments in turns."""
+    turns = cycle(zip(*arguments, strict=True))
+    return lambda: function(*next(turns))
 
 
 def relative_difference(a: torch.Tensor, b: torch.Tensor) -> float:

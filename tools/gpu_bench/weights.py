@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from tools.gpu_bench.cases import BF16
-from tools.gpu_bench.layers import cycle_calls
-from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
+from tools.gpu_bench.timing import NUM_COPIES, KernelBench, Line, check, cycle_calls, relative_difference
 
 if TYPE_CHECKING:
     from retain.kernels.quantized import QuantizedWeight
@@ -27,7 +26,6 @@ NUMBERS = {  # of each kind: the first, the last, and how far they are from 0
     "MXFP4": (0, 15, 6), "NVFP4": (0, 15, 6),
 }  # fmt: skip
 KINDS = tuple(NUMBERS)
-NUM_COPIES = 4  # a graph launches each of several matrices, so that no cache holds what it reads
 
 
 def bench_weights(bench: KernelBench) -> Iterator[Line]:
@@ -48,7 +46,9 @@ def bench_weights(bench: KernelBench) -> Iterator[Line]:
         dense = [(torch.randn(out, width, device=bench.device) * width**-0.5).to(BF16) for _ in range(NUM_COPIES)]
         for T in sizes:
             inputs = [torch.randn(T, width, device=bench.device).to(BF16) for _ in range(NUM_COPIES)]
-            functions = {k: cycle_calls(packed_weight.linear, inputs, w, [None] * 4) for k, w in packed.items()}
+            functions = {
+                k: cycle_calls(packed_weight.linear, inputs, w, [None] * NUM_COPIES) for k, w in packed.items()
+            }
             functions["torch.mm"] = cycle_calls(torch.mm, inputs, [w.T for w in dense])
             num_bytes = {k: w[0].nbytes for k, w in packed.items()} | {"torch.mm": dense[0].nbytes}
             for name, found in bench.time(functions).items():

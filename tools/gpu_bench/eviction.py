@@ -1,9 +1,8 @@
-"""Time what layers launch beside attention: the choice of victims."""
+"""Time the choice of victims."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import cycle
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -99,9 +98,3 @@ def compare_victims(priority: Tensor, pos: Tensor, lengths: Tensor, last: int, n
     keys = eviction_key(priority, pos, 4, last)[:, : int(lengths[0])]
     expected = keys.topk(n, largest=False).indices.gather(1, keys.topk(n, largest=False).values.argsort(1))
     return [float((found != expected).any(1).float().mean())]
-
-
-def cycle_calls(function: Callable[..., Tensor], *arguments: list[Tensor]) -> Callable[[], Tensor]:
-    """Return a function whose calls take the arguments in turns."""
-    turns = cycle(zip(*arguments, strict=True))
-    return lambda: function(*next(turns))
