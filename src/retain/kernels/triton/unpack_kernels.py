@@ -138,57 +138,46 @@ def unpack_int4(words, scale, shift, next_scale, next_shift, DOT: tl.constexpr):
     """
     s, b = scale.to(DOT)[:, None], shift.to(DOT)[:, None]
     t, c = next_scale.to(DOT)[:, None], next_shift.to(DOT)[:, None]
-    if DOT == tl.bfloat16:
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _NIBBLES_TO_BFLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, s, b, t, c],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif DOT == tl.float16:
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _NIBBLES_TO_FLOAT16, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, s, b, t, c],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
+    if DOT == tl.float32:
         x = words.to(tl.int32)
         w0, w1 = ((x & 15) - 8).to(DOT) * s + b, ((x >> 4 & 15) - 8).to(DOT) * s + b
         w2, w3 = ((x >> 8 & 15) - 8).to(DOT) * t + c, ((x >> 12 & 15) - 8).to(DOT) * t + c
+    else:
+        ASM: tl.constexpr = _NIBBLES_TO_BFLOAT16 if DOT == tl.bfloat16 else _NIBBLES_TO_FLOAT16
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            ASM, "=&r,=&r,=&r,=&r,r,r,r,r,r", [words, s, b, t, c],
+            dtype=(DOT.value, DOT.value, DOT.value, DOT.value), is_pure=True, pack=2,
+        )  # fmt: skip
     return w0, w1, w2, w3
 
 
 @triton.jit
 def unpack_int8(words, DOT: tl.constexpr):
     """Return the low and the high bytes of words int16 as signed numbers."""
-    if DOT == tl.bfloat16:
-        low, high = tl.inline_asm_elementwise(
-            _INT8_TO_BFLOAT16, "=&r,=&r,r", [words], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
-        )
-    elif DOT == tl.float16:
-        low, high = tl.inline_asm_elementwise(
-            _INT8_TO_FLOAT16, "=r,=r,r", [words], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-        )
-    else:
+    if DOT == tl.float32:
         x = words.to(tl.int32)
         low, high = (x << 24 >> 24).to(DOT), (x >> 8).to(DOT)
+    else:
+        ASM: tl.constexpr = _INT8_TO_BFLOAT16 if DOT == tl.bfloat16 else _INT8_TO_FLOAT16
+        low, high = tl.inline_asm_elementwise(
+            ASM, "=&r,=&r,r", [words], dtype=(DOT.value, DOT.value), is_pure=True, pack=2
+        )
     return low, high
 
 
 @triton.jit
 def unpack_int6(words, tops, DOT: tl.constexpr):
     """Return the four nibbles of words int16, lowest first, with two bits each of bytes above them, less 32."""
-    if DOT == tl.bfloat16:
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _INT6_TO_BFLOAT16, "=&r,=&r,=&r,=&r,r,r", [words, tops.to(tl.int16)],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
-    elif DOT == tl.float16:
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _INT6_TO_FLOAT16, "=&r,=&r,=&r,=&r,r,r", [words, tops.to(tl.int16)],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
-        )  # fmt: skip
-    else:
+    if DOT == tl.float32:
         x, y = words.to(tl.int32), tops.to(tl.int32)
         w0, w1 = ((x & 15 | (y & 3) << 4) - 32).to(DOT), ((x >> 4 & 15 | (y >> 2 & 3) << 4) - 32).to(DOT)
         w2, w3 = ((x >> 8 & 15 | (y >> 4 & 3) << 4) - 32).to(DOT), ((x >> 12 & 15 | (y >> 6 & 3) << 4) - 32).to(DOT)
+    else:
+        ASM: tl.constexpr = _INT6_TO_BFLOAT16 if DOT == tl.bfloat16 else _INT6_TO_FLOAT16
+        w0, w1, w2, w3 = tl.inline_asm_elementwise(
+            ASM, "=&r,=&r,=&r,=&r,r,r", [words, tops.to(tl.int16)],
+            dtype=(DOT.value, DOT.value, DOT.value, DOT.value), is_pure=True, pack=2,
+        )  # fmt: skip
     return w0, w1, w2, w3
 
 
@@ -205,15 +194,11 @@ def unpack_codebook(words, FORMAT: tl.constexpr, DOT: tl.constexpr):
         )
         w0, w1 = unpack_int8(low, DOT)
         w2, w3 = unpack_int8(high, DOT)
-    elif DOT == tl.bfloat16:
-        w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _E2M1_TO_BFLOAT16, "=&r,=&r,=&r,=&r,r", [words],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
-        )  # fmt: skip
     else:
+        ASM: tl.constexpr = _E2M1_TO_BFLOAT16 if DOT == tl.bfloat16 else _E2M1_TO_FLOAT16
         w0, w1, w2, w3 = tl.inline_asm_elementwise(
-            _E2M1_TO_FLOAT16, "=&r,=&r,=&r,=&r,r", [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+            ASM, "=&r,=&r,=&r,=&r,r", [words],
+            dtype=(DOT.value, DOT.value, DOT.value, DOT.value), is_pure=True, pack=2,
         )  # fmt: skip
     return w0, w1, w2, w3
 
