@@ -81,7 +81,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "SOFTCAP",
         "SINKS",
         "FORMAT",
-        "SECOND",
+        "GROUP_EXTRA",
         "TOKENS",
         "SPLIT",
         "num_warps",

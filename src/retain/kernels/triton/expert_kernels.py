@@ -41,11 +41,11 @@ def grouped_linear(
         tl.store(to, total.to(out.dtype.element_ty), mask=valid[:, None] & (column < n)[None, :])
 
 
-@triton.jit(do_not_specialize=["num_choices", "steps", "split_steps"])
+@triton.jit(do_not_specialize=["num_choices", "num_k_tiles", "k_tiles_per_split"])
 def multiply_packed_experts(
     x, x_row, words, scales, bias, out, order, block_expert, block_first, expert_end, num_experts, choices_per_row,
-    num_choices, n, width, steps, split_steps,
-    FORMAT: tl.constexpr, SECOND: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, TOKENS: tl.constexpr,
+    num_choices, n, width, num_k_tiles, k_tiles_per_split,
+    FORMAT: tl.constexpr, GROUP_EXTRA: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr, TOKENS: tl.constexpr,
     DOT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, BIAS: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Compute grouped_linear with packed weights, each tile of which a program unpacks for all of its rows.
@@ -57,7 +57,7 @@ def multiply_packed_experts(
         choice, valid = load_choices(order, block_first, expert_end, expert, TOKENS)
         tile = expert.to(tl.int64) * tl.cdiv(n, TILE_ROWS) + tl.program_id(1)
         at_x = x + (choice // choices_per_row)[None, :] * x_row + tl.arange(0, HALF)[:, None]
-        begin = tl.program_id(2) * split_steps if SPLIT else 0
+        begin = tl.program_id(2) * k_tiles_per_split if SPLIT else 0
         column = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
         earlier = tl.zeros((TILE_ROWS, 1), tl.float32)
         if BIAS:
@@ -65,9 +65,10 @@ def multiply_packed_experts(
             earlier += tl.load(bias + expert * n + column, mask=mask, other=0.0).to(tl.float32)[:, None]
         total = multiply_tiles(
             tl.broadcast_to(earlier, (TILE_ROWS, TOKENS)), at_x, valid[None, :],
-            words + tile * steps * WORDS, scales + tile * steps * SCALES,
-            begin, tl.minimum(begin + split_steps, steps) if SPLIT else steps, width, split_steps,
-            FORMAT, SECOND, WORDS, SCALES, TOKENS, DOT, PRECISION, STAGES, SPLIT,
+            words + tile * num_k_tiles * WORDS, scales + tile * num_k_tiles * SCALES,
+            begin, tl.minimum(begin + k_tiles_per_split, num_k_tiles) if SPLIT else num_k_tiles,
+            width, k_tiles_per_split,
+            FORMAT, GROUP_EXTRA, WORDS, SCALES, TOKENS, DOT, PRECISION, STAGES, SPLIT,
         )  # fmt: skip
         row = choice + tl.program_id(2) * num_choices
         to = out + row[None, :] * n + column[:, None]

@@ -126,14 +126,14 @@ class GroupedProducts:
         matrix = weight.matrix
         rows = choose_block(triton.cdiv(T * k, self._num_experts))
         choices = self._sort(rows)
-        split_steps = matrix.split_steps(weight.rows_of_tiles * k)
-        splits = triton.cdiv(matrix.num_steps, split_steps) if T <= FEW_ROWS else 1
+        k_tiles_per_split = matrix.k_tiles_per_split(weight.rows_of_tiles * k)
+        splits = triton.cdiv(matrix.num_k_tiles, k_tiles_per_split) if T <= FEW_ROWS else 1
         out = x.new_empty(T * k, n)
         to = out.new_empty(splits, T * k, n, dtype=torch.float32) if splits > 1 else out
         expert_kernels.multiply_packed_experts[(len(choices.expert), weight.rows_of_tiles, splits)](
             x, x.stride(0), matrix.words, matrix.scales, out if bias is None else bias, to,
             choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row,
-            T * k, n, width, matrix.num_steps, split_steps,
+            T * k, n, width, matrix.num_k_tiles, k_tiles_per_split,
             **matrix.constants, **product_options(x.dtype, rows), BIAS=bias is not None, SPLIT=splits > 1,
         )  # fmt: skip
         if splits > 1:

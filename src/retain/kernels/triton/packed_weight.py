@@ -30,7 +30,7 @@ TILE_ROWS: int = unpack_kernels.TILE_ROWS.value
 LEAST_BLOCK, LARGEST_BLOCK = 16, 64  # rows that a program multiplies
 FEW_ROWS = LARGEST_BLOCK  # more are multiplied by torch, with the matrix made dense for the moment (log/gpu.md)
 NUM_PROGRAMS = 512  # about as many fill a GPU
-LEAST_STEPS = 4  # of a program
+LEAST_K_TILES = 4  # of a program
 DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -40,7 +40,7 @@ class PackedMatrix:
 
     shape: torch.Size  # (out, in)
     format: str  # of a number: "int4" (of Int4, with shifts), "int6", "int8", "iq4" or "e2m1"
-    second: str  # what a group has beside its scale: "shift", "scale" (of its second half) or "nothing"
+    group_extra: str  # what a group has beside its scale: "shift", "scale" (of its second half) or "nothing"
     words: Tensor  # int16 [rows of tiles, tiles of a row, words of a tile]
     scales: Tensor  # int32 [rows of tiles, tiles of a row, 128 or 256]
 
@@ -50,24 +50,24 @@ class PackedMatrix:
         return self.words.nbytes + self.scales.nbytes
 
     @property
-    def num_steps(self) -> int:
+    def num_k_tiles(self) -> int:
         """Return the tiles of a row of tiles."""
         return self.words.shape[1]
 
-    def split_steps(self, rows_of_tiles: int) -> int:
-        """Return the steps of a program, where one row needs so many rows of tiles.
+    def k_tiles_per_split(self, rows_of_tiles: int) -> int:
+        """Return the tiles of a split, where one row needs so many rows of tiles.
 
         They depend on no other row, so neither does the order of a sum.
         """
         splits = max(NUM_PROGRAMS // rows_of_tiles, 1)
-        return max(triton.cdiv(self.num_steps, splits), LEAST_STEPS)
+        return max(triton.cdiv(self.num_k_tiles, splits), LEAST_K_TILES)
 
     @property
     def constants(self) -> dict[str, Any]:
         """Return what kernels are compiled for."""
         return {
             "FORMAT": self.format,
-            "SECOND": self.second,
+            "GROUP_EXTRA": self.group_extra,
             "WORDS": self.words.shape[2],
             "SCALES": self.scales.shape[2],
         }
@@ -116,15 +116,15 @@ def pack_experts(weight: Weight, num_experts: int, dtype: torch.dtype, device: t
     own = [_pack_matrix(stacked.select_rows(index), device) for index in rows]  # one by one: that takes less memory
     words, scales = torch.cat([w.words for w in own]), torch.cat([w.scales for w in own])
     shape = torch.Size((len(words) * TILE_ROWS, stacked.shape[1]))
-    matrix = PackedMatrix(shape, own[0].format, own[0].second, words, scales)
+    matrix = PackedMatrix(shape, own[0].format, own[0].group_extra, words, scales)
     return PackedExperts(matrix, own[0].shape)
 
 
 def _pack_matrix(matrix: QuantizedWeight, device: torch.device) -> PackedMatrix:
     """Copy a quantized matrix to the device."""
     format, words = _pack_numbers(matrix, device)
-    second, scales = _pack_scales(matrix, device)
-    return PackedMatrix(matrix.shape, format, second, words, scales)
+    group_extra, scales = _pack_scales(matrix, device)
+    return PackedMatrix(matrix.shape, format, group_extra, words, scales)
 
 
 def _pack_numbers(matrix: QuantizedWeight, device: torch.device) -> tuple[str, Tensor]:
@@ -197,12 +197,12 @@ def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor 
     if not T:
         return out
     x = x if x.stride(1) == 1 else x.contiguous()
-    split_steps = weight.split_steps(len(weight.words))
-    splits = triton.cdiv(weight.num_steps, split_steps)
+    k_tiles_per_split = weight.k_tiles_per_split(len(weight.words))
+    splits = triton.cdiv(weight.num_k_tiles, k_tiles_per_split)
     partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
     tokens = choose_block(T)
     weight_kernels.multiply_packed[(len(weight.words), splits)](
-        x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_steps, split_steps,
+        x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_k_tiles, k_tiles_per_split,
         **weight.constants, **product_options(x.dtype, tokens),
     )  # fmt: skip
     add_splits(partial, bias, out, add=add_to is not None)
@@ -247,8 +247,8 @@ def unpack_rows(weight: PackedMatrix, index: Tensor | None, dtype: torch.dtype) 
     block = 64 if index is None else 8
     out = torch.empty(rows, weight.shape[1], dtype=dtype, device=weight.words.device)
     if rows:
-        weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_steps)](
+        weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_k_tiles)](
             weight.words if index is None else index, weight.words, weight.scales, out, rows, weight.shape[1],
-            weight.num_steps, **weight.constants, INDEXED=index is not None, ROWS=block,
+            weight.num_k_tiles, **weight.constants, INDEXED=index is not None, ROWS=block,
         )  # fmt: skip
     return out
