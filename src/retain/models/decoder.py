@@ -292,7 +292,7 @@ class Decoder:
         program.finalize()
 
     def without_head(self, dtype: torch.dtype) -> Decoder:
-        """Return the same model with its last states in place of logits: a head that changes nothing but their factor."""
+        """Return the same model with its last states in place of logits: a head that takes back their factor."""
         n = self.spec.hidden_size
         if n > self.spec.vocab_size:
             raise ValueError(f"a model with more hidden numbers ({n}) than tokens cannot embed: see --pooling")
