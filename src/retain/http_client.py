@@ -13,8 +13,13 @@ import httpx
 Json = dict[str, Any]
 
 
+MAX_BODY_BYTES = 64 * 2**20  # of an answer
+# Of a request that the server does not take; others say that it is busy, broken, or wants another key.
+REFUSALS = (400, 404, 405, 413, 415, 422, 501)
+
+
 class RefusedError(ValueError):
-    """The server answered a request with an error."""
+    """The server does not take a request: with one of the statuses `REFUSALS`."""
 
 
 class HttpClient:
@@ -39,7 +44,7 @@ class HttpClient:
     def first_model(self) -> str:
         """Return the name of the first model that the server lists. Raises ValueError."""
         with self._open("GET", "/models") as response:
-            models = self._parse(response.read())
+            models = self._read(response)
         try:
             return str(models["data"][0]["id"])
         except (LookupError, TypeError):
@@ -48,17 +53,19 @@ class HttpClient:
     def post(self, path: str, body: Mapping[str, Any]) -> Json:
         """Return the answer to a request. Raises ValueError."""
         with self._open("POST", path, body) as response:
-            return self._parse(response.read())
+            return self._read(response)
 
-    def stream(self, path: str, body: Mapping[str, Any], max_lines: float = math.inf) -> Iterator[Json]:
+    def stream(self, path: str, body: Mapping[str, Any], max_events: float = math.inf) -> Iterator[Json]:
         """Yield the events of an answer as they come. Raises ValueError, also for the event of an error."""
         with self._open("POST", path, body) as response:
-            for i, line in enumerate(response.iter_lines()):
-                if i >= max_lines:
-                    raise ValueError(f"{self.url}: a stream has more than {max_lines} lines")
+            num_events = 0
+            for line in response.iter_lines():
                 if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                    num_events += 1
+                    if num_events > max_events:
+                        raise ValueError(f"{self.url}: a stream has more than {max_events} events")
                     event = self._parse(line[5:])
-                    if "error" in event:
+                    if event.get("error"):
                         raise ValueError(f"{self.url}: {_error_message(event) or 'the answer ended by an error'}")
                     yield event
 
@@ -67,10 +74,29 @@ class HttpClient:
         try:
             with self._http.stream(method, self.url + path, json=body) as response:
                 if not response.is_success:
-                    raise RefusedError(f"{self.url}: {_describe_error(response)}")
+                    kind = RefusedError if response.status_code in REFUSALS else ValueError
+                    raise kind(f"{self.url}: {self._describe_error(response)}")
                 yield response
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"{self.url}: {error or type(error).__name__}") from None
+
+    def _read(self, response: httpx.Response) -> Json:
+        return self._parse(self._read_body(response))
+
+    def _read_body(self, response: httpx.Response) -> bytes:
+        body = bytearray()
+        for part in response.iter_bytes():
+            body += part
+            if len(body) > MAX_BODY_BYTES:
+                raise ValueError(f"{self.url}: an answer is larger than {MAX_BODY_BYTES} bytes")
+        return bytes(body)
+
+    def _describe_error(self, response: httpx.Response) -> str:
+        try:
+            message = _error_message(json.loads(self._read_body(response)))
+        except (ValueError, RecursionError):
+            message = None
+        return f"{response.status_code} {message or response.reason_phrase}".rstrip()
 
     def _parse(self, data: bytes | str) -> Json:
         try:
@@ -80,14 +106,6 @@ class HttpClient:
         if not isinstance(value, dict):
             raise ValueError(f"{self.url}: the answer is no JSON object")
         return value
-
-
-def _describe_error(response: httpx.Response) -> str:
-    try:
-        message = _error_message(json.loads(response.read()))
-    except (ValueError, RecursionError):
-        message = None
-    return f"{response.status_code} {message or response.reason_phrase}".rstrip()
 
 
 def _error_message(body: Any) -> str | None:

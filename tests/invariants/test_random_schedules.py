@@ -56,6 +56,7 @@ SCHEDULE_FIELDS = {  # of options of an engine that have another name there
     "Config.kv_memory": "pool_factor",
 }
 NEVER_DRAWN = {
+    "Config.pooling": "a model that embeds generates nothing: tests/unit/test_pooling.py",
     "gate.file": "gates of schedules have random numbers",
     "disk.path": "each schedule has a folder of its own",
     "remote.url": "the same",

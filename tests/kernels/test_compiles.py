@@ -71,7 +71,7 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     not_fused = ("write", "convolve", "attend_linearly")
     assert not any(line["fused"] for line in lines if line["kernel"] in not_fused), "rounded once, not twice"
     packed = [line for line in lines if line["kernel"].startswith("multiply_packed")]
-    assert {line["FORMAT"] for line in packed} == {"int4", "int6", "int8", "iq4", "e2m1"}
+    assert {line["FORMAT"] for line in packed} == {"int4", "e2m1"}  # the others: tools/gpu.py compile
     assert not any(line["spills"] for line in packed)
     assert all(line["registers"] <= (144 if line["TOKENS"] == 16 else 192) for line in packed)
     assert all(line["async copies"] >= 48 for line in packed), "loads that wait in each step"

@@ -203,7 +203,7 @@ def test_allocate_rejects_unsupported_shapes() -> None:
         (1024, 64, torch.float32, "page_size"),
         (32, 60, torch.float32, r"head_dim\) of 8, .* up to 576, not 60"),
         (32, 576, torch.float32, r"v_dim \(head_dim\) of 8, .* up to 512, not 576"),
-        (32, 64, torch.float16, "float32, bfloat16, int8, k8v4 or int4, not torch.float16"),
+        (32, 64, torch.float16, "float32, bfloat16, int8, k8v4 or int4, not float16"),
     ):
         with pytest.raises(ValueError, match=why):
             cpu.allocate(4, page_size, head_dim, dtype)

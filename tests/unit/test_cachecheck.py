@@ -1,5 +1,6 @@
 """`retain cachecheck` finds every planted fault by its checks, and none in servers without faults."""
 
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -238,3 +239,59 @@ def test_what_is_wrong_in_a_stream_is_said_in_one_line(event, message):
     with pytest.raises(ValueError, match=message) as error:
         client.ask(Prompt(("hello",)), {"stream": True})
     assert "\n" not in str(error.value)
+
+
+class BusyOnce(fake.HitIgnoresSalt):
+    """Refuses a probe for what it offers, because it is busy."""
+
+    def handle(self, http_request):
+        if not isinstance(json.loads(http_request.content or b"{}").get("cache_salt", ""), str):
+            return httpx.Response(429, json={"error": {"message": "busy"}})
+        return super().handle(http_request)
+
+
+class BreaksDown(fake.FakeServer):
+    """Fails from some request on."""
+
+    num_left = 250
+
+    def handle(self, http_request):
+        self.num_left -= 1
+        return super().handle(http_request) if self.num_left > 0 else httpx.Response(500)
+
+
+def test_a_busy_server_is_not_taken_for_one_that_offers_less():
+    with pytest.raises(ValueError, match="429 busy"):
+        check(BusyOnce())
+
+
+def test_a_request_that_fails_ends_its_check_and_not_the_report():
+    report = check(BreaksDown())
+    ended = [result for result in report.results if result.error]
+    assert ended and report.exit_code == 2 and "500" in report.to_table()
+    assert all(result.outcome == Outcome.UNSURE for result in ended)
+    assert any(result.outcome == Outcome.PASSED for result in report.results)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"choices": 5}',
+        '{"choices": ["a"]}',
+        '{"choices": [{"text": 5}]}',
+        '{"choices": [{"text": "a", "logprobs": [1]}]}',
+        '{"choices": [{"text": "a", "logprobs": {"tokens": 5}}]}',
+        '{"choices": [{"delta": "abc"}]}',
+        '{"choices": [{"text": "a"}], "usage": {"prompt_tokens": Infinity}}',
+        '{"choices": [{"text": "a"}], "usage": {"prompt_tokens": %s}}' % ("9" * 400),
+        "[" * 100_000,
+    ],
+)
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_odd_answer_is_an_error_of_one_line(body, is_stream):
+    text = f"data: {body}\n\n" if is_stream else body
+    transport = Transport(httpx.MockTransport(lambda request: httpx.Response(200, text=text)))
+    client = ServerClient("http://fake/v1", None, 5, transport)
+    with pytest.raises(ValueError) as error:
+        client.ask(Prompt(("a",)), {"stream": True} if is_stream else {})
+    assert len(str(error.value).splitlines()) == 1

@@ -17,7 +17,7 @@ from tools.gpu_bench.launches import (
     launch_step_kernels,
 )
 from tools.gpu_bench.timing import Line
-from tools.gpu_bench.weights import KINDS, WEIGHT_CASES, launch_weight_kernels
+from tools.gpu_bench.weights import QUICK_WEIGHT_CASES, WEIGHT_CASES, launch_weight_kernels
 
 
 def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
@@ -57,7 +57,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
         launch_kernels(*case, quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)
-    for kind, dtype in WEIGHT_CASES[: len(KINDS) if quick else None]:
+    for kind, dtype in QUICK_WEIGHT_CASES if quick else WEIGHT_CASES:
         launch_weight_kernels(kind, dtype)
     launch_step_kernels()
     yield from lines.values()

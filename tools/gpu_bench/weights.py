@@ -105,6 +105,7 @@ def compare_products(weight: QuantizedWeight, sizes: tuple[int, ...]) -> list[fl
     return differences
 
 
+QUICK_WEIGHT_CASES = [("Int4", BF16), ("MXFP4", BF16)]
 WEIGHT_CASES = [(kind, dtype) for dtype in (BF16, torch.float16, torch.float32) for kind in KINDS]  # dtype of the rows
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from retain.http_client import Json
 
+MAX_COUNT = 2**53  # of tokens
 NOT_OPENAI = "the answer is not one of OpenAI's API"
 
 
@@ -51,7 +52,7 @@ def read_answer(body: Json, seconds: float) -> Answer:
             cached=_read_count(details, "cached_tokens"),
             seconds=seconds,
         )
-    except (LookupError, TypeError, AttributeError, ValueError):
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         raise ValueError(NOT_OPENAI) from None
 
 
@@ -78,7 +79,7 @@ def join_events(events: Iterable[Json]) -> Json:
 def _read_text(choice: Json) -> str:
     """Return the text of a choice, whole or a piece; reasoning counts as text."""
     if "text" in choice:
-        return choice["text"] or ""
+        return "" + (choice["text"] or "")  # a TypeError for another type
     message = choice.get("message") or choice.get("delta") or {}
     reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
     return reasoning + (message.get("content") or "")
@@ -97,4 +98,6 @@ def _read_tokens(logprobs: Json) -> Iterator[Token]:
 
 def _read_count(counts: Json, name: str) -> int | None:
     value = counts.get(name)
+    if value is not None and not 0 <= value <= MAX_COUNT:
+        raise ValueError(f"{name} is no number of tokens")
     return None if value is None else int(value)

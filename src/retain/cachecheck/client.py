@@ -13,7 +13,7 @@ from retain.cachecheck.answer import Answer, join_events, read_answer
 from retain.cachecheck.texts import Prompt
 from retain.http_client import HttpClient
 
-MAX_LINES = 10_000  # of a stream
+MAX_EVENTS = 10_000  # of a stream
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class ServerClient:
         body = {**prompt.endpoint.to_body(prompt.turns), "temperature": 0, **fields}
         start = self._clock()
         if body.get("stream"):
-            response = join_events(self._http.stream(path, body, MAX_LINES))
+            response = join_events(self._http.stream(path, body, MAX_EVENTS))
         else:
             response = self._http.post(path, body)
         return read_answer(response, self._clock() - start)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -71,7 +72,8 @@ def largest_gap(first: Answer, second: Answer) -> float:
     for one, other in zip(first.tokens, second.tokens, strict=False):
         listed = {one.text: one.logprob, **one.top}
         also_listed = {other.text: other.logprob, **other.top}
-        gap = max([gap, *(abs(listed[text] - also_listed[text]) for text in listed.keys() & also_listed.keys())])
+        gaps = (abs(listed[text] - also_listed[text]) for text in listed.keys() & also_listed.keys())
+        gap = max([gap, *(g if g == g else math.inf for g in gaps)])  # a NaN differs from every number
         if one.text != other.text:
             break
     return gap

@@ -25,11 +25,12 @@ class CheckReport:
 
     @property
     def exit_code(self) -> int:
-        """0: checks passed and none found a fault; 1: a fault; 2: no check could tell anything."""
+        """0: checks passed and none found a fault; 1: a fault; 2: an error ended a check, or none could tell."""
         outcomes = {result.outcome for result in self.results}
         if Outcome.FAULT in outcomes:
             return 1
-        return 0 if Outcome.PASSED in outcomes else 2
+        has_error = any(result.error for result in self.results)
+        return 2 if has_error or Outcome.PASSED not in outcomes else 0
 
     def to_table(self) -> str:
         """Return a line for each check, with its problems below, and lines about the run."""
@@ -76,6 +77,7 @@ class CheckReport:
             "check": result.name,
             "outcome": result.outcome.value,
             "why_skipped": result.skipped or None,
+            "error": result.error or None,
             "cases": len(result.cases),
             "requests": result.num_requests,
             "seconds": round(result.seconds, 3),

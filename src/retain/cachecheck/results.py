@@ -40,11 +40,13 @@ class CheckResult:
     num_requests: int = 0
     seconds: float = 0.0
     skipped: str = ""  # why
+    error: str = ""  # that ended it
 
     @property
     def outcome(self) -> Outcome:
-        """A fault where any case is one; else passed, unless nothing passed or a case is unsure."""
+        """A fault where any case is one; else passed, unless nothing passed, a case is unsure or an error came."""
         counts = Counter(case.outcome for case in self.cases)
+        counts[Outcome.UNSURE] += bool(self.error)
         for outcome in (Outcome.FAULT, Outcome.UNSURE, Outcome.PASSED):
             if counts[outcome]:
                 return outcome
@@ -56,6 +58,8 @@ class CheckResult:
         num_faults = sum(case.outcome == Outcome.FAULT for case in self.cases)
         if num_faults:
             return f"{num_faults} faults" if num_faults > 1 else "1 fault"
+        if self.error:
+            return f"cannot tell: {self.error}"
         if self.outcome == Outcome.UNSURE:
             num_passed = sum(case.outcome == Outcome.PASSED for case in self.cases)
             return f"cannot tell all: {num_passed} of {len(self.cases)} cases passed"

@@ -15,7 +15,7 @@ from retain.cachecheck.commands import Commands, run_in_shell
 from retain.cachecheck.config import CachecheckConfig
 from retain.cachecheck.probe import Probe
 from retain.cachecheck.report import CheckReport
-from retain.cachecheck.results import Case, CheckResult, SkipCheck, confirm
+from retain.cachecheck.results import Case, CheckResult, Outcome, SkipCheck, confirm
 from retain.cachecheck.server import Server
 from retain.cachecheck.texts import PromptSource
 from retain.plugins import check_known
@@ -80,6 +80,10 @@ def _run_check(name: str, server: Server, seed: int) -> CheckResult:
         result.cases = confirm(runs)
     except SkipCheck as reason:
         result.skipped = str(reason)
+    except ValueError as error:  # of one request; what was found before stays
+        faults = (case for run in runs for case in run if case.outcome == Outcome.FAULT)
+        result.cases = [case for case in faults if not case.needs_confirmation]
+        result.error = str(error)
     result.num_requests = server.num_requests - num_requests
     result.seconds = time.perf_counter() - start
     return result

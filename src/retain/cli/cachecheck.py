@@ -30,7 +30,7 @@ def cachecheck(args: Namespace) -> int:
     report = run_checks(
         args.url, from_args(CachecheckConfig, args), keys, RunEnvironment(report_progress=report_progress)
     )
+    print(json.dumps(report.to_json()) if args.json else report.to_table())
     if args.junit:
         args.junit.write_text(report.to_junit(), encoding="utf-8")
-    print(json.dumps(report.to_json()) if args.json else report.to_table())
     return report.exit_code
