@@ -11,6 +11,9 @@ from tests.helpers.engines import make_engine, make_request, random_prompts, run
 from tests.helpers.marks import slow
 
 NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailable_reason() is None]
+CASES = [(backend, family) for backend in NAMES for family in ("llama", "gemma3_text")]
+# States are slow on the reference backend.
+CASES += [pytest.param("cpu", x, marks=pytest.mark.slow) for x in ("mpt", "lfm2", "qwen3_next", "nemotron_h")]
 POLICIES = ["full", "ring:window=24", "h2o:budget=40,interval=9", "keyformer:budget=30,prefill=stream,chunk=30"]
 
 
@@ -32,10 +35,9 @@ def poison(engine: Engine, number: float) -> None:
 
 @pytest.mark.parametrize("number", [torch.nan, *slow(torch.inf)])
 @pytest.mark.parametrize("kv_dtype", [None, torch.bfloat16, *slow(torch.int8, torch.int4, torch.float8_e4m3fn)])
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", *slow("mpt", "lfm2", "qwen3_next", "nemotron_h")])
-@pytest.mark.parametrize("backend", NAMES)
+@pytest.mark.parametrize(("backend", "family"), CASES)
 def test_pages_of_an_overflown_model_change_no_token(
-    family: str, backend: str, kv_dtype: torch.dtype | None, number: float
+    backend: str, family: str, kv_dtype: torch.dtype | None, number: float
 ) -> None:
     if kv_dtype not in (None, *kernels.import_backend(backend).POOL_DTYPES):
         pytest.skip("the cpu backend has no slots in fp8")
