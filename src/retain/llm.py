@@ -342,6 +342,8 @@ class LLM:
 
         Raises ValueError for a model that generates (see `pooling`), and where one of them cannot be run; then none is.
         """
+        if dimensions is not None and not 1 <= dimensions <= self.spec.hidden_size:
+            raise ValueError(f"dimensions must be 1 to {self.spec.hidden_size}, not {dimensions}")
         shared = GenerateRequest("", salt=salt)
         plan = plan_vectors(self.input_processor, self.pooling, prompts, shared, dimensions)
         return [vector.tolist() for vector in self._run_plan(plan)]

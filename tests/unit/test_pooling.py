@@ -59,6 +59,9 @@ def test_vectors_equal_those_of_transformers(tmp_path, family, pooling):
         assert vector == pytest.approx(again, abs=1e-6)
         (short,) = llm.embed([text], dimensions=8)
         assert short == pytest.approx(torch.nn.functional.normalize(torch.tensor(vector[:8]), dim=0).tolist(), abs=1e-5)
+    for dimensions in (0, -3, 1000):
+        with pytest.raises(ValueError, match="dimensions must be 1 to "):
+            llm.embed(TEXTS[:1], dimensions)
     with pytest.raises(ValueError, match="embeds texts and generates none"):
         llm.generate("x", SamplingParams(max_tokens=1))
 
@@ -137,7 +140,7 @@ def test_gguf_files_say_how_to_pool(tmp_path, kind, wanted):
     assert read_pooling(path) == wanted
 
 
-@pytest.mark.parametrize("kind", [2, 4, "last"])
+@pytest.mark.parametrize("kind", [2, 4, "last", [1, 3]])
 def test_other_poolings_of_gguf_files_are_refused(tmp_path, kind):
     extra = {"qwen3.pooling_type": kind}
     path = write_gguf(tmp_path / "a.gguf", tiny_for_gguf("qwen3"), vocabulary=BYTE_LEVEL_VOCABULARY, extra=extra)

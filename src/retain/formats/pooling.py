@@ -44,9 +44,7 @@ def read_pooling(path: Path) -> Pooling | None:
         return _read_folder(path) if (path / "modules.json").is_file() else None
     meta = GGUFReader(find_first_part(path)).metadata
     kind = meta.get(f"{meta.get('general.architecture')}.pooling_type", GGUF_NO_POOLING)
-    if type(kind) is not int:
-        raise ValueError(f"{path}: damaged: pooling_type is {quote(kind)}, not an integer")
-    if kind != GGUF_NO_POOLING and kind not in GGUF_KINDS:
+    if type(kind) is not int or kind not in (GGUF_NO_POOLING, *GGUF_KINDS):
         raise UnsupportedError(
             f"{path}: pooling_type {quote(kind)} is not supported, only mean (1) and last (3) are: "
             "--pooling off loads the model with its head"

@@ -56,12 +56,12 @@ async def answer_pooled(
 ) -> Response:
     """Admit a call, compute its texts, and return its answer. Raises APIError. `plan` and `to_response` run in threads.
 
-    A call of many texts is as many choices as a request may have, and never more of them run at once.
+    A call of many texts is as many choices as a request of its key may have, and never more of them run at once.
     """
     service.check_model(body.model)
     admission = request.state.admission
     key_name = admission.key_name
-    size = service.limits.max_choices
+    size = min(service.limits.max_choices, service.limits.max_requests_per_key or service.limits.max_choices)
     stats = PooledCallStats(CallInfo(body.operation, body.model, admission.trace_headers))
     try:
         async with service.admit(admission, body.prompt_field, min(num_texts, size)):
