@@ -14,6 +14,7 @@ Json = dict[str, Any]
 
 
 MAX_BODY_BYTES = 64 * 2**20  # of an answer
+MAX_EVENT_CHARS = 16 * 2**20
 # Of a request that the server does not take; others say that it is busy, broken, or wants another key.
 REFUSALS = (400, 404, 405, 413, 415, 422, 501)
 
@@ -59,7 +60,7 @@ class HttpClient:
         """Yield the events of an answer as they come. Raises ValueError, also for the event of an error."""
         with self._open("POST", path, body) as response:
             num_events = 0
-            for line in response.iter_lines():
+            for line in self._lines(response):
                 if line.startswith("data:") and line[5:].strip() != "[DONE]":
                     num_events += 1
                     if num_events > max_events:
@@ -82,6 +83,16 @@ class HttpClient:
 
     def _read(self, response: httpx.Response) -> Json:
         return self._parse(self._read_body(response))
+
+    def _lines(self, response: httpx.Response) -> Iterator[str]:
+        """Yield lines as server-sent events have them: texts may hold what Python and httpx call an end of a line."""
+        rest = ""
+        for text in response.iter_text():
+            *lines, rest = (rest + text).split("\n")
+            if len(rest) > MAX_EVENT_CHARS:
+                raise ValueError(f"{self.url}: an event of a stream is longer than {MAX_EVENT_CHARS} characters")
+            yield from lines
+        yield rest
 
     def _read_body(self, response: httpx.Response) -> bytes:
         body = bytearray()

@@ -40,7 +40,7 @@ def answer(server, path, body):
         (choice,) = response.json()["choices"]
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         return text, choice["finish_reason"], response.json()["usage"]
-    events = [json.loads(line[6:]) for line in response.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in response.text.split("\n") if line.startswith("data: {")]
     choices = [choice for event in events for choice in event["choices"]]
     text = "".join(c["text"] if "text" in c else c["delta"].get("content", "") for c in choices)
     return text, choices[-1]["finish_reason"], events[-1].get("usage")

@@ -24,7 +24,7 @@ def complete(server, path, **fields):
 
 def stream(server, path, **fields):
     text = post(server, path, {"model": "smollm2", "stream": True, **fields}).text
-    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in text.split("\n") if line.startswith("data: {")]
 
 
 @pytest.mark.parametrize(("path", "prompt"), [CHAT, TEXT])

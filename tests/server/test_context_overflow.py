@@ -52,7 +52,7 @@ def count_prompt_tokens(api, answer):
 def read_overflow(api, answer):
     """Return the prompt's tokens and the context that an error names, after checking what else agents look at."""
     if answer.headers["content-type"].startswith("text/event-stream"):  # where Codex CLI looks for it
-        *_, failed = (json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {"))
+        *_, failed = (json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {"))
         error = failed["response"]["error"]
         assert failed["type"] == "response.failed" and error["code"] == "context_length_exceeded"
         found = re.search(PATTERNS["others"], error["message"])
@@ -112,7 +112,7 @@ def read_end(api, answer):
 
 def read_stream_end(api, answer):
     """Return why a streamed answer ended."""
-    events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+    events = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
     return {
         "messages": lambda: next(e["delta"]["stop_reason"] for e in events if e["type"] == "message_delta"),
         "responses": lambda: events[-1]["response"]["incomplete_details"]["reason"],

@@ -44,7 +44,7 @@ def post(server, request: dict[str, Any], path: str | None = None, **fields: Any
 
 def read_stream(response) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return the events of a stream, and the message that they make."""
-    lines = [line.removeprefix("data: ") for line in response.text.splitlines() if line.startswith("data: ")]
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line.startswith("data: ")]
     events = [json.loads(line) for line in lines]
     snapshot: dict[str, Any] = {}
     for event in events:

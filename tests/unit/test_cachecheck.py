@@ -230,7 +230,7 @@ def test_what_is_wrong_is_said_in_one_line(server, options, message):
         ('{"error": {"message": "out of memory"}}', "http://fake/v1: out of memory"),
         ('{"error": 7}', "ended by an error"),
         ("[" * 10_000, "no JSON object"),
-        ("[DONE]\n\n" * 10_000, "more than 10000 lines"),
+        ("{}\n\ndata: " * 10_001, "more than 10000 events"),
     ],
 )
 def test_what_is_wrong_in_a_stream_is_said_in_one_line(event, message):
@@ -239,6 +239,14 @@ def test_what_is_wrong_in_a_stream_is_said_in_one_line(event, message):
     with pytest.raises(ValueError, match=message) as error:
         client.ask(Prompt(("hello",)), {"stream": True})
     assert "\n" not in str(error.value)
+
+
+def test_texts_may_hold_what_python_calls_an_end_of_a_line():
+    text = "a\u2028b\x85c"
+    event = json.dumps({"choices": [{"text": text}]}, ensure_ascii=False)
+    transport = httpx.MockTransport(lambda request: httpx.Response(200, text=f"data: {event}\r\n\r\ndata: [DONE]"))
+    client = ServerClient("http://fake/v1", None, 1.0, Transport(transport))
+    assert client.ask(Prompt(("hello",)), {"stream": True}).text == text
 
 
 class BusyOnce(fake.HitIgnoresSalt):
