@@ -99,8 +99,8 @@ class ConvolvedAttention:
 
 
 @dataclass(frozen=True, eq=False)
-class GatedDeltaNet:
-    """Compute out_proj(norm(attention) * silu(z)), where z is linear in x. `norm` is one of each value head."""
+class GatedLinearAttention:
+    """Compute out_proj of what `emit_gate` makes of linear attention and of z, which is linear in x."""
 
     attention: ConvolvedAttention
     z_proj: Linear  # [T, E] -> [T, H V]
@@ -114,10 +114,22 @@ class GatedDeltaNet:
         y = program.buffer(f"linear attention {n}", n)
         self.attention.emit(program, x, y)
         self.z_proj.emit(program, x, z)
-        self.norm.emit(program, y, y)
         program.activation(z, z, "silu", n)
-        program.multiply(y, z)
+        self.emit_gate(program, y, z)
         self.out_proj.emit(program, y, out, add)
+
+    def emit_gate(self, program: Program, y: int, gate: int) -> None:
+        """Emit the product of the attention y with the gate, silu(z), and the norm."""
+        raise NotImplementedError
+
+
+class GatedDeltaNet(GatedLinearAttention):
+    """Compute out_proj(norm(attention) * silu(z)). `norm` is one of each value head."""
+
+    def emit_gate(self, program: Program, y: int, gate: int) -> None:
+        """See GatedLinearAttention."""
+        self.norm.emit(program, y, y)
+        program.multiply(y, gate)
 
 
 def make_qk_norm(p: LinearAttention) -> RMSNorm:

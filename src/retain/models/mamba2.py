@@ -16,31 +16,23 @@ from retain.kernels.api import Program
 from retain.kernels.kv_cache_spec import LayerCacheSpec
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.shape_checks import WidthError
-from retain.models.layers import Layer, Linear, RMSNorm, load_linear, resolve_activation
-from retain.models.linear_attention import ConvolvedAttention, linear_attention_specs, load_convolution_weight
+from retain.models.layers import RMSNorm, load_linear, resolve_activation
+from retain.models.linear_attention import (
+    ConvolvedAttention,
+    GatedLinearAttention,
+    linear_attention_specs,
+    load_convolution_weight,
+)
 from retain.models.weights import Weights
 
 
-@dataclass(frozen=True, eq=False)
-class Mamba2Mixer:
-    """Compute out_proj(norm(attention * silu(z))), where z is linear in x. `norm` is one of each group of heads."""
+class Mamba2Mixer(GatedLinearAttention):
+    """Compute out_proj(norm(attention * silu(z))). Rows of qkv are [C | B | x]; `norm` is one of each group."""
 
-    attention: ConvolvedAttention  # rows of qkv are [C | B | x] of Mamba-2
-    z_proj: Linear  # [T, E] -> [T, H V]
-    norm: Layer
-    out_proj: Linear
-
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
-        """See Layer."""
-        n = self.attention.width
-        z = program.buffer(f"linear attention z {n}", n)
-        y = program.buffer(f"linear attention {n}", n)
-        self.attention.emit(program, x, y)
-        self.z_proj.emit(program, x, z)
-        program.activation(z, z, "silu", n)
-        program.multiply(y, z)
+    def emit_gate(self, program: Program, y: int, gate: int) -> None:
+        """See GatedLinearAttention."""
+        program.multiply(y, gate)
         self.norm.emit(program, y, y)
-        self.out_proj.emit(program, y, out, add)
 
 
 @dataclass(frozen=True)

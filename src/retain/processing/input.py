@@ -56,7 +56,7 @@ class GenerateRequest:
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
     explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
     shown_tokens: frozenset[int] = frozenset()
-    pools: bool = False  # the prompt is computed for who reads its states or logits: see pooling.py
+    pools: bool = False  # a reader of pooling.py takes the states or logits of the prompt; no answer is wanted
 
 
 class PromptTooLongError(ValueError):
