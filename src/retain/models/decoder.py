@@ -266,7 +266,6 @@ class Decoder:
     ropes: Sequence[Rope] = ()
     num_layers: int | None = None  # where the spec's caches do not tell; None: they do
     num_outputs: int | None = None  # of the head; None: the vocabulary
-    logits_factor: float = 1.0  # of logits, which the norm before the head multiplies by
     # By cache: of the layers that were emitted and have them, [G, D] each.
     key_factors: dict[int, Tensor] = field(default_factory=dict)
 
@@ -292,12 +291,11 @@ class Decoder:
         program.finalize()
 
     def without_head(self, dtype: torch.dtype) -> Decoder:
-        """Return the same model with its last states in place of logits: a head that takes back their factor."""
+        """Return the same model with its last states in place of logits: a head that changes nothing."""
         n = self.spec.hidden_size
         if n > self.spec.vocab_size:
             raise ValueError(f"a model with more hidden numbers ({n}) than tokens cannot embed: see --pooling")
-        head = torch.eye(n, dtype=dtype) / self.logits_factor
-        return replace(self, lm_head=Linear(head), num_outputs=n)
+        return replace(self, lm_head=Linear(torch.eye(n, dtype=dtype)), num_outputs=n)
 
     def _load_balanced(self, i: int) -> DecoderLayer:
         layer = _balance(self.load_layer(i))

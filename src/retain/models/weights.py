@@ -108,6 +108,10 @@ class Weights:
         """Return the same weights with the defaults of a family in their config (see add_defaults)."""
         return self.with_config(add_defaults(self.config, defaults, other_names))
 
+    def logits_factor(self, factor: float) -> float:
+        """Return the factor of logits that a family's last norm takes over; 1 where states are wanted."""
+        return factor if self.has_head else 1.0
+
     def full_name(self, name: str) -> str:
         """Return the name in the checkpoint of a tensor to be used. Raises ValueError where there is no such tensor."""
         full = self.prefix + name

@@ -64,6 +64,6 @@ def build(w: Weights) -> Decoder:
         own_rope = rope if layer_types[i] == "sliding_attention" else None
         return build_layer(m.scope(f"layers.{i}."), i, s, own_rope, tensors)
 
-    norm = LayerNorm(m["norm.weight"].float() * c["logit_scale"], None, c["layer_norm_eps"])
+    norm = LayerNorm(m["norm.weight"].float() * w.logits_factor(c["logit_scale"]), None, c["layer_norm_eps"])
     head = load_lm_head(w, "lm_head", table, tied_to)
-    return Decoder(s, Embedding(table), load_layer, norm, head, [rope], logits_factor=c["logit_scale"])
+    return Decoder(s, Embedding(table), load_layer, norm, head, [rope])

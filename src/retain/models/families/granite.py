@@ -70,9 +70,9 @@ def build_decoder(
     c = w.config
     decoder = llama.build_decoder(w, s, tensors, build_layer)
     assert isinstance(decoder.norm, RMSNorm)
-    norm = RMSNorm(decoder.norm.weight / c["logits_scaling"], decoder.norm.eps)
+    norm = RMSNorm(decoder.norm.weight / w.logits_factor(c["logits_scaling"]), decoder.norm.eps)
     embedding = replace(decoder.embedding, scale=float(c["embedding_multiplier"]))
-    return replace(decoder, norm=norm, embedding=embedding, logits_factor=1 / c["logits_scaling"])
+    return replace(decoder, norm=norm, embedding=embedding)
 
 
 def build(w: Weights) -> Decoder:

@@ -129,8 +129,7 @@ def build(w: Weights) -> Decoder:
         s,
         Embedding(table, scale=float(c["embedding_multiplier"])),
         lambda i: load_layer(m.scope(f"layers.{i}."), types[i], first_caches[i], s, rope),
-        RMSNorm(m["norm.weight"] / c["logits_scaling"], c["rms_norm_eps"]),
+        RMSNorm(m["norm.weight"] / w.logits_factor(c["logits_scaling"]), c["rms_norm_eps"]),
         load_lm_head(w, "lm_head", table, tied_to),
         [rope] if rope else [],
-        logits_factor=1 / c["logits_scaling"],
     )

@@ -125,6 +125,6 @@ def build(w: Weights) -> Decoder:
         return build_layer(m.scope(f"layers.{i}."), i, s, rope if is_rotated[i] else None)
 
     embedding = NormedEmbedding(table, norm=RMSNorm(torch.ones(s.hidden_size), eps))
-    norm = RMSNorm(m["norm.weight"].float() * c["output_multiplier"], eps)
+    norm = RMSNorm(m["norm.weight"].float() * w.logits_factor(c["output_multiplier"]), eps)
     head = CappedHead(load_lm_head(w, "lm_head", table, tied_to), float(c["final_logit_softcapping"]))
-    return Decoder(s, embedding, load_layer, norm, head, [rope], logits_factor=c["output_multiplier"])
+    return Decoder(s, embedding, load_layer, norm, head, [rope])
