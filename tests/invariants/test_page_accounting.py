@@ -23,7 +23,7 @@ from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
 from retain.kernels.api import Batch
 from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
-from retain.kernels.pool_dtypes import page_bytes, slots_in_page
+from retain.kernels.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager
@@ -117,7 +117,7 @@ class Schedule(RuleBasedStateMachine):
             ),
             kernels.load("reference"),
             torch.float32,
-            (num_pages + 1) * page_bytes(16, 8, torch.float32),
+            (num_pages + 1) * 16 * (2 * 8 * 4 + 4 + 4),
             prefix_config=prefix,
         )
         runner = NullRunner(self.cache)

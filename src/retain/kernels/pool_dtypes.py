@@ -67,11 +67,6 @@ def value_bytes(head_dim: int, dtype: torch.dtype) -> int:
     return _row_bytes(head_dim, tensor_dtypes(dtype)[1], dtype in QUANTIZED_DTYPES)
 
 
-def page_bytes(page_size: int, head_dim: int, dtype: torch.dtype, score_columns: int = 1) -> int:
-    """Return the bytes of one page: K, V, positions and masses."""
-    return page_size * (key_bytes(head_dim, dtype) + value_bytes(head_dim, dtype) + 4 + 4 * score_columns)
-
-
 def slots_in_page(
     page_size: int, k_dim: int, dtype: torch.dtype, other: torch.dtype, largest: int = 512, v_dim: int | None = None
 ) -> int:
