@@ -5,21 +5,6 @@
 
 namespace retain::RETAIN_ISA {
 
-// Load or store one vector of a row with n numbers left.
-INLINE F load_tail(const float* x, int n) {
-  if (n >= WIDTH) return load<WIDTH>(x);
-  float tail[WIDTH] = {};
-  for (int i = 0; i < n; ++i) tail[i] = x[i];
-  return load<WIDTH>(tail);
-}
-INLINE void store_tail(float* x, int n, F y) {
-  if (n >= WIDTH) {
-    store<WIDTH>(x, y);
-  } else {
-    for (int i = 0; i < n; ++i) x[i] = y[i];
-  }
-}
-
 INLINE void normalize_row(const NormParams& norm, const float* x, int n, bool add, float* out) {
   float mean = 0;
   if (norm.subtract_mean) {

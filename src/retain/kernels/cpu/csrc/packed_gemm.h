@@ -65,13 +65,13 @@ INLINE const ActivationGroup* groups_of(const PackedWeight& w, const char* row) 
 // ---- preparing activations --------------------------------------------------------------------------------------
 
 INLINE void quantize(const float* x, int8_t* q, ActivationGroup& group) {
-  F maxima = {}, zero = {};
+  I maxima = {};  // bits of absolute numbers have the numbers' order; infinity and NaN are the largest
   for (int i = 0; i < QUANT_GROUP; i += WIDTH) {
-    const F y = load<WIDTH>(x + i);
-    maxima = max(maxima, absolute(y));
-    zero += y * 0.0f;  // NaN if a number is infinite or NaN, which makes the scale NaN
+    const I y = (I)absolute(load<WIDTH>(x + i));
+    maxima = maxima > y ? maxima : y;
   }
-  const float maximum = reduce_max<WIDTH>(maxima), scale = maximum / 127 + reduce_sum<WIDTH>(zero);
+  const float maximum = bits_to_float(reduce_max<WIDTH>(maxima));
+  const float scale = maximum <= __FLT_MAX__ ? maximum / 127 : __builtin_nanf("");
   const float inverse = maximum > 0 ? 127 / maximum : 0.0f;
   int32_t sums[2] = {};  // of halves
   for (int h = 0; h < 2; ++h) {
@@ -81,7 +81,7 @@ INLINE void quantize(const float* x, int8_t* q, ActivationGroup& group) {
       total += n;
       store_bytes(q + i, n);
     }
-    for (int l = 0; l < WIDTH; ++l) sums[h] += total[l];
+    sums[h] = reduce_sum<WIDTH>(total);
   }
   const int32_t sum = sums[0] + sums[1];
   group = {scale, scale * float(sum), -128 * sum, {-32 * sums[0], -32 * sums[1]}};
@@ -228,19 +228,23 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
   }
 }
 
-// Stores one vector of outputs of `rows` rows, starting at output `first` and clipped to w.out.
+// Stores one vector of outputs of `rows` rows, starting at output `first` and clipped to w.out. It tests outside of its
+// loops: inside, every sum would pass through memory.
 INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& out, const F* sum, int rows) {
   const int n = w.out - first;
-  float bias[WIDTH] = {};
+  float biases[WIDTH] = {};
   if (out.bias)
-    for (int i = 0; i < WIDTH && i < n; ++i) bias[i] = out.bias[first + i];
-  for (int r = 0; r < rows; ++r) {
-    float* y = out.y + r * out.ldy + first;
-    F x = sum[r] + load<WIDTH>(bias);
-    if (n >= WIDTH) {
-      store<WIDTH>(y, out.accumulate ? load<WIDTH>(y) + x : x);
-    } else {
-      for (int i = 0; i < n; ++i) y[i] = out.accumulate ? y[i] + x[i] : x[i];
+    for (int i = 0; i < WIDTH && i < n; ++i) biases[i] = out.bias[first + i];
+  const F bias = load<WIDTH>(biases);
+  float* y = out.y + first;
+  if (n >= WIDTH && out.accumulate) {
+    for (int r = 0; r < rows; ++r, y += out.ldy) store<WIDTH>(y, load<WIDTH>(y) + (sum[r] + bias));
+  } else if (n >= WIDTH) {
+    for (int r = 0; r < rows; ++r, y += out.ldy) store<WIDTH>(y, sum[r] + bias);
+  } else {
+    for (int r = 0; r < rows; ++r, y += out.ldy) {
+      const F x = sum[r] + bias;
+      store_tail(y, n, out.accumulate ? load_tail(y, n) + x : x);
     }
   }
 }

@@ -21,10 +21,12 @@ struct VisiblePages {
 
 #ifdef RETAIN_TILES
 
+constexpr int MIN_ATTENTION_ROWS = 3;  // fewer are faster on vectors
+
 // Rows of attention are at most one strip (`max_tile_rows` in isa.cpp).
 INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows, float* scores,
                            Prefetcher<bf16>& prefetcher) {
-  if (rows < MIN_TILE_PRODUCT || p.k_dim % TILE_DEPTH) return false;
+  if (rows < MIN_ATTENTION_ROWS || p.k_dim % TILE_DEPTH) return false;
   for (int j = 0; j < p.n && rows <= MAX_PREFETCH_ROWS; ++j) prefetcher.prefetch(int(p.value_bytes / 64));
   Tiles tiles;
   const TileStrip strip(rows);
@@ -37,7 +39,7 @@ INLINE bool score_by_tiles(const VisiblePages<bf16>& p, const bf16* q, int rows,
 }
 
 INLINE bool sum_by_tiles(const VisiblePages<bf16>& p, const bf16* weights, ptrdiff_t stride, int rows, float* sums) {
-  if (rows < MIN_TILE_PRODUCT || p.S % TILE_DEPTH || p.v_dim % TILE_ROWS) return false;
+  if (rows < MIN_ATTENTION_ROWS || p.S % TILE_DEPTH || p.v_dim % TILE_ROWS) return false;
   TileOperands parts[MAX_BLOCK_PAGES];
   for (int j = 0; j < p.n; ++j) parts[j] = {weights + j * p.S, p.values[j]};
   Tiles tiles;

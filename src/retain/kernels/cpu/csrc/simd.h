@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "types.h"
 #ifdef __AVX2__
@@ -86,12 +87,32 @@ INLINE void store(float* p, typename Lanes<W>::f x) {
   memcpy(p, &x, sizeof x);
 }
 
+// Load or store one vector of a row with n numbers left.
+INLINE F load_tail(const float* x, int n) {
+  if (n >= WIDTH) return load<WIDTH>(x);
+  float tail[WIDTH] = {};
+  for (int i = 0; i < n; ++i) tail[i] = x[i];
+  return load<WIDTH>(tail);
+}
+INLINE void store_tail(float* x, int n, F y) {
+  if (n >= WIDTH) {
+    store<WIDTH>(x, y);
+  } else {
+    for (int i = 0; i < n; ++i) x[i] = y[i];
+  }
+}
+
 INLINE I load_ints(const int32_t* p) {
   I x;
   memcpy(&x, p, sizeof x);
   return x;
 }
 
+INLINE float bits_to_float(int32_t bits) {
+  float x;
+  memcpy(&x, &bits, 4);
+  return x;
+}
 INLINE float to_float(float x) { return x; }
 INLINE float to_float(bf16 x) { return bf16_to_float(x.bits); }
 INLINE float to_float(float16 x) {
@@ -281,35 +302,29 @@ INLINE void store_as(bf16* p, F x) {
 INLINE void store_as(float* p, F x) { store<WIDTH>(p, x); }
 
 // Reduce the lanes of a vector to one number, in a fixed order: by halves.
-template <int W>
-INLINE float reduce_sum(typename Lanes<W>::f x) {
+template <int W, class Vector, class Combine>
+INLINE auto reduce(Vector x, Combine combine) {
+  using Number = std::decay_t<decltype(x[0])>;
   if constexpr (W == 1) {
-    return x[0];
+    return Number(x[0]);
   } else {
-    typename Lanes<W / 2>::f halves[2];
+    typedef Number Half __attribute__((vector_size(2 * W)));
+    Half halves[2];
     memcpy(halves, &x, sizeof x);
-    return reduce_sum<W / 2>(halves[0] + halves[1]);
+    return reduce<W / 2>(Half(combine(halves[0], halves[1])), combine);
   }
 }
-template <int W>
-INLINE float reduce_max(typename Lanes<W>::f x) {
-  if constexpr (W == 1) {
-    return x[0];
-  } else {
-    typename Lanes<W / 2>::f halves[2];
-    memcpy(halves, &x, sizeof x);
-    return reduce_max<W / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
-  }
+template <int W, class Vector>
+INLINE auto reduce_sum(Vector x) {
+  return reduce<W>(x, [](auto a, auto b) { return a + b; });
 }
-template <int W>
-INLINE int32_t reduce_or(typename Lanes<W>::i x) {
-  if constexpr (W == 1) {
-    return x[0];
-  } else {
-    typename Lanes<W / 2>::i halves[2];
-    memcpy(halves, &x, sizeof x);
-    return reduce_or<W / 2>(halves[0] | halves[1]);
-  }
+template <int W, class Vector>
+INLINE auto reduce_max(Vector x) {
+  return reduce<W>(x, [](auto a, auto b) { return a > b ? a : b; });
+}
+template <int W, class Vector>
+INLINE auto reduce_or(Vector x) {
+  return reduce<W>(x, [](auto a, auto b) { return a | b; });
 }
 
 // Approximations whose results are stored as T. A bfloat16 has 9 bits, so 13 correct bits are enough for it.
