@@ -202,7 +202,7 @@ NB_MODULE(_C, m) {
         const PackedWeight w = packed_weight(data, out, in, format);
         AlignedVector<char> prepared(w.activation_bytes() * round_up(rows, MAX_PADDED_ROWS));
         ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
-          packed_gemm(w, ptr<float>(x), in, rows, prepared, {ptr<float>(y), out, ptr<float>(bias), add}, member);
+          packed_gemm(w, ptr<float>(x), in, rows, prepared.data(), {ptr<float>(y), out, ptr<float>(bias), add}, member);
         });
       },
       nb::call_guard<nb::gil_scoped_release>());

@@ -98,7 +98,7 @@ static void grouped_gemm(const PackedWeight& all, int n, const float* bias, cons
   });
 }
 
-void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w, AlignedVector<char>& prepared,
+void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w, char* prepared,
                  ThreadTeam::Member& member) {
   const IsaKernels& isa = selected_isa();
   const int n = x.router.num_experts, k = x.router.top_k, E = x.gate_up.in, width = x.width();
@@ -109,17 +109,17 @@ void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w,
   member.parallel_for(args.T, [&](int begin, int end) {
     for (int t = begin; t < end; ++t) {
       route(x.router, args.scores + int64_t(t) * n, &w.experts[t * k], &w.weights[t * k]);
-      isa.prepare_activations(x.gate_up, args.x + int64_t(t) * E, prepared.data() + t * bytes);
+      isa.prepare_activations(x.gate_up, args.x + int64_t(t) * E, prepared + t * bytes);
     }
   });
   member.barrier();
   if (member.id == 0) sort_choices(x.router, args.T * k, w);
   member.barrier();
 
-  char* const sorted = prepared.data() + args.T * bytes;
+  char* const sorted = prepared + args.T * bytes;
   member.parallel_for(args.T, [&](int begin, int end) {
     for (int c = begin * k; c < end * k; ++c)
-      memcpy(sorted + w.rows[c] * bytes, prepared.data() + c / k * bytes, bytes);
+      memcpy(sorted + w.rows[c] * bytes, prepared + c / k * bytes, bytes);
   });
   member.barrier();
   grouped_gemm(x.gate_up, x.inner_size(), x.gate_up_bias, sorted, args.hidden, w, member);
@@ -129,11 +129,11 @@ void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w,
     for (int row = begin; row < end; ++row) {
       float* const gate = args.hidden + int64_t(row) * x.inner_size();
       isa.activate(x.act, gate, x.is_gated ? gate + width : nullptr, width, gate);
-      isa.prepare_activations(x.down, gate, prepared.data() + row * down_bytes);
+      isa.prepare_activations(x.down, gate, prepared + row * down_bytes);
     }
   });
   member.barrier();
-  grouped_gemm(x.down, E, x.down_bias, prepared.data(), args.y, w, member);
+  grouped_gemm(x.down, E, x.down_bias, prepared, args.y, w, member);
   member.barrier();
 
   member.parallel_for(args.T, [&](int begin, int end) {

@@ -155,11 +155,13 @@ void pack(const UnpackedWeight&, const PackedWeight& packed);
 // Unpacks all rows of `blocks` into rows first .. first + rows - 1 of `packed`. Returns whether all scales are finite.
 bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeight& packed);
 
-// Computes y (+)= x W^T + bias for rows of x [rows, in]. Every member of a team calls this, and the result is complete
-// after the next barrier. `prepared` has room for w.activation_bytes() of each row, with the number of rows rounded up
-// to MAX_PADDED_ROWS: kernels may read what lies behind the last one.
-void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
-                 const OutputView&, ThreadTeam::Member&);
+// Computes y (+)= x W^T + bias for rows of x [rows, in]. `prepared` starts on a cache line and has room for
+// w.activation_bytes() of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies
+// behind the last one.
+void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&);
+// The same, divided by outputs. Every member of a team calls this, and the result is complete after the next barrier.
+void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,
+                 ThreadTeam::Member&);
 
 // `width` numbers of each of H heads in a row: those of head h begin at first + h * stride.
 struct HeadColumns {
@@ -170,9 +172,8 @@ struct HeadColumns {
 
 // Multiplies the source columns of each head with its own matrix, and writes the target columns: rows h * target.width
 // and following of the weight, which are whole tiles. As packed_gemm; `prepared` has room for H rows of each token.
-void packed_gemm_by_head(const PackedWeight&, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
-                         float* y, int64_t ldy, const HeadColumns& source, const HeadColumns& target,
-                         ThreadTeam::Member&);
+void packed_gemm_by_head(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, float* y,
+                         int64_t ldy, const HeadColumns& source, const HeadColumns& target, ThreadTeam::Member&);
 
 // How a token chooses experts (kernels/experts.py).
 struct Router {
@@ -221,8 +222,7 @@ struct ExpertsWorkspace {
 
 // Every member of a team calls this, and the result is complete after the next barrier. `prepared` has room for
 // prepared_bytes() of each token, with the number of tokens rounded up to MAX_PADDED_ROWS.
-void mix_experts(const Experts&, const ExpertsArgs&, ExpertsWorkspace&, AlignedVector<char>& prepared,
-                 ThreadTeam::Member&);
+void mix_experts(const Experts&, const ExpertsArgs&, ExpertsWorkspace&, char* prepared, ThreadTeam::Member&);
 
 // Memory of operations over states, reused by all layers.
 struct StateWorkspace {

@@ -1,32 +1,37 @@
-// Products with packed weights, on all threads of a team.
+// Products with packed weights, on one thread or on all threads of a team.
 #include <algorithm>
 
 #include "kernels.h"
 
 namespace retain {
 
-void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
-                 const OutputView& out, ThreadTeam::Member& member) {
-  const IsaKernels& isa = selected_isa();
-  char* const prepared_rows = prepared.data();
-  member.parallel_for(rows, [&](int begin, int end) {
-    for (int r = begin; r < end; ++r) isa.prepare_activations(w, x + r * ldx, prepared_rows + r * w.activation_bytes());
-  });
+static void prepare_rows(const PackedWeight& w, const float* x, int64_t ldx, char* prepared, int begin, int end) {
+  for (int r = begin; r < end; ++r)
+    selected_isa().prepare_activations(w, x + r * ldx, prepared + r * w.activation_bytes());
+}
+
+void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, char* prepared, const OutputView& out) {
+  prepare_rows(w, x, ldx, prepared, 0, rows);
+  selected_isa().packed_gemm(w, 0, w.num_tiles(), prepared, rows, out);
+}
+
+void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, char* prepared, const OutputView& out,
+                 ThreadTeam::Member& member) {
+  member.parallel_for(rows, [&](int begin, int end) { prepare_rows(w, x, ldx, prepared, begin, end); });
   member.barrier();
   member.parallel_for(w.num_tiles(), [&](int begin, int end) {
-    isa.packed_gemm(w, begin, end, prepared_rows, rows, out);
+    selected_isa().packed_gemm(w, begin, end, prepared, rows, out);
   });
 }
 
-void packed_gemm_by_head(const PackedWeight& w, const float* x, int64_t ldx, int rows, AlignedVector<char>& prepared,
-                         float* y, int64_t ldy, const HeadColumns& source, const HeadColumns& target,
+void packed_gemm_by_head(const PackedWeight& w, const float* x, int64_t ldx, int rows, char* prepared, float* y,
+                         int64_t ldy, const HeadColumns& source, const HeadColumns& target,
                          ThreadTeam::Member& member) {
   const IsaKernels& isa = selected_isa();
   const int64_t bytes = w.activation_bytes();
-  char* const prepared_rows = prepared.data();  // of the first head, then those of the next
   member.parallel_for(source.H * rows, [&](int begin, int end) {
     for (int i = begin; i < end; ++i)
-      isa.prepare_activations(w, x + i % rows * ldx + source.begin(i / rows), prepared_rows + i * bytes);
+      isa.prepare_activations(w, x + i % rows * ldx + source.begin(i / rows), prepared + i * bytes);
   });
   member.barrier();
   const int tiles = target.width / TILE_OUT;
@@ -35,7 +40,7 @@ void packed_gemm_by_head(const PackedWeight& w, const float* x, int64_t ldx, int
       const int h = begin / tiles;
       next = std::min(end, (h + 1) * tiles);
       const PackedWeight own = {w.data + w.tile_bytes() * tiles * h, target.width, w.in, w.format};
-      isa.packed_gemm(own, begin - h * tiles, next - h * tiles, prepared_rows + int64_t(h) * rows * bytes, rows,
+      isa.packed_gemm(own, begin - h * tiles, next - h * tiles, prepared + int64_t(h) * rows * bytes, rows,
                       {y + target.begin(h), ldy, nullptr, false});
     }
   });

@@ -4,8 +4,12 @@
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
+#include <type_traits>
 
 namespace retain {
+
+// Bounds of the rows that a thread takes through several operations at a time.
+constexpr int MIN_BLOCK_ROWS = 32, MAX_BLOCK_ROWS = 128;
 
 struct Program::StepState {
   const StepArgs& step;
@@ -17,11 +21,32 @@ struct Program::StepState {
   int row_width(int buffer) const { return buffer == LOGITS ? program.logits_width_ : width(buffer); }
 };
 
-// Every thread calls an operation's `run(state, member)`, and a barrier follows. An operation may have `check(state)`,
-// which throws if the step is invalid.
+// Whether an operation has `run`, or `run_rows`.
+template <class T, class = void>
+constexpr bool has_run = false;
+template <class T>
+constexpr bool has_run<T, std::void_t<decltype(&T::run)>> = true;
+template <class T, class = void>
+constexpr bool has_run_rows = false;
+template <class T>
+constexpr bool has_run_rows<T, std::void_t<decltype(&T::run_rows)>> = true;
+
+// An operation that computes each row from the same row alone has `run_rows(state, begin, end)`, for one thread. One that
+// divides few rows otherwise, or needs other rows, has `run(state, member)`: all threads call it, and a barrier follows.
+// An operation may have `check(state)`, which throws if the step is invalid.
 template <class T>
 void Program::push(const T& op) {
-  ops_.push_back([op](StepState& state, ThreadTeam::Member& member) { op.run(state, member); });
+  Operation to;
+  if constexpr (has_run_rows<T>)
+    to.run_rows = [op](const StepState& state, int begin, int end) { op.run_rows(state, begin, end); };
+  if constexpr (has_run<T>) {
+    to.run = [op](StepState& state, ThreadTeam::Member& member) { op.run(state, member); };
+  } else {
+    to.run = [op](StepState& state, ThreadTeam::Member& member) {
+      member.parallel_for(state.rows, [&](int begin, int end) { op.run_rows(state, begin, end); });
+    };
+  }
+  ops_.push_back(std::move(to));
 }
 template <class T>
 void Program::push_checked(const T& op) {
@@ -37,12 +62,10 @@ struct Program::EmbeddingOp {
   float factor;
   bool add;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
+  void run_rows(const StepState& state, int begin, int end) const {
     const int width = state.width(out);
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t)
-        selected_isa().unpack_row(table, index(state, t), factor, add, state.data(out) + int64_t(t) * width);
-    });
+    for (int t = begin; t < end; ++t)
+      selected_isa().unpack_row(table, index(state, t), factor, add, state.data(out) + int64_t(t) * width);
   }
 
   int64_t index(const StepState& state, int t) const {
@@ -64,15 +87,13 @@ struct Program::NormOp {
   bool add;
   int first;  // the number of a row at which the heads begin
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t)
-        for (int h = 0; h < heads; ++h) {
-          const float* x = state.data(in) + int64_t(t) * state.width(in) + first + h * n;
-          float* y = state.data(out) + int64_t(t) * state.width(out) + first + h * n;
-          selected_isa().normalize({norm.weight + h * n, norm.bias, norm.eps, norm.subtract_mean}, x, n, add, y);
-        }
-    });
+  void run_rows(const StepState& state, int begin, int end) const {
+    for (int t = begin; t < end; ++t)
+      for (int h = 0; h < heads; ++h) {
+        const float* x = state.data(in) + int64_t(t) * state.width(in) + first + h * n;
+        float* y = state.data(out) + int64_t(t) * state.width(out) + first + h * n;
+        selected_isa().normalize({norm.weight + h * n, norm.bias, norm.eps, norm.subtract_mean}, x, n, add, y);
+      }
   }
 };
 
@@ -84,8 +105,17 @@ struct Program::LinearOp {
   int first;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared_,
-                {state.data(out) + first, state.row_width(out), bias, add}, member);
+    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared(0), outputs(state, 0), member);
+  }
+
+  void run_rows(const StepState& state, int begin, int end) const {
+    packed_gemm(weight, state.data(in) + int64_t(begin) * state.width(in), state.width(in), end - begin,
+                state.program.prepared(begin), outputs(state, begin));
+  }
+
+  OutputView outputs(const StepState& state, int row) const {
+    const int64_t width = state.row_width(out);
+    return {state.data(out) + row * width + first, width, bias, add};
   }
 };
 
@@ -95,7 +125,7 @@ struct Program::HeadLinearOp {
   HeadColumns source, target;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    packed_gemm_by_head(weight, state.data(in), state.width(in), state.rows, state.program.prepared_, state.data(out),
+    packed_gemm_by_head(weight, state.data(in), state.width(in), state.rows, state.program.prepared(0), state.data(out),
                         state.width(out), source, target, member);
   }
 };
@@ -104,13 +134,11 @@ struct Program::CopyColumnsOp {
   int in, out;
   HeadColumns source, target;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t)
-        for (int h = 0; h < source.H; ++h)
-          memcpy(state.data(out) + int64_t(t) * state.width(out) + target.begin(h),
-                 state.data(in) + int64_t(t) * state.width(in) + source.begin(h), size_t(source.width) * 4);
-    });
+  void run_rows(const StepState& state, int begin, int end) const {
+    for (int t = begin; t < end; ++t)
+      for (int h = 0; h < source.H; ++h)
+        memcpy(state.data(out) + int64_t(t) * state.width(out) + target.begin(h),
+               state.data(in) + int64_t(t) * state.width(in) + source.begin(h), size_t(source.width) * 4);
   }
 };
 
@@ -120,14 +148,12 @@ struct Program::ActivationOp {
   int n;
   bool gated;  // activation(first half of a row) * second half
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) {
-        const float* x = state.data(in) + int64_t(t) * state.width(in);
-        selected_isa().activate(kind, x, gated ? x + n : nullptr, n,
-                                state.data(out) + int64_t(t) * state.width(out));
-      }
-    });
+  void run_rows(const StepState& state, int begin, int end) const {
+    for (int t = begin; t < end; ++t) {
+      const float* x = state.data(in) + int64_t(t) * state.width(in);
+      selected_isa().activate(kind, x, gated ? x + n : nullptr, n,
+                              state.data(out) + int64_t(t) * state.width(out));
+    }
   }
 };
 
@@ -140,7 +166,7 @@ struct Program::ExpertsOp {
     Program& p = state.program;
     const OutputView to = {state.data(out), state.width(out), nullptr, add};
     mix_experts(experts, {state.data(in), state.data(scores), state.rows, state.data(hidden), state.data(y), to},
-                p.experts_, p.prepared_, member);
+                p.experts_, p.prepared(0), member);
   }
 };
 
@@ -148,14 +174,12 @@ struct Program::ClipOp {
   int buffer;
   float limit;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
+  void run_rows(const StepState& state, int begin, int end) const {
     const int64_t n = state.width(buffer);
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int64_t i = begin * n; i < end * n; ++i) {
-        float& x = state.data(buffer)[i];
-        x = std::min(std::max(x, -limit), limit);
-      }
-    });
+    for (int64_t i = begin * n; i < end * n; ++i) {
+      float& x = state.data(buffer)[i];
+      x = std::min(std::max(x, -limit), limit);
+    }
   }
 };
 
@@ -163,31 +187,27 @@ struct Program::SoftcapOp {
   int buffer;
   float limit;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
+  void run_rows(const StepState& state, int begin, int end) const {
     const int n = state.row_width(buffer);
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) {
-        float* x = state.data(buffer) + int64_t(t) * n;
-        for (int i = 0; i < n; ++i) x[i] *= 2 / limit;  // tanh(y) = 2 sigmoid(2 y) - 1
-        selected_isa().activate(Activation::sigmoid, x, nullptr, n, x);
-        for (int i = 0; i < n; ++i) x[i] = limit * (2 * x[i] - 1);
-      }
-    });
+    for (int t = begin; t < end; ++t) {
+      float* x = state.data(buffer) + int64_t(t) * n;
+      for (int i = 0; i < n; ++i) x[i] *= 2 / limit;  // tanh(y) = 2 sigmoid(2 y) - 1
+      selected_isa().activate(Activation::sigmoid, x, nullptr, n, x);
+      for (int i = 0; i < n; ++i) x[i] = limit * (2 * x[i] - 1);
+    }
   }
 };
 
 struct Program::MultiplyOp {
   int buffer, by, first;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
+  void run_rows(const StepState& state, int begin, int end) const {
     const int n = state.width(buffer);
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) {
-        float* x = state.data(buffer) + int64_t(t) * n;
-        const float* factors = state.data(by) + int64_t(t) * state.width(by) + first;
-        for (int i = 0; i < n; ++i) x[i] *= factors[i];
-      }
-    });
+    for (int t = begin; t < end; ++t) {
+      float* x = state.data(buffer) + int64_t(t) * n;
+      const float* factors = state.data(by) + int64_t(t) * state.width(by) + first;
+      for (int i = 0; i < n; ++i) x[i] *= factors[i];
+    }
   }
 };
 
@@ -196,13 +216,11 @@ struct Program::ScaleOp {
   const float* factors;
   int n;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) {
-        float* x = state.data(buffer) + int64_t(t) * state.width(buffer);
-        for (int i = 0; i < n; ++i) x[i] *= factors[i];
-      }
-    });
+  void run_rows(const StepState& state, int begin, int end) const {
+    for (int t = begin; t < end; ++t) {
+      float* x = state.data(buffer) + int64_t(t) * state.width(buffer);
+      for (int i = 0; i < n; ++i) x[i] *= factors[i];
+    }
   }
 };
 
@@ -211,28 +229,24 @@ struct Program::ScaleByPositionOp {
   float beta;
   int period;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t) {
-        float* x = state.data(buffer) + int64_t(t) * state.width(buffer);
-        const float factor = 1 + beta * std::log1p(float(state.step.pos[t] / period));
-        for (int i = 0; i < n; ++i) x[i] *= factor;
-      }
-    });
+  void run_rows(const StepState& state, int begin, int end) const {
+    for (int t = begin; t < end; ++t) {
+      float* x = state.data(buffer) + int64_t(t) * state.width(buffer);
+      const float factor = 1 + beta * std::log1p(float(state.step.pos[t] / period));
+      for (int i = 0; i < n; ++i) x[i] *= factor;
+    }
   }
 };
 
 struct Program::RopeOp {
   int buffer, table, heads, D;
 
-  void run(StepState& state, ThreadTeam::Member& member) const {
+  void run_rows(const StepState& state, int begin, int end) const {
     const RopeTable& r = state.program.rope_tables_[table];
-    member.parallel_for(state.rows, [&](int begin, int end) {
-      for (int t = begin; t < end; ++t)
-        for (int h = 0; h < heads; ++h)
-          selected_isa().rope(state.data(buffer) + int64_t(t) * state.width(buffer) + h * D,
-                              state.data(r.buffer) + int64_t(t) * 2 * r.n, r.n, r.interleaved);
-    });
+    for (int t = begin; t < end; ++t)
+      for (int h = 0; h < heads; ++h)
+        selected_isa().rope(state.data(buffer) + int64_t(t) * state.width(buffer) + h * D,
+                            state.data(r.buffer) + int64_t(t) * 2 * r.n, r.n, r.interleaved);
   }
 };
 
@@ -468,10 +482,37 @@ void Program::run(const StepArgs& step, int begin, int end) {
   ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
     StepState state = {step, *this, step.T};
     if (begin == 0) compute_rope_tables(step, member);
-    for (int i = begin; i < end; ++i) {
-      ops_[i](state, member);
+    for (int i = begin; i < end;) {
+      const int next = end_of_row_ops(state, i, end, member.size);
+      if (next > i) {
+        run_row_blocks(state, i, next, member);
+        i = next;
+      } else {
+        ops_[i++].run(state, member);
+      }
       member.barrier();
     }
+  });
+}
+
+// Returns the end of the operations from `begin` on that blocks of rows go through together; `begin` if there are few
+// rows: every block reads all weights.
+int Program::end_of_row_ops(const StepState& state, int begin, int end, int threads) const {
+  if (state.rows < MIN_BLOCK_ROWS * threads) return begin;
+  while (begin < end && ops_[begin].run_rows) ++begin;
+  return begin;
+}
+
+// Runs operations on one block of rows after the other. So the rows stay in the caches of the thread that takes them,
+// and no operation waits for another thread.
+void Program::run_row_blocks(const StepState& state, int begin, int end, ThreadTeam::Member& member) {
+  const int rounds = (state.rows + MAX_BLOCK_ROWS * member.size - 1) / (MAX_BLOCK_ROWS * member.size);
+  const int blocks = rounds * member.size;
+  const int size = int(round_up((state.rows + blocks - 1) / blocks, MAX_PADDED_ROWS));
+  member.parallel_for((state.rows + size - 1) / size, 1, [&](int first, int last) {
+    for (int block = first; block < last; ++block)
+      for (int i = begin; i < end; ++i)
+        ops_[i].run_rows(state, block * size, std::min(state.rows, (block + 1) * size));
   });
 }
 

@@ -107,7 +107,16 @@ class Program {
     int buffer;
   };
 
+  struct Operation {
+    std::function<void(StepState&, ThreadTeam::Member&)> run;
+    std::function<void(const StepState&, int begin, int end)> run_rows;  // empty if rows need others
+  };
+
   void reserve(int rows);
+  // Returns memory for the prepared activations of `row` and following ones, on a cache line if 16 divides `row`.
+  char* prepared(int row) { return prepared_.data() + row * max_prepared_row_bytes_; }
+  int end_of_row_ops(const StepState&, int begin, int end, int threads) const;
+  void run_row_blocks(const StepState&, int begin, int end, ThreadTeam::Member&);
   void compute_rope_tables(const StepArgs&, ThreadTeam::Member&);
   template <class T>
   void push(const T& op);
@@ -116,7 +125,7 @@ class Program {
 
   std::vector<int> widths_;
   std::vector<RopeTable> rope_tables_;
-  std::vector<std::function<void(StepState&, ThreadTeam::Member&)>> ops_;
+  std::vector<Operation> ops_;
   std::vector<std::function<void(const StepState&)>> checks_;
   int64_t max_prepared_row_bytes_ = 0;
   int logits_width_ = 0;
