@@ -57,9 +57,9 @@ struct Linear {
   std::vector<float> multiply(const std::vector<float>& x) const {
     const int rows = int(x.size()) / packed.in;
     std::vector<float> y(size_t(rows) * packed.out);
-    AlignedVector<char> prepared(packed.activation_bytes() * round_up(rows, MAX_PADDED_ROWS));
+    AlignedVector<char> prepared(max_activation_bytes(packed) * round_up(rows, MAX_PADDED_ROWS));
     ThreadTeam::run(true, [&](ThreadTeam::Member& member) {
-      packed_gemm(packed, x.data(), packed.in, rows, prepared, {y.data(), packed.out, nullptr, false}, member);
+      packed_gemm(packed, x.data(), packed.in, rows, prepared.data(), {y.data(), packed.out, nullptr, false}, member);
     });
     return y;
   }

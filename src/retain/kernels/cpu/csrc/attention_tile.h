@@ -105,16 +105,16 @@ struct PageOrder {
   static INLINE int min(int a, int b) { return a < b ? a : b; }
 };
 
-// Copies the queries of a tile, scaled and converted to the pool's dtype, into `memory`.
+// Copies the queries of a tile, scaled and rounded to the pool's dtype, into `memory`.
 template <class Q, class T>
 void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* memory, Queries<T>& queries) {
-  T* rows = reinterpret_cast<T*>(memory);
+  Multiplier<T>* rows = reinterpret_cast<Multiplier<T>*>(memory);
   queries.rows = rows;
   const int D = args.kv.k_dim, first = args.tables.query_start_loc[tile.b];
   for (int i = tile.begin; i < tile.end; ++i, rows += D) {
     const Q* q = static_cast<const Q*>(args.q.data) + (first + i / args.R) * args.q.token_stride +
                  (tile.g * args.R + i % args.R) * args.q.head_stride;
-    for (int d = 0; d < D; ++d) from_float(args.params.scale * to_float(q[d]), rows[d]);
+    for (int d = 0; d < D; ++d) rows[d] = to_multiplier<T>(args.params.scale * to_float(q[d]));
   }
 }
 
@@ -140,15 +140,17 @@ INLINE void apply_bias_and_mask(const AttentionArgs& args, const QueryTile& tile
   }
 }
 
-// The types of softmax weights and of queries, for pages of a type.
+// For pages of a type: the type that softmax weights are rounded to, the one they are stored in, and that of queries.
 template <class Page>
 struct PageTraits {
   using Weight = Page;
+  using StoredWeight = Multiplier<Page>;
   using Query = Page;
 };
 template <>
 struct PageTraits<uint8_t> {
   using Weight = bf16;
+  using StoredWeight = bf16;
   using Query = uint8_t;
 };
 template <>
@@ -190,13 +192,17 @@ INLINE void softmax_row(float* x, int n, int S, float maximum, Prefetcher<Page>&
                         const MassOutput<T>* mass, float (&sums)[2]) {
   const F shift = splat(maximum == NEG_INF ? 0.0f : maximum);  // if no slot is visible, every weight is e^-inf = 0
   F total = {}, mass_total = {};
-  T* weights = reinterpret_cast<T*>(x);
+  using Stored = typename PageTraits<Page>::StoredWeight;
+  Stored* weights = reinterpret_cast<Stored*>(x);
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {
       prefetcher.prefetch(lines);
       const F d = load<WIDTH>(x + j * S + s) - shift, w = exp<T>(d);
       total += w;
-      store_as(weights + j * S + s, w);
+      if constexpr (std::is_same_v<Stored, Multiplier<T>>)
+        store_multipliers<T>(weights + j * S + s, w);
+      else
+        store_as(weights + j * S + s, w);
       if constexpr (KIND != ScoreKind::none) {
         const F y = mass_weight<T, KIND>(mass->transform, d, w, mass->noise + j * S + s);
         mass_total += y;

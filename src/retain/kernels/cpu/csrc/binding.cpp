@@ -200,7 +200,7 @@ NB_MODULE(_C, m) {
       "packed_gemm",
       [](Address data, int out, int in, int format, Address x, int rows, Address bias, Address y, bool add) {
         const PackedWeight w = packed_weight(data, out, in, format);
-        AlignedVector<char> prepared(w.activation_bytes() * round_up(rows, MAX_PADDED_ROWS));
+        AlignedVector<char> prepared(max_activation_bytes(w) * round_up(rows, MAX_PADDED_ROWS));
         ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
           packed_gemm(w, ptr<float>(x), in, rows, prepared.data(), {ptr<float>(y), out, ptr<float>(bias), add}, member);
         });

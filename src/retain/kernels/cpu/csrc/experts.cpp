@@ -85,6 +85,7 @@ static void sort_choices(const Router& router, int num_choices, ExpertsWorkspace
 // The product of every row with the matrix of its expert; `n` outputs of each.
 static void grouped_gemm(const PackedWeight& all, int n, const float* bias, const char* prepared, float* y,
                          const ExpertsWorkspace& w, ThreadTeam::Member& member) {
+  const IsaKernels& isa = selected_isa();
   const int tiles = n / TILE_OUT;
   member.parallel_for(int(w.active.size()) * tiles, [&](int begin, int end) {
     for (int next; begin < end; begin = next) {
@@ -92,8 +93,8 @@ static void grouped_gemm(const PackedWeight& all, int n, const float* bias, cons
       next = std::min(end, (i + 1) * tiles);
       const PackedWeight own = {all.data + all.tile_bytes() * tiles * e, n, all.in, all.format};
       const OutputView out = {y + int64_t(row) * n, n, bias ? bias + int64_t(e) * n : nullptr, false};
-      selected_isa().packed_gemm(own, begin - i * tiles, next - i * tiles,
-                                 prepared + row * all.activation_bytes(), w.row_begin[i + 1] - row, out);
+      isa.packed_gemm(own, begin - i * tiles, next - i * tiles, prepared + row * isa.activation_bytes(all),
+                      w.row_begin[i + 1] - row, out);
     }
   });
 }
@@ -102,7 +103,7 @@ void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w,
                  ThreadTeam::Member& member) {
   const IsaKernels& isa = selected_isa();
   const int n = x.router.num_experts, k = x.router.top_k, E = x.gate_up.in, width = x.width();
-  const int64_t bytes = x.gate_up.activation_bytes(), down_bytes = x.down.activation_bytes();
+  const int64_t bytes = isa.activation_bytes(x.gate_up), down_bytes = isa.activation_bytes(x.down);
   if (member.id == 0) w.experts.resize(args.T * k), w.weights.resize(args.T * k), w.rows.resize(args.T * k);
   member.barrier();
 

@@ -3,8 +3,7 @@
 //   scores   A = queries   B = a page of K [D, S]   C = a row of scores for each query
 //   values   A = weights   B = a page of V [S, D]   C = a sum of values for each query
 //
-// In bfloat16 pairs of B's rows are interleaved, [depth / 2, columns, 2], for the pairwise dot product; A is bfloat16
-// too. Each element of C is one chain of sums in the order of depth. So its bits do not depend on the register block
+// In bfloat16 pairs of B's rows are interleaved, [depth / 2, columns, 2], for the pairwise dot product. Each element of C is one chain of sums in the order of depth. So its bits do not depend on the register block
 // that computes it. With RETAIN_TILES bfloat16 is summed as tiles do (tiles.h), in chunks of 32 rows of B.
 #pragma once
 
@@ -24,7 +23,7 @@ inline constexpr int INTERLEAVE<bf16> = 2;
 
 template <class T>
 struct GemmArgs {
-  const T* a;
+  const Multiplier<T>* a;
   ptrdiff_t lda;
   const T* b;
   ptrdiff_t ldb;  // elements between rows of B, or between pairs of rows

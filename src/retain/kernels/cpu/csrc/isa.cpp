@@ -1,4 +1,5 @@
 // Lists the instruction sets that this machine supports, and selects one. The selection is the backend's only state.
+#include <algorithm>
 #include <stdexcept>
 
 #if defined(RETAIN_X86) && defined(__linux__)
@@ -27,6 +28,7 @@ namespace retain {
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
   void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);                                  \
   void requantize(const RequantizeArgs&, int64_t begin, int64_t end);                                                 \
+  int64_t activation_bytes(const PackedWeight&);                                                                      \
   void prepare_activations(const PackedWeight&, const float* x, char* row);                                           \
   void packed_gemm(const PackedWeight&, int begin, int end, const char* prepared, int rows, const OutputView&);       \
   void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
@@ -39,8 +41,8 @@ namespace retain {
   }
 #define KERNELS(isa)                                                                                          \
   isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::reduce_mass, isa::write, isa::read_slots,  \
-      isa::requantize, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, isa::pack_blocks,         \
-      isa::normalize, isa::activate, isa::rope, isa::convolve, isa::attend_linearly
+      isa::requantize, isa::activation_bytes, isa::prepare_activations, isa::packed_gemm, isa::unpack_row,    \
+      isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve, isa::attend_linearly
 #define HAS(feature) __builtin_cpu_supports(feature)
 
 DECLARE_KERNELS(plain)
@@ -114,6 +116,11 @@ const std::vector<IsaKernels>& supported_isas() {
     std::vector<IsaKernels> found;
     for (const IsaKernels& i : compiled)
       if (i.is_supported()) found.push_back(i);
+#ifdef RETAIN_X86
+    // Intel's vdpbf16ps takes as long as four vfmadd, which multiply twice as many numbers (log/cpu-speed.md).
+    const auto bf16 = std::find_if(found.begin(), found.end(), [](const auto& i) { return i.name == std::string("avx512bf16"); });
+    if (__builtin_cpu_is("intel") && bf16 != found.end()) std::iter_swap(bf16, bf16 + 1);
+#endif
     return found;
   }();
   return supported;
@@ -122,6 +129,12 @@ const std::vector<IsaKernels>& supported_isas() {
 static const IsaKernels* selected = &supported_isas().front();
 
 const IsaKernels& selected_isa() { return *selected; }
+
+int64_t max_activation_bytes(const PackedWeight& w) {
+  int64_t most = 0;
+  for (const IsaKernels& i : supported_isas()) most = std::max(most, i.activation_bytes(w));
+  return most;
+}
 
 void select_isa(const std::string& name) {
   std::string names;

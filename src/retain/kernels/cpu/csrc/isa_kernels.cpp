@@ -76,6 +76,8 @@ void requantize(const RequantizeArgs& r, int64_t begin, int64_t end) {
   }
 }
 
+int64_t activation_bytes(const PackedWeight& w) { return row_bytes(w); }
+
 void prepare_activations(const PackedWeight& w, const float* x, char* row) { prepare_row(w, x, row); }
 
 void packed_gemm(const PackedWeight& w, int begin, int end, const char* prepared, int rows, const OutputView& out) {

@@ -35,6 +35,8 @@ using AlignedVector = std::vector<T, CacheLineAllocator<T>>;
 const std::vector<IsaKernels>& supported_isas();  // fastest first
 const IsaKernels& selected_isa();
 void select_isa(const std::string& name);
+// The largest activation_bytes: memory that is enough whichever set is selected later.
+int64_t max_activation_bytes(const PackedWeight&);
 
 // Blocks begin .. end - 1 of a tile, computed by one thread.
 struct AttentionJob {
@@ -156,8 +158,8 @@ void pack(const UnpackedWeight&, const PackedWeight& packed);
 bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeight& packed);
 
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. `prepared` starts on a cache line and has room for
-// w.activation_bytes() of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies
-// behind the last one.
+// activation_bytes of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies behind
+// the last one.
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&);
 // The same, divided by outputs. Every member of a team calls this, and the result is complete after the next barrier.
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,
@@ -200,7 +202,7 @@ struct Experts {
   // Bytes of prepared activations for each token: one row for itself and each of its experts, and spare ones.
   int64_t prepared_bytes() const {
     const int k = router.top_k;
-    return std::max((k + 2) * gate_up.activation_bytes(), (k + 1) * down.activation_bytes());
+    return std::max((k + 2) * max_activation_bytes(gate_up), (k + 1) * max_activation_bytes(down));
   }
 };
 

@@ -6,8 +6,8 @@
 namespace retain {
 
 static void prepare_rows(const PackedWeight& w, const float* x, int64_t ldx, char* prepared, int begin, int end) {
-  for (int r = begin; r < end; ++r)
-    selected_isa().prepare_activations(w, x + r * ldx, prepared + r * w.activation_bytes());
+  const IsaKernels& isa = selected_isa();
+  for (int r = begin; r < end; ++r) isa.prepare_activations(w, x + r * ldx, prepared + r * isa.activation_bytes(w));
 }
 
 void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, char* prepared, const OutputView& out) {
@@ -28,7 +28,7 @@ void packed_gemm_by_head(const PackedWeight& w, const float* x, int64_t ldx, int
                          int64_t ldy, const HeadColumns& source, const HeadColumns& target,
                          ThreadTeam::Member& member) {
   const IsaKernels& isa = selected_isa();
-  const int64_t bytes = w.activation_bytes();
+  const int64_t bytes = isa.activation_bytes(w);
   member.parallel_for(source.H * rows, [&](int begin, int end) {
     for (int i = begin; i < end; ++i)
       isa.prepare_activations(w, x + i % rows * ldx + source.begin(i / rows), prepared + i * bytes);

@@ -57,6 +57,13 @@ constexpr int max_rows(WeightFormat format, int tiles) {
   return tiles == 2 && format >= WeightFormat::int8 ? 6 : 12;
 }
 
+// Bytes of one prepared row of activations.
+INLINE int64_t row_bytes(const PackedWeight& w) {
+  if (w.format == WeightFormat::float32) return round_up(int64_t(w.in) * 4, 64);
+  if (w.format == WeightFormat::bfloat16) return round_up(int64_t(w.in + 1) * sizeof(Multiplier<bf16>), 64);
+  return round_up(w.in + int64_t(w.num_groups()) * int64_t(sizeof(ActivationGroup)), 64);
+}
+
 // The groups of a prepared row follow its quantized numbers.
 INLINE const ActivationGroup* groups_of(const PackedWeight& w, const char* row) {
   return reinterpret_cast<const ActivationGroup*>(row + w.in);
@@ -91,11 +98,11 @@ INLINE void prepare_row(const PackedWeight& w, const float* x, char* row) {
   if (w.format == WeightFormat::float32) {
     memcpy(row, x, size_t(w.in) * 4);
   } else if (w.format == WeightFormat::bfloat16) {
-    bf16* out = reinterpret_cast<bf16*>(row);
+    Multiplier<bf16>* out = reinterpret_cast<Multiplier<bf16>*>(row);
     int i = 0;
-    for (; i + WIDTH <= w.in; i += WIDTH) store_as(out + i, load<WIDTH>(x + i));
-    for (; i < w.in; ++i) from_float(x[i], out[i]);
-    out[w.in].bits = 0;  // completes the last pair if `in` is odd
+    for (; i + WIDTH <= w.in; i += WIDTH) store_multipliers<bf16>(out + i, load<WIDTH>(x + i));
+    for (; i < w.in; ++i) out[i] = to_multiplier<bf16>(x[i]);
+    out[w.in] = {};  // completes the last pair if `in` is odd
   } else {
     ActivationGroup* groups = reinterpret_cast<ActivationGroup*>(row + w.in);
     int8_t* q = reinterpret_cast<int8_t*>(row);
@@ -110,7 +117,7 @@ INLINE void prepare_row(const PackedWeight& w, const float* x, char* row) {
 template <int TILES, int ROWS>
 INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
   const float* b = reinterpret_cast<const float*>(tile) + vector * WIDTH;
-  const int64_t stride = w.activation_bytes() / 4, tile_stride = w.tile_bytes() / 4;
+  const int64_t stride = row_bytes(w) / 4, tile_stride = w.tile_bytes() / 4;
   const float* a = reinterpret_cast<const float*>(rows);
   for (int k = 0; k < w.in; ++k, b += TILE_OUT) {
     prefetch_weights<ROWS>(b);
@@ -123,8 +130,8 @@ INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, con
 template <int TILES, int ROWS>
 INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
   const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * vector * WIDTH;
-  const int64_t stride = w.activation_bytes() / 2, tile_stride = w.tile_bytes() / 2;
-  const bf16* a = reinterpret_cast<const bf16*>(rows);
+  const int64_t stride = row_bytes(w) / sizeof(Multiplier<bf16>), tile_stride = w.tile_bytes() / 2;
+  const Multiplier<bf16>* a = reinterpret_cast<const Multiplier<bf16>*>(rows);
 #ifdef RETAIN_TILES
   for (int begin = 0; begin < w.in; begin += TILE_DEPTH) {
     F even[TILES][ROWS] = {}, odd[TILES][ROWS] = {};
@@ -181,7 +188,7 @@ template <WeightFormat FORMAT, int TILES, int ROWS>
 INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
   constexpr int PARTS = scales_per_group(FORMAT), STEPS = QUANT_GROUP / (has_nibbles(FORMAT) ? 8 : 4) / PARTS;
   const char* group = tile;
-  const int64_t stride = w.activation_bytes(), tile_stride = w.tile_bytes();
+  const int64_t stride = row_bytes(w), tile_stride = w.tile_bytes();
   const char* a = rows;
   const ActivationGroup* groups = groups_of(w, rows);  // of the first row
   for (int g = 0; g < w.num_groups(); ++g) {
@@ -277,7 +284,7 @@ void gemm_rows(const PackedWeight& w, int tile, const char* rows, int n, OutputV
   constexpr int MAX_ROWS = max_rows(FORMAT, TILES);
   for (; n >= MAX_ROWS; n -= MAX_ROWS) {
     gemm_block<FORMAT, TILES, MAX_ROWS>(w, tile, rows, out);
-    rows += MAX_ROWS * w.activation_bytes();
+    rows += MAX_ROWS * row_bytes(w);
     out.y += MAX_ROWS * out.ldy;
   }
   gemm_remaining_rows<FORMAT, TILES, MAX_ROWS - 1>(w, tile, rows, n, out);

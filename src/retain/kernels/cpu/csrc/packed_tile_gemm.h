@@ -24,7 +24,7 @@ INLINE OutputView skip_rows(OutputView out, int rows) {
 // Calls f(first row, rows) for blocks of rows.
 template <class F>
 INLINE void for_each_row_block(const PackedWeight& w, int rows, int max_rows, F f) {
-  const int fitting = int(BLOCK_ACTIVATION_BYTES / w.activation_bytes()) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
+  const int fitting = int(BLOCK_ACTIVATION_BYTES / row_bytes(w)) / (2 * TILE_ROWS) * (2 * TILE_ROWS);
   const int block = fitting < 2 * TILE_ROWS ? 2 * TILE_ROWS : fitting < max_rows ? fitting : max_rows;
   for (int r = 0; r < rows; r += block) f(r, rows - r < block ? rows - r : block);
 }
@@ -37,7 +37,7 @@ INLINE void bfloat16_strip(Tiles& tiles, const PackedWeight& w, int t, int num_t
   const TileOperands operands = {reinterpret_cast<const bf16*>(rows),
                                  reinterpret_cast<const bf16*>(w.data + t * w.tile_bytes())};
   const ptrdiff_t column_step = w.tile_bytes() / 2;
-  tile_gemm(tiles, strip, {&operands, 1, w.in, w.activation_bytes() / 2, 2 * TILE_OUT, column_step, c[0], 2 * TILE_OUT},
+  tile_gemm(tiles, strip, {&operands, 1, w.in, row_bytes(w) / 2, 2 * TILE_OUT, column_step, c[0], 2 * TILE_OUT},
             num_tiles * TILE_OUT);
   for (int i = 0; i < num_tiles; ++i) {
     F sum[2 * TILE_ROWS];
@@ -56,7 +56,7 @@ INLINE void gemm_bfloat16(const PackedWeight& w, int begin, int end, const char*
       for (int t = begin; t < end; t += 2)
         for (int i = 0; i < strips; ++i) {
           const int row = first + done + i * strip.rows();
-          bfloat16_strip(tiles, w, t, end - t > 1 ? 2 : 1, rows + row * w.activation_bytes(), strip,
+          bfloat16_strip(tiles, w, t, end - t > 1 ? 2 : 1, rows + row * row_bytes(w), strip,
                          skip_rows(out, row));
         }
       done += strips * strip.rows();
@@ -129,7 +129,7 @@ INLINE void add_part(const GroupPanel& p, int part, const ActivationGroup* group
 template <WeightFormat FORMAT, int ROWS>
 INLINE void add_panel(Tiles& tiles, const PackedWeight& w, const GroupPanel& p, const char* rows, F* sums) {
   alignas(64) int32_t c[2][ROWS * TILE_OUT] = {};
-  const int64_t stride = w.activation_bytes();
+  const int64_t stride = row_bytes(w);
   const ActivationGroup* groups = groups_of(w, rows);
   F sum[ROWS];
   for (int r = 0; r < ROWS; ++r) sum[r] = sums[r];
@@ -170,7 +170,7 @@ INLINE void gemm_groups(const PackedWeight& w, int begin, int end, const char* r
         }
         for (int r = 0; r < block; r += TILE_ROWS) {
           const int strip = block - r < TILE_ROWS ? block - r : TILE_ROWS;
-          const char* a = rows + (first + r) * w.activation_bytes();
+          const char* a = rows + (first + r) * row_bytes(w);
           configure(strip);
           if (strip > 12) add_panel<FORMAT, 16>(tiles, w, panel, a, sums + r);
           else if (strip > 8) add_panel<FORMAT, 12>(tiles, w, panel, a, sums + r);

@@ -57,14 +57,14 @@ INLINE bool sum_by_tiles(const VisiblePages<float>&, const float*, ptrdiff_t, in
 // The queries of a tile, [rows, D].
 template <class T>
 struct Queries {
-  const T* rows;
+  const Multiplier<T>* rows;
 };
 
 // Computes scores [rows, SCORE_STRIDE].
 template <class T>
 INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int rows, float* scores,
                         Prefetcher<T>& prefetcher) {
-  const T* q = queries.rows;
+  const Multiplier<T>* q = queries.rows;
 #ifdef RETAIN_TILES
   if (score_by_tiles(p, q, rows, scores, prefetcher)) return;
 #endif
@@ -73,12 +73,12 @@ INLINE void score_pages(const VisiblePages<T>& p, const Queries<T>& queries, int
             p.S);
 }
 
-// Computes sums of values, in rows of partial_size(v_dim). Each row of scores begins with its weights, of type T.
+// Computes sums of values, in rows of partial_size(v_dim). Each row of scores begins with its weights.
 template <class T>
 INLINE void sum_values(const VisiblePages<T>& p, const float* scores, int rows, float* sums,
                        Prefetcher<T>& prefetcher) {
-  constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float) / sizeof(T);
-  const T* weights = reinterpret_cast<const T*>(scores);
+  constexpr ptrdiff_t stride = SCORE_STRIDE * sizeof(float) / sizeof(Multiplier<T>);
+  const Multiplier<T>* weights = reinterpret_cast<const Multiplier<T>*>(scores);
 #ifdef RETAIN_TILES
   if (sum_by_tiles(p, weights, stride, rows, sums)) return;
 #endif

@@ -400,13 +400,13 @@ void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bo
   push(NormOp{in, out, norm, n, heads, add, first});
 }
 void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add, int first) {
-  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, weight.activation_bytes());
+  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, max_activation_bytes(weight));
   if (out == LOGITS) logits_width_ = std::max(logits_width_, first + weight.out);
   push(LinearOp{in, out, weight, bias, add, first});
 }
 void Program::head_linear(int in, int out, const PackedWeight& weight, const HeadColumns& source,
                           const HeadColumns& target) {
-  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, source.H * weight.activation_bytes());
+  max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, source.H * max_activation_bytes(weight));
   push(HeadLinearOp{in, out, weight, source, target});
 }
 void Program::copy_columns(int in, int out, const HeadColumns& source, const HeadColumns& target) {

@@ -143,7 +143,29 @@ INLINE void store_bytes(int8_t* p, I x) {
   memcpy(p, &y, sizeof y);
 }
 
-// Two bfloat16 in each lane. `dot` multiplies them with the pair at `a` and adds both products in float32.
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) || defined(RETAIN_TILES)
+constexpr bool MULTIPLIES_BF16 = true;  // an instruction multiplies pairs of bfloat16
+#else
+constexpr bool MULTIPLIES_BF16 = false;
+#endif
+
+// The type of numbers that multiply vectors of T, rounded to T. Where float32 is multiplied, such a number is widened
+// once, before all of its products.
+template <class T>
+using Multiplier = std::conditional_t<MULTIPLIES_BF16, T, float>;
+
+// Rounds to T.
+template <class T>
+INLINE Multiplier<T> to_multiplier(float x) {
+  T rounded;
+  from_float(x, rounded);
+  if constexpr (std::is_same_v<T, Multiplier<T>>)
+    return rounded;
+  else
+    return to_float(rounded);
+}
+
+// Two bfloat16 in each lane. `dot` multiplies them with the two numbers at `a` and adds both products in float32.
 template <int W>
 struct Bf16Pairs {
   typename Lanes<W>::u bits;
@@ -153,6 +175,12 @@ INLINE Bf16Pairs<W> load_pairs(const bf16* p) {
   Bf16Pairs<W> x;
   memcpy(&x, p, sizeof x);
   return x;
+}
+template <int W>
+INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Bf16Pairs<W>& x, const float* a) {
+  using F = typename Lanes<W>::f;
+  sum += (F)(x.bits << 16) * a[0];
+  return sum + (F)(x.bits & 0xffff0000) * a[1];
 }
 template <int W>
 INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Bf16Pairs<W>& x, const bf16* a) {
@@ -287,19 +315,30 @@ INLINE Bytes shift_bits(Bytes x, int left) {
 INLINE I dot_narrow(I sum, const Bytes& x, const char* a) { return dot(sum, x, a); }
 #endif
 
-// Stores as bfloat16, rounded to nearest, ties to even.
+// Returns float32 whose upper halves are the nearest bfloat16, ties to even.
+INLINE Lanes<WIDTH>::u round_to_upper_half(F x) {
+  using U = Lanes<WIDTH>::u;
+  const U u = (U)x;
+  return x == x ? u + 0x7fff + ((u >> 16) & 1) : u | 0x400000;
+}
 INLINE void store_as(bf16* p, F x) {
 #ifdef __AVX512BF16__
   const __m256bh y = _mm512_cvtneps_pbh((__m512)x);
 #else
-  using U = Lanes<WIDTH>::u;
-  const U u = (U)x;
-  const U rounded = x == x ? u + 0x7fff + ((u >> 16) & 1) : u | 0x400000;
-  const auto y = __builtin_convertvector(rounded >> 16, Lanes<WIDTH>::h);
+  const auto y = __builtin_convertvector(round_to_upper_half(x) >> 16, Lanes<WIDTH>::h);
 #endif
   memcpy(p, &y, sizeof y);
 }
 INLINE void store_as(float* p, F x) { store<WIDTH>(p, x); }
+
+// Rounds to T and stores.
+template <class T>
+INLINE void store_multipliers(Multiplier<T>* p, F x) {
+  if constexpr (std::is_same_v<T, Multiplier<T>>)
+    store_as(p, x);
+  else
+    store<WIDTH>(p, (F)(round_to_upper_half(x) & 0xffff0000));
+}
 
 // Reduce the lanes of a vector to one number, in a fixed order: by halves.
 template <int W, class Vector, class Combine>

@@ -298,6 +298,8 @@ struct IsaKernels {
   // Copies slots begin .. end - 1 to another pool.
   void (*requantize)(const RequantizeArgs&, int64_t begin, int64_t end);
 
+  // Bytes of one row of activations, prepared for a product with w.
+  int64_t (*activation_bytes)(const PackedWeight& w);
   // Converts one row of activations x [in] to the form that products with w read.
   void (*prepare_activations)(const PackedWeight& w, const float* x, char* row);
   // Computes output tiles begin .. end - 1 for `rows` prepared rows.

@@ -78,12 +78,6 @@ struct PackedWeight {
     if (format == WeightFormat::bfloat16) return round_up(in, 2) * TILE_OUT * 2;
     return int64_t(num_groups()) * group_bytes(format);
   }
-  // Bytes of one row of activations, prepared for a product with this matrix.
-  INLINE int64_t activation_bytes() const {
-    if (format == WeightFormat::float32) return round_up(int64_t(in) * 4, 64);
-    if (format == WeightFormat::bfloat16) return round_up(int64_t(in) * 2 + 2, 64);
-    return round_up(in + int64_t(num_groups()) * int64_t(sizeof(ActivationGroup)), 64);
-  }
 };
 
 // Writes 32 numbers of one row, in 8 bits, and their scales into a group of a tile. `lane` is the row's place in it.
