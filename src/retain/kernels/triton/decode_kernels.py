@@ -50,7 +50,11 @@ def unit_rows(x):
     return x / largest[:, None], largest
 
 
-@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "layer", "width", "num_splits", "max_slots", "num_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        *TABLE_ADDRESSES, "split_max", "split_sum", "layer", "width", "num_splits", "max_slots", "num_blocks",
+    ]
+)  # fmt: skip
 def attention_decode(
     q, q_token, q_head, split_max, split_sum, split_out, width, num_splits,  # splits [J, G, splits, width (, V)]
     k, v, k_scales, v_scales, k_words, v_words, pos,

@@ -67,7 +67,11 @@ def add_sink(high, total, sink):
     return total + tl.where(high > float("-inf"), tl.exp2(sink - finite_or_zero(high)), 0.0)
 
 
-@triton.jit(do_not_specialize=["counts", "demoted_counts", "width", "num_splits", "first_demoted"])
+@triton.jit(
+    do_not_specialize=[
+        "split_max", "split_sum", "counts", "demoted_counts", "width", "num_splits", "first_demoted"
+    ]
+)  # fmt: skip
 def merge_splits(
     o, split_max, split_sum, split_out, width, counts, count_row, count_head, tiles, num_splits, lse,
     sinks, temperature, noise,

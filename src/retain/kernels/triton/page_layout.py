@@ -18,7 +18,7 @@ from retain.kernels.quantized_slots import SCALE_BYTES, dequantize, dequantize_4
 
 # Arguments of kernels that read single numbers there: whether 16 bytes divide the address depends on the layer, and
 # must not make a variant of a kernel.
-TABLE_ADDRESSES = ("pages", "counts", "windows")
+TABLE_ADDRESSES = ("pages", "counts", "windows", "dense")
 
 
 @dataclass(frozen=True)
