@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from retain import kernels, models
 from retain.config import Config, default_kv_memory
-from retain.engine.runner import ProgramRunner, Runner
+from retain.engine.runner import ProgramRunner
 from retain.formats.checkpoint import list_model_files
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
@@ -51,7 +51,7 @@ class LoadedModel:
     path: Path
     spec: ModelSpec
     weight_bytes: int  # of the program
-    runner: Runner
+    runner: ProgramRunner
     key_transform: KeyTransform
     rope_fingerprint: str = ""
 

@@ -46,7 +46,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 PrefillCallback = Callable[[int, int], None]
 # Requests, and tokens of their prompts. Tiles of few query rows, and products of few rows, come in powers of 2.
-WARM_UP_BATCHES = (*((1, 2**i) for i in range(7)), (1, 300), (9, 40))
+WARM_UP_BATCHES = (*((1, 2**i) for i in range(7)), (1, 300), (9, 40), (32, 1), (64, 1), (65, 1))
+WARM_UP_TOKENS = 6  # of an answer: a step that comes again is recorded
+LONGEST_WARM_UP = (8192, 66)  # tokens of a prompt and of an answer, for policies that evict late
 
 
 class LLM:
@@ -77,6 +79,7 @@ class LLM:
         self.pooling = choose_pooling(path, c.pooling)
         has_head = self.pooling is None
         loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device, limit, has_head)
+        self._program = loaded.runner.program
         self.spec = loaded.spec
         self.weight_bytes = loaded.weight_bytes
         self.tokenizer = Tokenizer.open(loaded.path)
@@ -194,33 +197,57 @@ class LLM:
         return loaded.runner, cache
 
     def warm_up(self) -> None:
-        """Compute a few requests of the default policy on a device, so that no other waits for its kernels.
+        """Compute a few requests on a device, so that no other waits for its kernels.
 
-        Kernels are compiled, or read from Triton's cache on the disk, and small steps are recorded. The requests leave
-        no pages and no prefixes; what does not fit is left out. On a CPU there is nothing to do.
+        Kernels are compiled in threads, or read from Triton's cache on the disk: those of the default policy and of
+        all that requests are allowed. Then the requests of the default policy are computed, and small steps are
+        recorded. They leave no pages and no prefixes; what does not fit is left out. On a CPU there is nothing to do.
+
+        Raises ValueError for a kernel that does not compile.
         """
         if self.device.type == "cpu":
             return
         started = perf_counter()
+        with self.cache.without_prefixes():
+            self._program.compile_ahead(self._launch_all_kernels)
+            self.cache.copy_trash_pages()
+            for num_requests, length in WARM_UP_BATCHES:
+                self._compute_requests(num_requests, length)
+        log.info("warmed up, %.1f s", perf_counter() - started)
+
+    def _launch_all_kernels(self) -> None:
+        """Compute the requests of a warm-up for each policy, and two prompts that take several steps.
+
+        The first of these evicts, and has demoted tokens, beside the chunks of the second.
+        """
+        self.cache.copy_trash_pages()
+        for policy in self.allowed_policies:
+            spec = policies.to_spec(policy)
+            for num_requests, length in WARM_UP_BATCHES:
+                self._compute_requests(num_requests, length, spec)
+            length, num_tokens = policy.evicting_lengths(LONGEST_WARM_UP[0])
+            length = max(length, self.config.max_batched_tokens + 100)
+            num_tokens = min(max(num_tokens, WARM_UP_TOKENS), LONGEST_WARM_UP[1])
+            self._compute_requests(2, length, spec, num_tokens)
+
+    def _compute_requests(
+        self, num_requests: int, length: int, kv_policy: str | None = None, num_tokens: int = WARM_UP_TOKENS
+    ) -> None:
+        """Compute answers to equal prompts of a length. They mean nothing, and what does not fit is left out."""
         engine = Engine(self.engine.runner, self.cache)
         engine.depth = self.engine.depth
-        num_tokens = 6  # of an answer: a step that comes again is recorded
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-        self.cache.copy_trash_pages()
-        with self.cache.without_prefixes():
-            for num_requests, length in WARM_UP_BATCHES:
-                length = max(min(length, self.max_model_len - num_tokens), 1)
-                prompts = [[i % self.spec.vocab_size] * length for i in range(num_requests)]
-                try:
-                    requests = [GenerateRequest(p, params, pools=self.pooling is not None) for p in prompts]
-                    states = [s for g in requests for s in self.input_processor.process(g)]
-                    engine.add(*(state.request for state in states))
-                except ValueError as error:
-                    log.info("not warming up %d requests of %d tokens: %s", num_requests, length, error)
-                    continue
-                while engine.has_unfinished_requests:
-                    engine.step()
-                log.info("warming up: %d requests of %d tokens, %.1f s", num_requests, length, perf_counter() - started)
+        length = max(min(length, self.max_model_len - num_tokens), 1)
+        prompts = [[i % self.spec.vocab_size] * length for i in range(num_requests)]
+        try:
+            requests = [GenerateRequest(p, params, kv_policy, pools=self.pooling is not None) for p in prompts]
+            states = [s for g in requests for s in self.input_processor.process(g)]
+            engine.add(*(state.request for state in states))
+        except ValueError as error:
+            log.info("not warming up %d requests of %d tokens: %s", num_requests, length, error)
+            return
+        while engine.has_unfinished_requests:
+            engine.step()
 
     def close(self) -> None:
         """Finish writing to tiers, and release them. The engine can go on without them."""

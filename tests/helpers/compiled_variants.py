@@ -1,10 +1,10 @@
 """A program that counts what a GPU would compile for requests of many lengths and numbers. It needs no GPU.
 
     TRITON_INTERPRET=0 python -m tests.helpers.compiled_variants POLICY
-    TRITON_INTERPRET=0 python -m tests.helpers.compiled_variants --after-warm-up POLICY
+    TRITON_INTERPRET=0 python -m tests.helpers.compiled_variants --after-warm-up POLICY [OPTION=VALUE ...]
 
-Prints a JSON object: for each kernel the variants, and the sets of constants and dtypes that its launches have; or the
-variants that a server compiles for its first requests although it has warmed up.
+Prints a JSON object: for each kernel the variants, and the sets of constants and dtypes that its launches have; or what
+a server with these options compiles when it is launched, although all should be compiled ahead, and how many are.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from __future__ import annotations
 import json
 import sys
 from collections import defaultdict
+from threading import current_thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 import torch
+import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -22,7 +24,9 @@ from triton.runtime.jit import JITFunction
 if TYPE_CHECKING:  # kernels are imported behind the driver
     from retain.engine.engine import Engine
 
-BATCHES = ((1, 5), (1, 40), (3, 100), (9, 17), (40, 30), (64, 7), (2, 700))  # requests, and tokens of their prompts
+# Requests, and tokens of their prompts.
+BATCHES = ((1, 5), (1, 40), (3, 100), (9, 17), (20, 20), (40, 9), (70, 4), (2, 700))
+NUM_TOKENS = 20  # of an answer: longer than the interval of most budgets
 
 
 class NoGPU:
@@ -41,14 +45,21 @@ class NoGPU:
 Variants = dict[str, set[str]]  # by kernel
 
 
-def record_launches() -> tuple[Variants, Variants]:
-    """Let kernels compute nothing; return what will be compiled, and the constants and dtypes of launches."""
-    variants: Variants = defaultdict(set)
+def record_launches() -> tuple[Variants, Variants, Variants]:
+    """Let kernels compute nothing; return what is compiled ahead, and at launches, and the constants of launches."""
+    ahead: Variants = defaultdict(set)
+    at_launch: Variants = defaultdict(set)
     constants: Variants = defaultdict(set)
     run = JITFunction.run
 
-    def record(self: Any, key: Any, *args: Any, **more: Any) -> None:
-        variants[self.fn.__name__].add(str(key))
+    def record(src: Any, target: GPUTarget, options: Any, **more: Any) -> object:
+        variants = at_launch if current_thread() is main_thread() else ahead
+        names = list(src.signature)
+        constants = {".".join((names[i], *map(str, more))): str(value) for (i, *more), value in src.constants.items()}
+        types = {name: kind for name, kind in src.signature.items() if name not in constants}
+        aligned = [names[i] for (i, *_), value in src.attrs.items() if value]
+        variants[src.fn.fn.__name__].add(str((constants, options["num_warps"], options["maxnreg"], types, aligned)))
+        return object()
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         dtypes = [x.dtype for x in args if isinstance(x, torch.Tensor)]
@@ -56,18 +67,16 @@ def record_launches() -> tuple[Variants, Variants]:
         return run(self, *args, grid=grid, warmup=True, **more)
 
     driver.set_active(NoGPU())
-    JITFunction._do_compile = record
+    triton.compiler.compile = record
     JITFunction.run = launch
-    # Memory that no kernel writes must be finite.
-    torch.empty = torch.zeros  # type: ignore[assignment]
-    torch.empty_like = torch.zeros_like  # type: ignore[assignment]
-    torch.Tensor.new_empty = torch.Tensor.new_zeros  # type: ignore[assignment, method-assign]
 
-    from retain.kernels import triton
+    from retain.kernels import triton as backend
+    from retain.kernels.triton.compilation import ZeroedMemory
 
-    triton.unavailable_reason = lambda: None
-    triton.DEVICES = ("cpu",)
-    return variants, constants
+    ZeroedMemory().__enter__()
+    backend.unavailable_reason = lambda: None
+    backend.DEVICES = ("cpu",)
+    return ahead, at_launch, constants
 
 
 def run_batches(engine: Engine, policy: str) -> None:
@@ -75,14 +84,14 @@ def run_batches(engine: Engine, policy: str) -> None:
     from tests.helpers.engines import make_request
 
     for num_requests, length in BATCHES:
-        engine.add(*(make_request([3 + i, *[7] * (length - 1)], 5, policy) for i in range(num_requests)))
+        engine.add(*(make_request([3 + i, *[7] * (length - 1)], NUM_TOKENS, policy) for i in range(num_requests)))
         while engine.has_unfinished_requests:
             engine.step()
 
 
 def count_variants(policy: str) -> dict[str, tuple[int, int]]:
     """Run requests in an engine whose kernels compute nothing."""
-    variants, constants = record_launches()
+    _, variants, constants = record_launches()
     from tests.helpers.engines import make_engine
 
     cpu = torch.device("cpu")
@@ -90,21 +99,24 @@ def count_variants(policy: str) -> dict[str, tuple[int, int]]:
     return {name: (len(variants[name]), len(constants[name])) for name in constants}
 
 
-def variants_after_warm_up(policy: str) -> dict[str, list[str]]:
-    """Return what the same requests compile in a server that has warmed up."""
-    variants, _ = record_launches()
+def variants_after_warm_up(policies: list[str], options: dict[str, str]) -> dict[str, Any]:
+    """Return what a server compiles at launches, those of its warm-up and of the same requests."""
+    ahead, at_launch, _ = record_launches()
     from retain import LLM
 
-    llm = LLM("random:tiny", backend="triton", device="cpu", kv_policy=policy, kv_memory="64MiB", max_model_len=1024)
+    small: dict[str, Any] = {"model": "random:tiny", "kv_memory": "64MiB", "max_model_len": 1024} | options
+    llm = LLM(backend="triton", device="cpu", kv_policy=policies[0], allow_policy=policies[1:], **small)
     llm.engine.depth = 2
     llm.device = torch.device("meta")  # anything but a CPU, which does not warm up
     llm.warm_up()
-    compiled = {name: found.copy() for name, found in variants.items()}
-    run_batches(llm.engine, policy)
-    new = {name: sorted(found - compiled.get(name, set())) for name, found in variants.items()}
-    return {name: found for name, found in new.items() if found}
+    for policy in policies:
+        run_batches(llm.engine, policy)
+    return {"at_launch": {k: sorted(v) for k, v in at_launch.items()}, "ahead": {k: len(v) for k, v in ahead.items()}}
 
 
 if __name__ == "__main__":
-    *options, policy = sys.argv[1:]
-    print(json.dumps(variants_after_warm_up(policy) if options else count_variants(policy)))
+    if sys.argv[1] == "--after-warm-up":
+        given = dict(arg.split("=", 1) for arg in sys.argv[3:])
+        print(json.dumps(variants_after_warm_up(sys.argv[2].split(";"), given)))
+    else:
+        print(json.dumps(count_variants(sys.argv[1])))

@@ -83,11 +83,11 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     assert max(line["spills"] for line in changes_scores) <= 512
 
 
-def run_compiled_variants(*args: str) -> Any:
-    """Run the program of that name, where kernels are compiled and compute nothing."""
-    env = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-m", "tests.helpers.compiled_variants", *args]
-    run = subprocess.run(command, env=env, cwd=GPU_TOOL.parents[1], capture_output=True, text=True)
+def run_compiler(program: str, *args: str, **env: str) -> Any:
+    """Run the helper of that name, where kernels are compiled and compute nothing. Returns what it prints."""
+    command = [sys.executable, "-m", f"tests.helpers.{program}", *args]
+    variables = {**os.environ, "TRITON_INTERPRET": "0", **env}
+    run = subprocess.run(command, env=variables, cwd=GPU_TOOL.parents[1], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)
 
@@ -103,14 +103,35 @@ def test_runs_without_triton() -> None:
 @pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4"])
 def test_sizes_of_steps_and_addresses_make_no_variants(policy: str) -> None:
     """A server that has compiled a kernel for some constants never compiles it again, whatever its requests are."""
-    counts = run_compiled_variants(policy)
+    counts = run_compiler("compiled_variants", policy)
     assert counts.keys() >= {"norm", "write", "activation"}
     assert not {name: n for name, n in counts.items() if n[0] > n[1]}
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not triton.is_interpreted(), reason="the program that counts must not find a GPU")
-@pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4"])
-def test_a_server_that_has_warmed_up_compiles_nothing_for_its_requests(policy: str) -> None:
-    """Prompts of all lengths, ends of prompts, decoding alone and together, equal prompts, evictions."""
-    assert run_compiled_variants("--after-warm-up", policy) == {}
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("full;keyformer:budget=50%;sinks:budget=90",),
+        ("h2o:budget=100,demote=int4:40", "kv_dtype=int8", "weights=int4"),
+        ("knorm:budget=64;snapkv:budget=64", "kv_dtype=fp8", "weights=int8"),
+    ],
+)
+def test_all_that_a_server_launches_was_compiled_ahead(args: tuple[str, ...]) -> None:
+    """For the requests of its warm-up and others: of all lengths, alone and together, equal ones, with evictions."""
+    found = run_compiler("compiled_variants", "--after-warm-up", *args)
+    assert found["at_launch"] == {}
+    assert found["ahead"].keys() >= {"attention_decode", "attention_prefill", "write", "copy"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not triton.is_interpreted(), reason="the program must not find a GPU")
+def test_kernels_are_compiled_ahead_and_kept_for_the_next_start(tmp_path: Path) -> None:
+    """A kernel that does not compile ends it with its name, and what is compiled once is read from the disk."""
+    for has_cache in (False, True):
+        found = run_compiler("compiled_ahead", TRITON_CACHE_DIR=str(tmp_path))
+        assert found["hits"] == [has_cache] * 4
+        assert [line.partition(",")[0] for line in found["log"]] == ["compiled 4 of 4 kernels"]
+        assert found["error"].startswith("kernel broken does not compile: ") and "no_such_name" in found["error"]
+        assert found["collects"]

@@ -333,6 +333,12 @@ class Program(Protocol):
     def finalize(self) -> None:
         """End the list of operations, and free what only adding operations needed."""
 
+    def compile_ahead(self, compute: Callable[[], None]) -> None:
+        """Compile the kernels that the steps of `compute` need, before any is launched; what it computes means nothing.
+
+        A program that has nothing to compile does not call it. Raises ValueError for a kernel that does not compile.
+        """
+
     def run(self, batch: Batch) -> Tensor:
         """Compute one step: write the fresh tokens' K and V, attend, and return logits float32 [N, V].
 

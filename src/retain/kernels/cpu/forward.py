@@ -7,6 +7,7 @@ bfloat16 for bfloat16 weights, and to 8 bits in groups of 32 for weights of 8 an
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import astuple, dataclass
 
 import torch
@@ -202,6 +203,9 @@ class CpuProgram:
         return torch.float32
 
     # ---- a step ------------------------------------------------------------------------------------------------------
+
+    def compile_ahead(self, compute: Callable[[], None]) -> None:
+        """See Program.compile_ahead: there is nothing to compile."""
 
     def run(self, batch: Batch) -> Tensor:
         """See Program.run."""

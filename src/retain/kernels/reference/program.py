@@ -224,6 +224,9 @@ class TorchProgram(Generic[S]):
     ) -> None:
         """Emit a layer's rotation, write and attention."""
 
+    def compile_ahead(self, compute: Callable[[], None]) -> None:
+        """See Program.compile_ahead: there is nothing to compile."""
+
     @abstractmethod
     def run(self, batch: Batch) -> Tensor:
         """Compute one step."""

@@ -24,7 +24,7 @@ from retain.kernels.reference.program import TorchProgram
 from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.rope import Rope
 from retain.kernels.shape_checks import check_batch, numel_or_none
-from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
+from retain.kernels.triton import attention, compilation, elementwise, fresh_tokens, linear_attention, packed_weight
 from retain.kernels.triton.experts import DeviceExperts, mix_experts
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.graphs import CUDAGraphRunner
@@ -42,7 +42,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         self._matrices = ConvertedWeights(self._pack_weight)  # of linear layers and embeddings
         self._num_heads = 0  # H, known once an attention is emitted
         self._attended: set[int] = set()  # the layers of attentions
-        self._graphs = CUDAGraphRunner(self._run_ops, device)
+        self._graphs = CUDAGraphRunner(self._run_ops, device, captures=device.type == "cuda")
 
     @property
     def vector_dtype(self) -> torch.dtype:
@@ -220,6 +220,14 @@ class TritonProgram(TorchProgram[DeviceStep]):
                 )
 
         self._emit(out, compute)
+
+    def compile_ahead(self, compute: Callable[[], None]) -> None:
+        """See Program.compile_ahead. No graph of these steps is kept: it would lack the kernels."""
+        graphs, self._graphs = self._graphs, CUDAGraphRunner(self._run_ops, self.device, captures=False)
+        try:
+            compilation.compile_ahead(compute)
+        finally:
+            self._graphs = graphs
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Tensor:

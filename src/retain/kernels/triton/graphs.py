@@ -2,7 +2,7 @@
 
 Batches are padded to a few sizes, so that few graphs serve all. A padding request has no tokens in its tiles; its fresh
 tokens have position -1 and go to the trash page. Everything that varies lies in one buffer, copied to the device at
-once. On a CPU there are no graphs: a captured step is computed again instead of replayed.
+once. On a CPU, and while kernels are compiled, there are no graphs.
 """
 
 from __future__ import annotations
@@ -177,10 +177,13 @@ class CapturedStep:
 
 
 class CUDAGraphRunner:
-    """Captures and replays the steps of one program, given the program's forward pass."""
+    """Captures and replays the steps of one program, given the program's forward pass.
 
-    def __init__(self, forward: Callable[[DeviceStep], Tensor], device: torch.device):
-        self.forward, self.device = forward, device
+    Where it does not capture, a step is computed again instead of replayed.
+    """
+
+    def __init__(self, forward: Callable[[DeviceStep], Tensor], device: torch.device, captures: bool):
+        self.forward, self.device, self.captures = forward, device, captures
         self.num_calls: dict[GraphKey, int] = {}
         self.graphs: dict[GraphKey, CapturedStep | None] = {}  # None if there was no memory; least recently used first
         self.memory_pool: Any = None  # shared by all graphs, because only one runs at a time
@@ -258,7 +261,7 @@ class CUDAGraphRunner:
             )
             return self.forward(step)
 
-        if self.device.type != "cuda":
+        if not self.captures:
             return CapturedStep(inputs, forward)
         stream = self.capture_stream = self.capture_stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

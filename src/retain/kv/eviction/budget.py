@@ -163,6 +163,15 @@ class BudgetPolicy(EvictionPolicy):
         has_begun = length >= self.prompt_len or self.prefill == "stream"
         return min(self.demoted_tokens, max(length - self.budget_tokens, 0)) if has_begun else 0
 
+    def evicting_lengths(self, limit: int) -> tuple[int, int]:
+        """See EvictionPolicy.evicting_lengths."""
+        for length in (2**i for i in range(limit.bit_length())):
+            policy = self.resolve(length)
+            num_kept = policy.budget_tokens + policy.demoted_tokens
+            if num_kept < length:
+                return num_kept + 1, self.interval + 2
+        return limit, self.interval + 2
+
     @property
     def decode_slots(self) -> int:
         """Slots that a head fills at most while it decodes. (On average, where heads share budgets.)"""

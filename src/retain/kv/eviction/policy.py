@@ -127,6 +127,13 @@ class EvictionPolicy:
         """Return the policy such that the whole prompt is in the cache at the same moment."""
         return self
 
+    def evicting_lengths(self, limit: int) -> tuple[int, int]:
+        """Return the lengths of a prompt and of an answer from which tokens are evicted; 0 where none ever is.
+
+        The policy need not be resolved. No prompt is longer than `limit`.
+        """
+        return 0, 0
+
     def peak_slots(self, length: int) -> int:
         """Slots that a head of an unwindowed layer owns at most on the way to `length` tokens; resolved."""
         return length
