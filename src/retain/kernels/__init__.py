@@ -2,7 +2,7 @@
 
 `api.py` is the contract of a backend. A backend is a folder of this package, and `load` finds it by that name.
 
-Does not depend on: requests, the scheduler, policies, models. Of the package it imports only plugins.
+Does not depend on: requests, the scheduler, policies, models. Of the package it imports only plugins and threads.
 """
 
 from __future__ import annotations

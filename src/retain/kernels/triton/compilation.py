@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
@@ -18,6 +17,8 @@ from typing import Any
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
+
+from retain.threads import available_cores, reset_cpu_affinity
 
 log = logging.getLogger(__name__)
 MAX_THREADS = 16  # Python's part of compiling, a tenth, is done by one thread at a time
@@ -32,10 +33,9 @@ def compile_ahead(compute: Callable[[], None]) -> None:
     """
     if triton.knobs.runtime.interpret:
         return
-    num_threads = min(len(os.sched_getaffinity(0)), MAX_THREADS)
     with (
         without_garbage_collection(),
-        Compiler(num_threads) as compiler,
+        Compiler(min(len(available_cores()), MAX_THREADS)) as compiler,
         triton.AsyncCompileMode(compiler, ignore_errors=True),  # `wait` raises them, at the first one
     ):
         try:
@@ -45,6 +45,12 @@ def compile_ahead(compute: Callable[[], None]) -> None:
         except BaseException:
             compiler.is_stopped = True
             raise
+
+
+def shorten(error: BaseException) -> str:
+    """Return the beginning and the end of an error in one line: ptxas begins with its reason, Triton ends with it."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"
 
 
 @contextmanager
@@ -74,7 +80,7 @@ class Compiler(ThreadPoolExecutor):
     """Threads that compile kernels, and the names of these kernels."""
 
     def __init__(self, num_threads: int):
-        super().__init__(num_threads, thread_name_prefix="retain-compile")
+        super().__init__(num_threads, "retain-compile", reset_cpu_affinity)
         self.kernels: dict[Future[Any], str] = {}
         self.is_stopped = False  # what has not begun is left out; Triton would wait for ever for cancelled futures
         self._launched = ""  # the kernel that is launched now
@@ -115,8 +121,7 @@ class Compiler(ThreadPoolExecutor):
         logged_at = perf_counter()
         for num_compiled, future in enumerate(as_completed(self.kernels), 1):
             if error := future.exception():
-                lines = str(error).strip().splitlines() or [""]
-                raise ValueError(f"kernel {self.kernels[future]} does not compile: {lines[-1].strip()}") from error
+                raise ValueError(f"kernel {self.kernels[future]} does not compile: {shorten(error)}") from error
             now = perf_counter()
             if num_compiled == len(self.kernels) or now - logged_at >= PROGRESS_S:
                 logged_at = now
