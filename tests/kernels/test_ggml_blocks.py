@@ -32,22 +32,22 @@ CASES += [(name, Int5) for name in ("Q4_0", "Q4_1", "Q4_K")]
 HALVES = {"Q2_K": [80, 82], "Q3_K": [108], "Q6_K": [208]}  # where the float16 lie in a block; elsewhere at its start
 
 
-def make_rows(name: str, rows: int, seed: int, largest: float = 4.0) -> BlockRows:
-    """Draw 256 numbers a row: random bits under scales of every size up to `largest`, subnormal ones and zero too."""
+def make_rows(name: str, rows: int, seed: int, largest: float = 4.0, columns: int = 512) -> BlockRows:
+    """Draw random bits under scales of every size up to `largest`, subnormal ones and zero too."""
     ggml_type = GGMLQuantizationType[name]
     block_size, block_bytes = GGML_QUANT_SIZES[ggml_type]
     rng = np.random.default_rng(seed)
-    raw = rng.integers(0, 256, (rows, 512 // block_size, block_bytes), dtype=np.uint8)
+    raw = rng.integers(0, 256, (rows, columns // block_size, block_bytes), dtype=np.uint8)
     scales = (largest * rng.uniform(-1, 1, raw.shape[:2]) * rng.choice([1, 1e-2, 1e-6, 0], raw.shape[:2])).astype("<f2")
     if name == "NVFP4":  # scales of all sizes are drawn already
-        return BlockRows(name, ggml_type, (rows, 512), raw.reshape(rows, -1))
+        return BlockRows(name, ggml_type, (rows, columns), raw.reshape(rows, -1))
     if name == "MXFP4":  # scales are powers of two
         size = np.where(np.isfinite(scales), np.log2(np.abs(scales.astype(np.float64)) + 1e-9), 127)
         raw[:, :, 0] = 128 + size.astype(int)
-        return BlockRows(name, ggml_type, (rows, 512), raw.reshape(rows, -1))
+        return BlockRows(name, ggml_type, (rows, columns), raw.reshape(rows, -1))
     for at in HALVES.get(name, [0, 2] if name in ("Q4_1", "Q5_1", "Q4_K", "Q5_K") else [0]):
         raw[:, :, at : at + 2] = scales[..., None].view(np.uint8)
-    return BlockRows(name, ggml_type, (rows, 512), raw.reshape(rows, -1))
+    return BlockRows(name, ggml_type, (rows, columns), raw.reshape(rows, -1))
 
 
 def pack(weight: Weight) -> Tensor:
@@ -62,8 +62,9 @@ def pack(weight: Weight) -> Tensor:
 
 @pytest.mark.parametrize(("name", "kind"), CASES, ids=str)
 def test_packed_blocks_equal_the_definition(name: str, kind: Kind) -> None:
-    for rows, seed in ((16, 0), (3, 1), (37, 2)):
-        weight = StoredWeight((make_rows(name, rows, seed),), kind)
+    odd = 1024 + GGML_QUANT_SIZES[GGMLQuantizationType[name]][0]  # not in whole parts of a tile
+    for rows, columns, seed in ((16, 512, 0), (3, odd, 1), (37, 512, 2)):
+        weight = StoredWeight((make_rows(name, rows, seed, columns=columns),), kind)
         assert torch.equal(pack(weight), pack(weight.unpack()))
 
 

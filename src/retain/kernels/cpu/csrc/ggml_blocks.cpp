@@ -21,28 +21,42 @@ static INLINE float float_of(uint32_t u) {
 
 static INLINE float half_to_float(uint16_t h) {
   const uint32_t sign = uint32_t(h & 0x8000) << 16, rest = h & 0x7fff;
-  if (rest >= 0x7c00) return float_of(sign | 0x7f800000 | (rest & 0x3ff) << 13);
-  // As a float the same bits are too small by 2^112; the product is exact, for subnormal halves too.
-  return float_of(sign | bits_of(float_of(rest << 13) * 0x1p112f));
+  const float subnormal = float(int32_t(rest)) * 0x1p-24f;  // no float is subnormal on the way, which would be slow
+  const uint32_t other = (rest << 13) + (rest >= 0x7c00 ? 0x70000000 : 0x38000000);
+  return float_of(sign | (rest < 0x400 ? bits_of(subnormal) : other));
 }
 
-// Rounds to nearest, ties to even. What is too large becomes infinite, NaN stays NaN.
+// Rounds to nearest, ties to even. What is too large becomes infinite, NaN stays NaN. All cases are computed, so that a
+// compiler makes vectors of a loop.
 static INLINE uint16_t float_to_half(float x) {
   const uint32_t sign = bits_of(x) >> 16 & 0x8000, rest = bits_of(x) & 0x7fffffff;
-  if (rest > 0x7f800000) return uint16_t(sign | 0x7e00);
-  if (rest >= 0x477ff000) return uint16_t(sign | 0x7c00);  // 65520, the first that rounds to 2^16
-  if (rest < 0x38800000)  // below 2^-14 halves are multiples of 2^-24, the last bits of floats around 0.5
-    return uint16_t(sign | (bits_of(float_of(rest) + 0.5f) - bits_of(0.5f)));
-  return uint16_t(sign | (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13);
+  const uint32_t large = rest > 0x7f800000 ? 0x7e00 : 0x7c00;
+  // Below 2^-14 halves are multiples of 2^-24, the last bits of floats around 0.5.
+  const uint32_t small = bits_of(float_of(rest) + 0.5f) - bits_of(0.5f);
+  const uint32_t other = (rest - 0x38000000 + 0xfff + (rest >> 13 & 1)) >> 13;
+  // 65520 is the first that rounds to 2^16.
+  return uint16_t(sign | (rest >= 0x477ff000 ? large : rest < 0x38800000 ? small : other));
 }
 static INLINE bool is_finite(uint16_t half) { return (half & 0x7c00) != 0x7c00; }
 
 static INLINE float load_half(const uint8_t* p) { return half_to_float(uint16_t(p[0] | p[1] << 8)); }
 
+// Eight bytes at a time: compilers would move the 16 of a small block one by one.
+constexpr uint64_t EACH_BYTE = 0x0101010101010101;
+static INLINE uint64_t load_eight(const uint8_t* p) {
+  uint64_t x;
+  __builtin_memcpy(&x, p, 8);
+  return x;
+}
+static INLINE void store_eight(int8_t* p, uint64_t x) { __builtin_memcpy(p, &x, 8); }
+
 // Splits n bytes: the lower four bits of all, then the upper four.
 static INLINE void split_nibbles(const uint8_t* from, int n, int8_t* q) {
-  for (int i = 0; i < n; ++i) q[i] = from[i] & 15;
-  for (int i = 0; i < n; ++i) q[n + i] = int8_t(from[i] >> 4);
+  for (int i = 0; i < n; i += 8) {
+    const uint64_t x = load_eight(from + i);
+    store_eight(q + i, x & 15 * EACH_BYTE);
+    store_eight(q + n + i, x >> 4 & 15 * EACH_BYTE);
+  }
 }
 
 // The 6-bit factors of the scales and shifts of 8 groups, in the 12 bytes of Q4_K and Q5_K.
@@ -80,8 +94,13 @@ struct Q4_1 : Layout<32, 20, 32, 0, true, WeightFormat::int4> {
   }
 };
 
+// Bit i of a byte is that of number i, so byte i of a word with this byte eight times keeps bit i alone.
 static INLINE void add_fifth_bits(const uint8_t* high, int8_t* q) {
-  for (int i = 0; i < 32; ++i) q[i] |= int8_t((high[i / 8] >> i % 8 & 1) << 4);
+  for (int i = 0; i < 32; i += 8) {
+    const uint64_t own = high[i / 8] * EACH_BYTE & 0x8040201008040201;
+    const uint64_t is_set = (own + 0x7f * EACH_BYTE) >> 7 & EACH_BYTE;
+    store_eight(q + i, load_eight(reinterpret_cast<uint8_t*>(q + i)) | is_set << 4);
+  }
 }
 
 struct Q5_0 : Layout<32, 22, 32, 16, false, WeightFormat::int5> {
@@ -219,9 +238,10 @@ static INLINE F load_floats(const int8_t* p) {
 #endif
 }
 
+// Computes n numbers of some blocks.
 template <class B>
-static INLINE void dequantize(const int8_t* q, const float* scale, const float* shift, float* x) {
-  for (int g = 0; g < B::N / B::GROUP; ++g)
+static INLINE void dequantize(const int8_t* q, const float* scale, const float* shift, int n, float* x) {
+  for (int g = 0; g < n / B::GROUP; ++g)
     for (int i = 0; i < B::GROUP; i += WIDTH, q += WIDTH, x += WIDTH) {
       const F product = splat(scale[g]) * (load_floats(q) - float(B::ZERO));
       store<WIDTH>(x, B::HAS_SHIFT ? product + splat(shift[g]) : product);
@@ -274,16 +294,31 @@ static constexpr bool keeps(WeightFormat f) {
   return B::NATIVE != NONE && (f == B::NATIVE || (f == WeightFormat::int5 && B::NATIVE == WeightFormat::int4));
 }
 
-// Packs one row of blocks. Returns whether all scales and shifts are finite.
-template <class B, WeightFormat F>
-static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
-  alignas(64) int8_t q[B::N];
-  alignas(64) float x[B::N], scale[B::N / B::GROUP], shift[B::N / B::GROUP] = {};
+constexpr int SPAN = 256;  // numbers that are decoded at a time: one large block, or several small ones
+
+// Rounds the scales of a span, or its shifts. Returns whether all are finite.
+template <int N>
+static INLINE bool round_to_halves(const float* x, uint16_t* half) {
   bool finite = true;
-  for (int begin = 0; begin < in; begin += B::N, block += B::BYTES) {
-    B::decode(block, q, scale, shift);
+  for (int i = 0; i < N; ++i) half[i] = float_to_half(x[i]);
+  for (int i = 0; i < N; ++i) finite &= is_finite(half[i]);
+  return finite;
+}
+
+// Packs numbers begin .. end - 1 of a row, whose blocks follow. Returns whether all scales and shifts are finite.
+template <class B, WeightFormat F>
+static bool pack_row(const uint8_t* block, int begin, int end, char* tile, int lane) {
+  constexpr int GROUPS = SPAN / B::GROUP;
+  alignas(64) int8_t q[SPAN];
+  alignas(64) float x[SPAN], scale[GROUPS] = {}, shift[GROUPS] = {};
+  alignas(64) uint16_t half_scale[GROUPS], half_shift[GROUPS] = {};
+  bool finite = true;
+  for (int n; begin < end; begin += n) {
+    n = end - begin < SPAN ? end - begin : SPAN;
+    for (int i = 0; i < n; i += B::N, block += B::BYTES)
+      B::decode(block, q + i, scale + i / B::GROUP, shift + i / B::GROUP);
     if constexpr (has_codebook(B::NATIVE) && !has_codebook(F))
-      for (int8_t& number : q) number = int8_t(codebook_of(B::NATIVE)[int(number)] - excess(B::NATIVE));
+      for (int i = 0; i < n; ++i) q[i] = int8_t(codebook_of(B::NATIVE)[int(q[i])] - excess(B::NATIVE));
     auto store = [&](int g, const uint16_t* s, uint16_t m) {
       store_group(F, reinterpret_cast<uint8_t*>(q) + g * QUANT_GROUP, s, m,
                   tile + (begin / QUANT_GROUP + g) * group_bytes(F), lane);
@@ -291,30 +326,24 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
     if constexpr (keeps<B>(F)) {
       if (!has_shift(F))
         for (int8_t& number : q) number -= B::ZERO;
-      for (int g = 0; g < B::N / QUANT_GROUP; ++g) {
-        constexpr int SCALES = scales_per_group(F);
-        uint16_t s[SCALES];
-        for (int i = 0; i < SCALES; ++i) {
-          s[i] = float_to_half(scale[g * SCALES + i]);
-          finite &= is_finite(s[i]);
-        }
-        // Checked where the tile has no shift, too: what is refused depends on the type alone.
-        const uint16_t m = has_shift(B::NATIVE) ? float_to_half(B::ZERO ? -B::ZERO * scale[g] : shift[g]) : 0;
-        finite &= is_finite(m);
-        store(g, s, m);
+      finite &= round_to_halves<GROUPS>(scale, half_scale);
+      if (has_shift(B::NATIVE)) {  // checked where the tile has no shift, too: what is refused depends on the type alone
+        for (int g = 0; B::ZERO && g < GROUPS; ++g) shift[g] = -B::ZERO * scale[g];
+        finite &= round_to_halves<GROUPS>(shift, half_shift);
       }
+      for (int g = 0; g < n / QUANT_GROUP; ++g) store(g, half_scale + g * scales_per_group(F), half_shift[g]);
       continue;
     }
-    dequantize<B>(q, scale, shift, x);
+    dequantize<B>(q, scale, shift, n, x);
     if (F == WeightFormat::float32) {
       float* to = reinterpret_cast<float*>(tile) + begin * TILE_OUT + lane;
-      for (int i = 0; i < B::N; ++i) to[i * TILE_OUT] = x[i];
+      for (int i = 0; i < n; ++i) to[i * TILE_OUT] = x[i];
     } else if (F == WeightFormat::bfloat16) {
       uint32_t* to = reinterpret_cast<uint32_t*>(tile) + begin / 2 * TILE_OUT + lane;
-      for (int i = 0; i < B::N / 2; ++i)
+      for (int i = 0; i < n / 2; ++i)
         to[i * TILE_OUT] = float_to_bf16(x[2 * i]) | uint32_t(float_to_bf16(x[2 * i + 1])) << 16;
     } else {
-      for (int g = 0; g < B::N / QUANT_GROUP; ++g) {
+      for (int g = 0; g < n / QUANT_GROUP; ++g) {
         const float* numbers = x + g * QUANT_GROUP;
         int8_t* to = q + g * QUANT_GROUP;
         uint16_t s, m = 0;
@@ -326,30 +355,41 @@ static bool pack_row(const uint8_t* block, int in, char* tile, int lane) {
   return finite;
 }
 
-// Packs a row in a format that only some types are converted to. Returns false for others.
+// Packs numbers of a row in a format that only some types are converted to. Returns false for others.
 template <class B, WeightFormat F>
-static bool pack_kept_row(const uint8_t* block, int in, char* tile, int lane) {
-  if constexpr (keeps<B>(F)) return pack_row<B, F>(block, in, tile, lane);
+static bool pack_kept_row(const uint8_t* block, int begin, int end, char* tile, int lane) {
+  if constexpr (keeps<B>(F)) return pack_row<B, F>(block, begin, end, tile, lane);
   return false;
 }
 
 template <class B>
+static bool pack_numbers(const uint8_t* block, int begin, int end, WeightFormat f, char* tile, int lane) {
+  switch (f) {
+    case WeightFormat::float32: return pack_row<B, WeightFormat::float32>(block, begin, end, tile, lane);
+    case WeightFormat::bfloat16: return pack_row<B, WeightFormat::bfloat16>(block, begin, end, tile, lane);
+    case WeightFormat::int8: return pack_row<B, WeightFormat::int8>(block, begin, end, tile, lane);
+    case WeightFormat::int4: return pack_row<B, WeightFormat::int4>(block, begin, end, tile, lane);
+    case WeightFormat::int5: return pack_kept_row<B, WeightFormat::int5>(block, begin, end, tile, lane);
+    case WeightFormat::int6: return pack_kept_row<B, WeightFormat::int6>(block, begin, end, tile, lane);
+    case WeightFormat::iq4: return pack_kept_row<B, WeightFormat::iq4>(block, begin, end, tile, lane);
+    case WeightFormat::mxfp4: return pack_kept_row<B, WeightFormat::mxfp4>(block, begin, end, tile, lane);
+    case WeightFormat::nvfp4: return pack_kept_row<B, WeightFormat::nvfp4>(block, begin, end, tile, lane);
+  }
+  return false;
+}
+
+// A row writes 4 of the 64 bytes of a cache line, so a tile is packed in parts that stay in the first cache.
+constexpr int PART = 2 * SPAN;
+
+template <class B>
 static bool pack_rows(const BlockRows& rows, int begin, int end, const PackedWeight& w, char* tile, int lane) {
   bool finite = true;
-  for (int row = begin; row < end; ++row, ++lane) {
-    const uint8_t* block = rows.data + row * rows.row_bytes;
-    switch (w.format) {
-      case WeightFormat::float32: finite &= pack_row<B, WeightFormat::float32>(block, w.in, tile, lane); break;
-      case WeightFormat::bfloat16: finite &= pack_row<B, WeightFormat::bfloat16>(block, w.in, tile, lane); break;
-      case WeightFormat::int8: finite &= pack_row<B, WeightFormat::int8>(block, w.in, tile, lane); break;
-      case WeightFormat::int4: finite &= pack_row<B, WeightFormat::int4>(block, w.in, tile, lane); break;
-      case WeightFormat::int5: finite &= pack_kept_row<B, WeightFormat::int5>(block, w.in, tile, lane); break;
-      case WeightFormat::int6: finite &= pack_kept_row<B, WeightFormat::int6>(block, w.in, tile, lane); break;
-      case WeightFormat::iq4: finite &= pack_kept_row<B, WeightFormat::iq4>(block, w.in, tile, lane); break;
-      case WeightFormat::mxfp4: finite &= pack_kept_row<B, WeightFormat::mxfp4>(block, w.in, tile, lane); break;
-      case WeightFormat::nvfp4: finite &= pack_kept_row<B, WeightFormat::nvfp4>(block, w.in, tile, lane); break;
+  for (int from = 0; from < w.in; from += PART)
+    for (int row = begin; row < end; ++row) {
+      const uint8_t* block = rows.data + row * rows.row_bytes + from / B::N * B::BYTES;
+      const int to = w.in - from < PART ? w.in : from + PART;
+      finite &= pack_numbers<B>(block, from, to, w.format, tile, lane + row - begin);
     }
-  }
   return finite;
 }
 

@@ -81,25 +81,34 @@ struct PackedWeight {
 };
 
 // Writes 32 numbers of one row, in 8 bits, and their scales into a group of a tile. `lane` is the row's place in it.
+// Four numbers are moved at a time, as the bytes of a word.
 INLINE void store_group(WeightFormat f, const uint8_t* q, const uint16_t* scale, uint16_t shift, char* group,
                         int lane) {
-  uint8_t* to = reinterpret_cast<uint8_t*>(group) + 4 * lane;
+  constexpr int WORDS = QUANT_GROUP / 4;
+  char* to = group + 4 * lane;
   uint16_t* scales = reinterpret_cast<uint16_t*>(group + group_number_bytes(f)) + lane;
   for (int i = 0; i < scales_per_group(f); ++i) scales[i * TILE_OUT] = scale[i];
   if (has_shift(f)) scales[TILE_OUT] = shift;
   uint8_t number[QUANT_GROUP];
   for (int i = 0; i < QUANT_GROUP; ++i) number[i] = uint8_t(q[i] + (has_codebook(f) ? 0 : excess(f)));
+  uint32_t word[WORDS];
+  __builtin_memcpy(word, number, sizeof word);
+  const auto store = [&](int at, uint32_t bytes) { __builtin_memcpy(to + at, &bytes, 4); };
   if (!has_nibbles(f)) {
-    for (int i = 0; i < QUANT_GROUP; ++i) to[i / 4 * STEP_BYTES + i % 4] = number[i];
+    for (int i = 0; i < WORDS; ++i) store(i * STEP_BYTES, word[i]);
     return;
   }
-  for (int i = 0; i < QUANT_GROUP; i += 8)
-    for (int j = i; j < i + 4; ++j) to[i / 8 * STEP_BYTES + j % 4] = uint8_t((number[j] & 15) | number[j + 4] << 4);
+  constexpr uint32_t NIBBLES = 0x0f0f0f0f;
+  for (int i = 0; i < WORDS; i += 2)
+    store(i / 2 * STEP_BYTES, (word[i] & NIBBLES) | (word[i + 1] & NIBBLES) << 4);
   if (!high_bits(f)) return;
-  for (int i = 0; i < QUANT_GROUP; ++i) {
-    const HighBits high = find_high_bits(f, i / 4);
-    uint8_t& byte = to[high.at + i % 4];
-    byte = uint8_t((high.bit ? byte : 0) | number[i] >> 4 << high.bit);
+  uint32_t plane = 0;
+  for (int i = 0; i < WORDS; ++i) {
+    const HighBits high = find_high_bits(f, i);
+    plane |= (word[i] >> 4 & NIBBLES) << high.bit;
+    if (high.bit + high_bits(f) < 8) continue;
+    store(high.at, plane);
+    plane = 0;
   }
 }
 
