@@ -45,7 +45,7 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
   const auto pack_rows = selected_isa().pack_blocks;
   std::atomic<bool> finite{true};
   ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
-    member.parallel_for(end_tile - first_tile, 1, [&](int from, int to) {
+    member.parallel_for(end_tile - first_tile, [&](int from, int to) {
       for (int t = first_tile + from; t < first_tile + to; ++t) {
         char* tile = const_cast<char*>(packed.data) + t * packed.tile_bytes();
         const int top = std::max(first, t * TILE_OUT), bottom = std::min(end, (t + 1) * TILE_OUT);
