@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from retain import kernels, models
 from retain.config import Config, default_kv_memory
 from retain.engine.runner import ProgramRunner
-from retain.formats.checkpoint import list_model_files
+from retain.formats.checkpoint import Checkpoint, list_model_files
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
 from retain.kernels.kv_cache_spec import KVCacheSpec
@@ -74,16 +74,18 @@ def load_model(
     device: torch.device = CPU,
     context_limit: int | None = None,
     has_head: bool = True,
+    checkpoint: Checkpoint | None = None,
 ) -> LoadedModel:
     """Load a model for a backend, as a program. Raises ValueError or OSError.
 
     `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
-    Without `has_head` the program returns states in place of logits.
+    Without `has_head` the program returns states in place of logits. `checkpoint`: that of `path` where it is open
+    already.
     Where a program packs weights, nothing of the file outlives this call: the cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head)
+    opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head, checkpoint)
     decoder = models.build(opened, program)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)

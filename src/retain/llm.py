@@ -23,6 +23,7 @@ from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.output import StepOutput
 from retain.engine.runner import Runner
+from retain.formats.checkpoint import metadata_reader, open_checkpoint
 from retain.formats.pooling import choose_pooling
 from retain.kernels.pool_dtypes import pool_dtype
 from retain.kv.capacity import CacheConfig
@@ -76,13 +77,18 @@ class LLM:
             kernels.check_pool_dtype(backend, self.kv_dtype)
         path = resolve_model(model)
         limit = c.max_model_len
-        self.pooling = choose_pooling(path, c.pooling)
+        checkpoint = open_checkpoint(path)
+        reader = metadata_reader(checkpoint)
+        self.pooling = choose_pooling(path, c.pooling, reader)
         has_head = self.pooling is None
-        loaded = factory.load_model(path, backend, self.dtype, c.weights, progress, self.device, limit, has_head)
+        loaded = factory.load_model(
+            path, backend, self.dtype, c.weights, progress, self.device, limit, has_head, checkpoint
+        )
         self._program = loaded.runner.program
         self.spec = loaded.spec
         self.weight_bytes = loaded.weight_bytes
-        self.tokenizer = Tokenizer.open(loaded.path)
+        self.tokenizer = Tokenizer.open(path, reader)
+        del checkpoint, reader  # the cache may take their memory
         self.tokenizer.choose_chat_template(chat_template, name=c.chat_template)
         self.max_model_len = self._resolve_max_model_len()
         is_chat_model = self.tokenizer.chat_template is not None

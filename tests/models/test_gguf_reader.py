@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 from gguf import GGUFWriter
 
+from retain import LLM
 from retain.formats.gguf.reader import GGUFReader
 from retain.kernels.ggml_blocks import dequantize_blocks
 from tests.helpers import processor_time
+from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, tiny_for_gguf, write_gguf
 
 
 def gguf_bytes(
@@ -138,3 +140,18 @@ def test_other_versions_are_refused(tmp_path: Path, version: int, name: str) -> 
 def test_missing_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="cannot be read: No such file"):
         GGUFReader(tmp_path / "nothing.gguf")
+
+
+def test_a_model_that_starts_reads_its_metadata_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, tokenizer and pooling share it: a vocabulary takes a tenth of a second."""
+    opened = []
+    read = GGUFReader.__init__
+
+    def count(self: GGUFReader, path: Path) -> None:
+        opened.append(path)
+        read(self, path)
+
+    monkeypatch.setattr(GGUFReader, "__init__", count)
+    path = write_gguf(tmp_path / "m.gguf", tiny_for_gguf("llama"), "Q8_0", BYTE_LEVEL_VOCABULARY)
+    LLM(str(path), kv_memory="4MiB").close()
+    assert opened == [path]

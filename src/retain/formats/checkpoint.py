@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from retain.formats.gguf import GGUFCheckpoint
+from retain.formats.gguf.reader import GGUFReader
 from retain.formats.gguf.split import part_paths
 from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
 from retain.formats.safetensors import SafetensorsCheckpoint
@@ -49,3 +50,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not path.is_dir():
         raise ValueError(f"{path} does not exist: give a .gguf file or a Hugging Face folder")
     return RandomCheckpoint(path) if (path / MARKER_FILE).is_file() else SafetensorsCheckpoint(path)
+
+
+def metadata_reader(checkpoint: Checkpoint) -> GGUFReader | None:
+    """Return what has read the metadata of a GGUF file; None for a folder. Vocabularies take long to read twice."""
+    return checkpoint.reader if isinstance(checkpoint, GGUFCheckpoint) else None

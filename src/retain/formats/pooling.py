@@ -28,21 +28,24 @@ class Pooling:
     normalize: bool = True
 
 
-def choose_pooling(path: Path, option: str) -> Pooling | None:
-    """Return how texts become vectors under the option `pooling`; None where the model generates. Raises ValueError."""
+def choose_pooling(path: Path, option: str, reader: GGUFReader | None = None) -> Pooling | None:
+    """Return how texts become vectors under the option `pooling`; None where the model generates. Raises ValueError.
+
+    `reader`: of a GGUF file that is open already.
+    """
     if option == "off":
         return None
-    return read_pooling(path) if option == "auto" else Pooling(option)
+    return read_pooling(path, reader) if option == "auto" else Pooling(option)
 
 
-def read_pooling(path: Path) -> Pooling | None:
+def read_pooling(path: Path, reader: GGUFReader | None = None) -> Pooling | None:
     """Return what the model file or folder at `path` says; None where it says nothing.
 
     Raises UnsupportedError for other ways, and ValueError for a damaged file.
     """
     if path.is_dir():
         return _read_folder(path) if (path / "modules.json").is_file() else None
-    meta = GGUFReader(find_first_part(path)).metadata
+    meta = (reader or GGUFReader(find_first_part(path))).metadata
     kind = meta.get(f"{meta.get('general.architecture')}.pooling_type", GGUF_NO_POOLING)
     if type(kind) is not int or kind not in (GGUF_NO_POOLING, *GGUF_KINDS):
         raise UnsupportedError(

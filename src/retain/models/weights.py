@@ -176,14 +176,17 @@ def open_weights(
     vector_dtype: torch.dtype | None = None,
     context_limit: int | None = None,
     has_head: bool = True,
+    checkpoint: Checkpoint | None = None,
 ) -> Weights:
     """Open the model at `path` (see Weights for the options). `progress` shows a bar if stderr is a terminal.
+
+    `checkpoint`: that of `path` where it is open already.
 
     Raises ValueError as open_checkpoint does, and for a quantization that is unknown or does not fit `dtype`.
     A damaged tensor raises ValueError when it is read.
     """
     check_weights(quantization, str(dtype).removeprefix("torch."))
-    checkpoint = open_checkpoint(path)
+    checkpoint = checkpoint or open_checkpoint(path)
     create = partial(
         Weights,
         checkpoint,

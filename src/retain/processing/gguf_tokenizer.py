@@ -26,6 +26,7 @@ NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
+ADDED_TYPES = (UNKNOWN, CONTROL, USER_DEFINED)
 CACHE_VERSION = 2  # changes when the same metadata gives another tokenizer
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -283,6 +284,8 @@ def _add_special_tokens(core: Tokenizer, tokens: list[str], token_types: list[in
     special = []
     user_defined = []
     for token, token_type in zip(tokens, token_types, strict=True):
+        if token_type not in ADDED_TYPES:
+            continue
         added = AddedToken(token, normalized=False, rstrip=swallowing and token not in PHI3_KEEPING)
         if token and token_type in (UNKNOWN, CONTROL):
             special.append(added)

@@ -69,10 +69,15 @@ class Tokenizer:
         self._token_bytes = _create_token_bytes(core, self.special_token_ids)
 
     @classmethod
-    def open(cls, path: Path) -> Tokenizer:
-        """Open the tokenizer of a .gguf file or a Hugging Face folder. Raises ValueError if missing or damaged."""
+    def open(cls, path: Path, reader: GGUFReader | None = None) -> Tokenizer:
+        """Open the tokenizer of a .gguf file or a Hugging Face folder. Raises ValueError if missing or damaged.
+
+        `reader`: of a GGUF file that is open already.
+        """
         with wrap_errors(path):
-            return _from_folder(path) if path.is_dir() else _from_gguf(path)
+            if path.is_dir():
+                return _from_folder(path)
+            return _from_gguf(path, reader or GGUFReader(find_first_part(path)))
 
     @property
     def vocab_size(self) -> int:
@@ -252,8 +257,7 @@ def _create_token_bytes(core: Core, special_token_ids: frozenset[int]) -> TokenB
     )
 
 
-def _from_gguf(path: Path) -> Tokenizer:
-    reader = GGUFReader(find_first_part(path))
+def _from_gguf(path: Path, reader: GGUFReader) -> Tokenizer:
     meta = reader.metadata
     core = build_tokenizer(reader)
     tokens: list[str] = meta["tokenizer.ggml.tokens"]
