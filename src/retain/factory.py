@@ -41,7 +41,9 @@ from retain.models.weights import open_weights
 
 log = logging.getLogger(__name__)
 
-CACHED_KEYS = "less offset, balanced"  # what stored keys are; part of a store's fingerprint, so change it with them
+CACHED_KEYS = (
+    "less mean offset, balanced"  # what stored keys are; part of a store's fingerprint, so change it with them
+)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from retain.kernels import cpu
 from retain.kernels.ggml_blocks import stored_kind
 from retain.kernels.quantized import IQ4, Int4, Int5, Int6, Int8, Kind
 from retain.kernels.stored_weight import BlockRows, StoredWeight
-from retain.kernels.weight import Weight, concat_rows
+from retain.kernels.weight import StackedWeight, Weight, concat_rows, row_energies
 
 pytestmark = [
     pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),
@@ -74,6 +74,19 @@ def test_stacked_blocks_share_tiles(kind: Kind) -> None:
     weight = StoredWeight(tuple(parts), kind)
     assert weight.shape == (49, 512)
     assert torch.equal(pack(weight), pack(weight.unpack()))
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_energies_of_blocks_equal_the_definition(name: str) -> None:
+    from retain.kernels.cpu.packing import block_row_energies
+
+    factors = torch.rand(512, generator=torch.Generator().manual_seed(0))
+    parts = [StoredWeight.from_rows(make_rows(name, rows, rows)) for rows in (16, 37)]
+    dense = torch.ones(3, 512, dtype=torch.bfloat16)
+    for weight in (*parts, concat_rows(parts), StackedWeight((parts[1], dense))):
+        torch.testing.assert_close(
+            block_row_energies(weight, factors), row_energies(weight, factors), rtol=1e-5, atol=0
+        )
 
 
 def test_stacked_kinds_become_the_widest() -> None:

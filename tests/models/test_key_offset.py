@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.kernels.rope import MEAN_POSITIONS, Rope
 from retain.models.decoder import Attention
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceCache, ReferenceModel, build_model, random_tokens
@@ -47,6 +48,14 @@ def test_without_rotation_a_bias_changes_no_cached_key() -> None:
     torch.testing.assert_close(
         one, other, rtol=1e-3, atol=1e-4
     )  # the bias adds the same number to all scores of a query
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotation_by_mean_angles_is_the_mean_of_rotations(interleaved: bool) -> None:
+    rope = Rope(torch.logspace(0, -5, 4), interleaved, attention_factor=1.5)
+    keys = torch.randn(3, 10, generator=torch.Generator().manual_seed(0))  # of 10 numbers 8 are rotated
+    rotated = rope.apply(keys.expand(MEAN_POSITIONS, -1, -1), rope.angles(torch.arange(MEAN_POSITIONS), keys.dtype))
+    torch.testing.assert_close(rope.apply(keys[None], rope.mean_angles)[0], rotated.mean(0))
 
 
 @pytest.mark.parametrize("family", BIASES)

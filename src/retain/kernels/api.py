@@ -327,6 +327,9 @@ class Program(Protocol):
         `layers` are those with the slots of tokens, and with states (`LinearTokensSpec`, `LinearStateSpec`).
         """
 
+    def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
+        """Return row_energies of kernels/weight.py, within rounding, and emit nothing."""
+
     def gather_rows(self, x: int, out: int) -> None:
         """Copy the rows of `logits_indices` to out; all later operations see N rows."""
 

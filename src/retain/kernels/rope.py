@@ -7,10 +7,12 @@ Keys are rotated before they are cached, so a slot's key contains its position.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+MEAN_POSITIONS = 4096
 Angles = tuple[Tensor, Tensor]  # cos and sin, [T, 1, n] each
 
 
@@ -33,6 +35,12 @@ class Rope:
         if self.interleaved:
             return cos.repeat_interleave(2, -1), torch.stack((-sin, sin), -1).flatten(-2)  # [T, 1, n] both
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)  # [T, 1, n] both
+
+    @cached_property
+    def mean_angles(self) -> Angles:
+        """Return the means over the first positions, [1, 1, n]. Rotation by them gives the mean of rotated numbers."""
+        cos, sin = self.angles(torch.arange(MEAN_POSITIONS), torch.float32)
+        return cos.mean(0, keepdim=True), sin.mean(0, keepdim=True)
 
     def apply(self, x: Tensor, angles: Angles) -> Tensor:
         """Rotate heads x [T, H, D]: each pair (a, b) becomes (a cos - b sin, b cos + a sin)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Generic, TypeVar
 from weakref import ref
@@ -79,6 +79,14 @@ def dense_chunks(weight: Weight) -> Iterator[Tensor]:
         chunks = (unpack(select_rows(weight, index)) for index in indices)
     for chunk in chunks:
         yield chunk.float() if isinstance(chunk, Tensor) else chunk.dequantize()
+
+
+def row_energies(weight: Weight, factors: Tensor) -> Tensor:
+    """Return the sum of factors[i] * w[i]^2 over each row w, float32 [out]; of a stored matrix before any rounding."""
+    if isinstance(weight, StackedWeight):
+        return torch.cat([row_energies(part, factors) for part in weight.parts])
+    exact = replace(weight, kind=torch.float32) if isinstance(weight, StoredWeight) else weight
+    return torch.cat([rows.square() @ factors for rows in dense_chunks(exact)])
 
 
 def select_rows(weight: Weight, index: Tensor) -> Weight:

@@ -24,8 +24,6 @@ from retain.models.layers import Embedding, HeadLinear, Layer, Linear
 from retain.models.qk_balance import find_qk_factors
 from retain.models.weights import Weights
 
-KEY_OFFSET_POSITIONS = 4096
-
 
 class DecoderLayer(Protocol):
     """A layer between the embedding and the head: a dataclass."""
@@ -163,8 +161,7 @@ class Attention:
         keys = keys if self.key_factors is None else keys * self.key_factors
         if not self.rope:
             return keys
-        pos = torch.arange(min(s.max_position_embeddings, KEY_OFFSET_POSITIONS))
-        return self.rope.apply(keys.expand(len(pos), -1, -1), self.rope.angles(pos, keys.dtype)).mean(0)
+        return self.rope.apply(keys[None], self.rope.mean_angles)[0]
 
     def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
         """See Layer."""
@@ -283,7 +280,7 @@ class Decoder:
         last = program.buffer("last", s.hidden_size)
         e.emit(program, x)
         for i in range(s.num_layers if self.num_layers is None else self.num_layers):
-            self._load_balanced(i).emit(program, x)
+            self._load_balanced(i, program).emit(program, x)
         program.gather_rows(x, last)
         if self.norm:
             self.norm.emit(program, last, last)
@@ -297,21 +294,21 @@ class Decoder:
             raise ValueError(f"a model with more hidden numbers ({n}) than tokens cannot embed: see --pooling")
         return replace(self, lm_head=Linear(torch.eye(n, dtype=dtype)), num_outputs=n)
 
-    def _load_balanced(self, i: int) -> DecoderLayer:
-        layer = _balance(self.load_layer(i))
+    def _load_balanced(self, i: int, program: Program) -> DecoderLayer:
+        layer = _balance(self.load_layer(i), program)
         a = layer.attention
         if a is not None and a.key_factors is not None:
             self.key_factors[a.layer_idx] = a.key_factors
         return layer
 
 
-def _balance(layer: DecoderLayer) -> DecoderLayer:
+def _balance(layer: DecoderLayer, program: Program) -> DecoderLayer:
     """Return the layer with factors of its queries and keys."""
     a = layer.attention
     if a is None or a.is_shared:
         return layer
     heads = a.spec.num_heads, a.sizes.num_kv_heads, a.sizes.k_dim
-    factors = find_qk_factors(layer.norm1, a.qkv_proj, a.qk_norm, a.rope, a.key_offset, heads)
+    factors = find_qk_factors(layer.norm1, a.qkv_proj, a.qk_norm, a.rope, a.key_offset, heads, program.row_energies)
     return cast(DecoderLayer, replace(cast(Any, layer), attention=replace(a, qk_factors=factors)))
 
 

@@ -11,13 +11,16 @@ and rotations commute.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from retain.kernels.rope import Rope
-from retain.kernels.weight import dense_chunks
+from retain.kernels.weight import Weight, dense_chunks, row_energies
 from retain.models.layers import ClippedLinear, Layer, LayerNorm, Linear, PartNorms, RMSNorm
 
+Energies = Callable[[Weight, Tensor], Tensor]
 LARGEST_EXPONENT = 8
 SMALLEST_ENERGY = 1e-12
 
@@ -29,17 +32,19 @@ def find_qk_factors(
     rope: Rope | None,
     key_offset: Tensor | None,
     heads: tuple[int, int, int],
+    energies: Energies = row_energies,
 ) -> Tensor | None:
     """Return factors of the heads of q and of k, float32 [H + G, D]; `heads` is (H, G, D).
 
     Keys are cached less `key_offset` [G, D], so that part of their bias does not count. Without an input norm all
     inputs are taken to be equally large. Returns None where all factors are 1, or for layers of unknown kinds.
+    `energies` is a backend's row_energies.
     """
     H, G, D = heads
     linear = projection.linear if isinstance(projection, ClippedLinear) else projection
     if not isinstance(linear, Linear) or not isinstance(input_norm, RMSNorm | LayerNorm | None):
         return None
-    variance, constant = (x[: (H + G) * D].view(H + G, D) for x in _output_moments(linear, input_norm))
+    variance, constant = (x[: (H + G) * D].view(H + G, D) for x in _output_moments(linear, input_norm, energies))
     if key_offset is not None and rope is None:
         constant[H:] -= key_offset
     energy = variance + constant.square()
@@ -67,23 +72,16 @@ def _normalize(energy: Tensor, norm: RMSNorm | PartNorms) -> Tensor:
     return row.view(energy.shape)
 
 
-def _output_moments(linear: Linear, norm: RMSNorm | LayerNorm | None) -> tuple[Tensor, Tensor]:
+def _output_moments(linear: Linear, norm: RMSNorm | LayerNorm | None, energies: Energies) -> tuple[Tensor, Tensor]:
     """Return variances and means of a linear layer's outputs behind a norm, if any, float64 [out].
 
     Inputs, normalized ones before their weights, are taken to be independent, with mean 0 and variance 1.
     """
     mean = torch.zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias.float()
     scale = torch.ones(linear.weight.shape[1]) if norm is None else norm.weight.float()
-    squares = scale.square()
-    variances = []
-    biases = []
-    for rows in dense_chunks(linear.weight):
-        variances.append(rows.square() @ squares)
-        if isinstance(norm, LayerNorm) and norm.bias is not None:
-            biases.append(rows @ norm.bias.float())
-    if biases:
-        mean = mean + torch.cat(biases)
-    return torch.cat(variances).double(), mean.double()
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        mean = mean + torch.cat([rows @ norm.bias.float() for rows in dense_chunks(linear.weight)])
+    return energies(linear.weight, scale.square()).double(), mean.double()
 
 
 def _mean_of_pairs(energy: Tensor, rope: Rope | None) -> Tensor:

@@ -18,7 +18,7 @@ from retain.kernels.api import ACTIVATIONS, Batch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
-from retain.kernels.cpu.packing import PackedWeight, pack_weight
+from retain.kernels.cpu.packing import PackedWeight, block_row_energies, pack_weight
 from retain.kernels.experts import Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
@@ -182,6 +182,10 @@ class CpuProgram:
         self._shapes.check_linear_attention(qkv, gates, out, params)
         self._cache_ops.append(CacheOp(layers, self._program.num_ops(), qkv))
         self._program.linear_attention(qkv, gates, out, layers, *ffi.linear_attention_args(params, self._keep_alive))
+
+    def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
+        """Compute the energies of rows, those of blocks in C++."""
+        return block_row_energies(weight, factors)
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
@@ -12,7 +15,7 @@ from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
 from retain.kernels.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
-from retain.kernels.weight import UnpackedWeight, Weight, unpack
+from retain.kernels.weight import StackedWeight, UnpackedWeight, Weight, row_energies, unpack
 
 KINDS: tuple[Kind, ...] = (torch.float32, torch.bfloat16, Int8, Int4, IQ4, MXFP4, Int5, Int6, NVFP4)
 DTYPE_CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -76,14 +79,39 @@ def _allocate_packed(rows: int, columns: int, dtype_code: int, arena: Arena) -> 
 
 def _pack_blocks(part: BlockRows, first: int, packed: PackedWeight) -> None:
     """Convert rows of blocks into rows `first` and following of a packed matrix. Raises ValueError."""
-    row_bytes = part.raw.shape[1]
-    chunk = -(-RELEASE_BYTES // (row_bytes * TILE_ROWS)) * TILE_ROWS
-    for begin in range(0, part.shape[0], chunk):
-        raw = part.raw[begin : begin + chunk]
-        is_finite = _C.pack_blocks(raw.ctypes.data, row_bytes, part.ggml_type, len(raw), first + begin, *packed.c_args)
+    for begin, raw in _chunks(part):
+        blocks = raw.ctypes.data, raw.shape[1], part.ggml_type, len(raw)
+        is_finite = _C.pack_blocks(*blocks, first + begin, *packed.c_args)
         part.release(begin, begin + len(raw))
         if not is_finite:
             raise ValueError(f"{part.name} cannot be loaded: {NOT_FINITE}")
+
+
+def block_row_energies(weight: Weight, factors: Tensor) -> Tensor:
+    """Return row_energies of kernels/weight.py. Blocks are unpacked tile by tile."""
+    if isinstance(weight, StackedWeight):
+        return torch.cat([block_row_energies(part, factors) for part in weight.parts])
+    if not isinstance(weight, StoredWeight):
+        return row_energies(weight, factors)
+    return torch.cat([_energies_of_part(part, factors.float().contiguous()) for part in weight.parts])
+
+
+def _energies_of_part(part: StoredRows, factors: Tensor) -> Tensor:
+    if not (isinstance(part, BlockRows) and part.ggml_type in GGML_TYPES):
+        return row_energies(StoredWeight.from_rows(part), factors)
+    energies = torch.empty(part.shape[0])
+    for begin, raw in _chunks(part):
+        blocks = raw.ctypes.data, raw.shape[1], part.ggml_type, len(raw)
+        _C.row_energies(*blocks, len(factors), factors.data_ptr(), energies[begin:].data_ptr())
+        part.release(begin, begin + len(raw))
+    return energies
+
+
+def _chunks(part: BlockRows) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+    """Yield the rows some at a time, behind the number of the first."""
+    chunk = -(-RELEASE_BYTES // (part.raw.shape[1] * TILE_ROWS)) * TILE_ROWS
+    for begin in range(0, part.shape[0], chunk):
+        yield begin, part.raw[begin : begin + chunk]
 
 
 def _pack_rows(part: StoredRows, kind: Kind, first: int, packed: PackedWeight) -> None:

@@ -36,7 +36,7 @@ from retain.kernels.reference.rows import (
 )
 from retain.kernels.rope import Angles, Rope
 from retain.kernels.shape_checks import LOGITS_BUFFER, BufferShapes, check_batch, numel_or_none
-from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, row_energies, split_stack, unpack
 
 # (layer, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to the cache of another one.
@@ -192,6 +192,10 @@ class TorchProgram(Generic[S]):
             return replace_columns(s.buffers[x], s.buffers[x][:, :n] * factors[:, None])
 
         self._emit(x, compute)
+
+    def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
+        """Compute the energies of rows."""
+        return row_energies(weight, factors)
 
     def gather_rows(self, x: int, out: int) -> None:
         """Emit the selection of the rows whose logits the caller needs."""

@@ -195,6 +195,13 @@ NB_MODULE(_C, m) {
                            packed_weight(data, out, in, format));
       },
       nb::call_guard<nb::gil_scoped_release>());
+  m.def(
+      "row_energies",
+      [](Address blocks, int64_t row_bytes, int ggml_type, int rows, int in, Address factors, Address energies) {
+        row_energies({ptr<uint8_t>(blocks), row_bytes, GgmlType(ggml_type)}, rows, in, ptr<float>(factors),
+                     ptr<float>(energies));
+      },
+      nb::call_guard<nb::gil_scoped_release>());
   // A single product, for tests.
   m.def(
       "packed_gemm",

@@ -156,6 +156,8 @@ struct UnpackedWeight {
 void pack(const UnpackedWeight&, const PackedWeight& packed);
 // Unpacks all rows of `blocks` into rows first .. first + rows - 1 of `packed`. Returns whether all scales are finite.
 bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeight& packed);
+// Sums factors[i] * x[i]^2 over each row x [in] of `blocks`.
+void row_energies(const BlockRows& blocks, int rows, int in, const float* factors, float* energies);
 
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. `prepared` starts on a cache line and has room for
 // activation_bytes of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies behind

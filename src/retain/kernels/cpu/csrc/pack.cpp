@@ -56,4 +56,23 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
   return finite;
 }
 
+void row_energies(const BlockRows& blocks, int rows, int in, const float* factors, float* energies) {
+  const auto pack_rows = selected_isa().pack_blocks;
+  ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
+    AlignedVector<float> tile(size_t(in) * TILE_OUT);
+    char* const data = reinterpret_cast<char*>(tile.data());
+    const PackedWeight w = {data, TILE_OUT, in, WeightFormat::float32};
+    member.parallel_for((rows + TILE_OUT - 1) / TILE_OUT, [&](int from, int to) {
+      for (int begin = from * TILE_OUT; begin < std::min(rows, to * TILE_OUT); begin += TILE_OUT) {
+        const int end = std::min(rows, begin + TILE_OUT);
+        pack_rows(blocks, begin, end, w, data, 0);
+        float sums[TILE_OUT] = {};
+        for (int i = 0; i < in; ++i)
+          for (int o = 0; o < TILE_OUT; ++o) sums[o] += factors[i] * tile[i * TILE_OUT + o] * tile[i * TILE_OUT + o];
+        std::copy(sums, sums + end - begin, energies + begin);
+      }
+    });
+  });
+}
+
 }  // namespace retain
