@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retain.bench import budget, precision, prefix, quality, speculate, speed
+from retain.bench import agent, budget, precision, prefix, quality, speculate, speed
 from retain.bench.config import (
+    AgentBenchConfig,
     BudgetBenchConfig,
     PrecisionBenchConfig,
     PrefixBenchConfig,
@@ -45,7 +46,7 @@ def engine_config(args: Namespace) -> Config:
         raise ValueError("bench speculate compares drafters: name them by --drafters")
     if args.bench != "speed" and hasattr(args, "speculate"):
         raise ValueError(f"bench {args.bench} does not speculate: --speculate is for bench speed")
-    return from_args(Config, args, prefix_cache="exact" if args.bench == "prefix" else "off")
+    return from_args(Config, args, prefix_cache="exact" if args.bench in ("prefix", "agent") else "off")
 
 
 def run_speed(args: Namespace) -> None:
@@ -118,6 +119,17 @@ def run_prefix(args: Namespace) -> None:
     _print_lines(args, prefix.run(loading.load_llm(config), options), options.output_dir)
 
 
+def run_agent(args: Namespace) -> None:
+    """Run `retain bench agent`."""
+    for option in ("kv_dtype", "tier"):
+        if hasattr(args, option):
+            raise ValueError(f"bench agent compares methods: name --{option.replace('_', '-')} in --methods")
+    config = engine_config(args)
+    options = from_args(AgentBenchConfig, args)
+    methods = [agent.Method.parse(method) for method in options.methods]
+    _print_lines(args, agent.run(loading.load_llm, config, options, methods), options.output_dir)
+
+
 BENCHES: dict[str, Callable[[Namespace], None]] = {
     "speed": run_speed,
     "budget": run_budget,
@@ -125,6 +137,7 @@ BENCHES: dict[str, Callable[[Namespace], None]] = {
     "quality": run_quality,
     "speculate": run_speculate,
     "prefix": run_prefix,
+    "agent": run_agent,
 }
 
 

@@ -33,7 +33,7 @@ def load_examples(
     Raises ValueError or OSError.
     """
     found = 0
-    for number, record in _read_records(path):
+    for number, record in read_records(path):
         if number <= first or found == num_items:
             continue
         prompt, answer = _to_texts(record, f"{path}:{number}")
@@ -44,7 +44,8 @@ def load_examples(
             yield Example(ids, answer_ids, number)
 
 
-def _read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the objects of a JSON Lines file with the numbers of their lines. Raises ValueError or OSError."""
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
