@@ -1,7 +1,8 @@
-"""Draw what commands print as JSON: quality against memory, speed-ups of drafters, a gate, and which tokens stay.
+"""Draw what commands print as JSON: quality against memory, speed-ups, sessions, a gate, and which tokens stay.
 
 retain bench quality ... --json > quality.jsonl; python -m tools.plots quality.jsonl OUT      a picture a metric
 retain bench speculate ... --json > lines.jsonl; python -m tools.plots lines.jsonl OUT        over k, over the context
+retain bench agent ... --json > agent.jsonl; python -m tools.plots agent.jsonl OUT        sessions, and KL
 retain tune ... --json > tune.json;              python -m tools.plots tune.json OUT
 retain fit ... --json > fit.json;                python -m tools.plots fit.json OUT
 python -m tools.plots --kept PROMPT.txt OUT --model smollm2 --policies "h2o:budget=25% sinks:budget=25%"
@@ -26,6 +27,7 @@ import numpy as np
 Json = dict[str, Any]
 Point = tuple[float, float, float, float]  # x, y, and the ends of y's interval
 MARKERS = "osD^v<>pPX*h"
+MIN_FOUND = 0.9  # the default of `retain bench agent --min-found`
 
 
 def plot(lines: Sequence[Json], out: Path) -> list[Path]:
@@ -33,6 +35,8 @@ def plot(lines: Sequence[Json], out: Path) -> list[Path]:
     first = lines[0]
     if "drafter" in first:
         return plot_speedups(lines, out)
+    if "found_share" in first:
+        return [plot_sessions(lines, out)]
     if "r2_by_layer" in first:
         return [plot_fit(first, out)]
     return [plot_tuning(first, out)] if "bound" in first else plot_quality(lines, out)
@@ -83,6 +87,39 @@ def plot_fit(report: Json, out: Path) -> Path:
         right.plot([100 / 2 ** (i + 1) for i in range(len(values))], values, marker="o", label=name)
     right.set(xlabel="budget, % of the prompt", ylabel="KL from the full cache, nats a token", yscale="log")
     return save(right, out / "fit.png")
+
+
+def plot_sessions(lines: Sequence[Json], out: Path) -> Path:
+    """Draw what is found of histories over sessions, and the distance from the full cache over memory a session.
+
+    The memory is that of the first method: lines of several runs may be in one file, each with the same --kv-memory.
+    """
+    _, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), constrained_layout=True)
+    runs = [line for line in lines if "found_share" in line]
+    methods = list(dict.fromkeys(line["method"] for line in runs))
+    most = {m: max((x["sessions"] for x in runs if x["method"] == m and holds(x)), default=0) for m in methods}
+    for i, method in enumerate(methods):
+        own = sorted((x for x in runs if x["method"] == method), key=lambda x: x["sessions"])
+        style = {"label": method, "marker": MARKERS[i % 12], "markersize": 5}
+        left.plot([x["sessions"] for x in own], [100 * x["found_share"] for x in own], **style)
+        if most[method] and "kl" in own[0]:
+            (best,) = (x for x in own if x["sessions"] == most[method])
+            low, high = best["kl_ci95"]
+            bars = [[best["kl"] - low], [high - best["kl"]]]
+            right.errorbar(100 * most[methods[0]] / most[method], best["kl"], bars, capsize=2, **style)
+    left.axhline(100 * MIN_FOUND, color="black", linestyle="--", linewidth=1)
+    left.set(xlabel="sessions at once, at equal memory", ylabel="% of the histories' tokens found cached")
+    right.fill_between([0, 25], 0, 0.05, color="tab:green", alpha=0.15)
+    right.set(xlabel=f"memory of a session, % of {methods[0]}'s", ylabel="KL from the full cache, nats a token", xlim=0)
+    right.set_yscale("symlog", linthresh=0.01)
+    right.set_ylim(bottom=0)
+    left.legend(fontsize=7)
+    return save(right, out / "agent.png")
+
+
+def holds(line: Json) -> bool:
+    """Return whether a cache held the sessions of a line: it found nearly all of their histories."""
+    return bool(line["found_share"] >= MIN_FOUND)
 
 
 def plot_speedups(lines: Sequence[Json], out: Path) -> list[Path]:

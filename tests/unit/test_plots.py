@@ -20,6 +20,11 @@ TUNING = {
     "best": {"spec": "h2o:budget=50%"},
     "lines": [{"spec": f"h2o:budget={n}%", "memory": n / 100, "excess": INTERVAL} for n in (25, 50)],
 }
+SESSIONS = [
+    {"method": method, "sessions": n, "found_share": found, "kl": kl, "kl_ci95": [kl / 2, 2 * kl]}
+    for method, kl in (("full", 0.0), ("full int8", 0.01))
+    for n, found in ((2, 1.0), (4, 0.8 if kl == 0 else 0.95))
+] + [{"method": "full", "most_sessions": 2}]
 FIT = {"r2": 0.5, "r2_by_layer": [0.4, 0.6], "kl": {"gate": [0.01, 0.02, 0.04]}}
 
 
@@ -29,9 +34,10 @@ FIT = {"r2": 0.5, "r2_by_layer": [0.4, 0.6], "kl": {"gate": [0.01, 0.02, 0.04]}}
         (QUALITY, {"fidelity-kl.png"}),
         (SPEEDUPS, {"speculate-k.png", "speculate-context.png"}),
         ([TUNING], {"tune.png"}),
+        (SESSIONS, {"agent.png"}),
         ([FIT], {"fit.png"}),
     ],
-    ids=["quality", "speculate", "tune", "fit"],
+    ids=["quality", "speculate", "tune", "agent", "fit"],
 )
 def test_json_becomes_pictures(lines: list[plots.Json], names: set[str], tmp_path: Path) -> None:
     file = tmp_path / "lines.json"
