@@ -1,6 +1,8 @@
 """The command line, as a person or a script meets it: answers, JSON, streams, and one clear line for bad input."""
 
 import dataclasses
+import gc
+import importlib
 import io
 import json
 import os
@@ -251,3 +253,17 @@ def test_cache_ls_verify_and_clear(capsys, tmp_path):
     other.close()
     assert run_cli(capsys, "cache", "clear", store).code == 0
     assert run_cli(capsys, "cache", "ls", store).out.startswith("0 spans")
+
+
+def test_a_command_is_imported_without_collections_of_garbage(monkeypatch, capsys):
+    """Afterwards they go on: also where the import fails."""
+    assert gc.isenabled()
+    seen = []
+
+    def fail(name):
+        seen.append((name, gc.isenabled()))
+        raise ValueError("it is not there")
+
+    monkeypatch.setattr(importlib, "import_module", fail)
+    assert_one_line_error(run_cli(capsys, "run", "hello", "--model", "smollm2"), "it is not there")
+    assert seen == [("retain.cli.run", False)] and gc.isenabled()

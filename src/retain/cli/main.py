@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -42,7 +43,8 @@ def _run_command(args: Namespace) -> int:
     os.environ.setdefault("OMP_PROC_BIND", "true")
     try:
         with _log_to_stderr(args.log_level), escaped_output():
-            module = importlib.import_module(f"retain.cli.{args.command}")  # torch is imported here, not before
+            with _collections_paused():
+                module = importlib.import_module(f"retain.cli.{args.command}")  # torch is imported here, not before
             code: int = getattr(module, args.command)(args)
             return code
     except BrokenPipeError:  # an OSError, but not an error of the command
@@ -62,6 +64,18 @@ def _discard_unwritten_output() -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
+
+
+@contextmanager
+def _collections_paused() -> Iterator[None]:
+    """Collect no garbage: imports leave none, and each collection would visit all objects of torch."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @contextmanager
