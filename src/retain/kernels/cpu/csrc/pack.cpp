@@ -6,30 +6,42 @@
 
 namespace retain {
 
+// A row writes 4 of the 64 bytes of a cache line, so a tile is packed in parts that stay in the first cache.
+constexpr int PART = 256;
+
+// Packs numbers begin .. end - 1 of a row.
+static void pack_numbers(const UnpackedWeight& unpacked, const PackedWeight& w, int64_t row, int begin, int end,
+                         char* tile, int lane) {
+  const int64_t first = row * w.in + begin;
+  const int n = end - begin;
+  if (w.format == WeightFormat::float32) {
+    const float* x = static_cast<const float*>(unpacked.numbers) + first;
+    float* to = reinterpret_cast<float*>(tile) + begin * TILE_OUT + lane;
+    for (int i = 0; i < n; ++i) to[i * TILE_OUT] = x[i];
+    return;
+  }
+  if (w.format == WeightFormat::bfloat16) {
+    const uint16_t* x = static_cast<const uint16_t*>(unpacked.numbers) + first;
+    uint32_t* to = reinterpret_cast<uint32_t*>(tile) + begin / 2 * TILE_OUT + lane;
+    for (int i = 0; i < n / 2; ++i) memcpy(to + i * TILE_OUT, x + 2 * i, 4);
+    if (n % 2) to[n / 2 * TILE_OUT] = x[n - 1];
+    return;
+  }
+  const uint8_t* q = static_cast<const uint8_t*>(unpacked.numbers) + first;
+  for (int g = begin / QUANT_GROUP; g < end / QUANT_GROUP; ++g, q += QUANT_GROUP) {
+    const int64_t group = row * w.num_groups() + g;
+    store_group(w.format, q, unpacked.scale + group * scales_per_group(w.format),
+                has_shift(w.format) ? unpacked.shift[group] : 0, tile + g * group_bytes(w.format), lane);
+  }
+}
+
 static void pack_tile(const UnpackedWeight& unpacked, const PackedWeight& w, int t) {
   char* tile = const_cast<char*>(w.data) + t * w.tile_bytes();
-  memset(tile, 0, w.tile_bytes());
-  for (int o = 0; o < TILE_OUT; ++o) {
-    const int64_t row = int64_t(t) * TILE_OUT + o;
-    if (row >= w.out) break;
-    if (w.format == WeightFormat::float32) {
-      const float* x = static_cast<const float*>(unpacked.numbers) + row * w.in;
-      for (int i = 0; i < w.in; ++i) reinterpret_cast<float*>(tile)[i * TILE_OUT + o] = x[i];
-      continue;
-    }
-    if (w.format == WeightFormat::bfloat16) {
-      const uint16_t* x = static_cast<const uint16_t*>(unpacked.numbers) + row * w.in;
-      uint16_t* to = reinterpret_cast<uint16_t*>(tile);
-      for (int i = 0; i < w.in; ++i) to[i / 2 * 2 * TILE_OUT + 2 * o + i % 2] = x[i];
-      continue;
-    }
-    const uint8_t* q = static_cast<const uint8_t*>(unpacked.numbers) + row * w.in;
-    for (int g = 0; g < w.num_groups(); ++g, q += QUANT_GROUP) {
-      const int64_t group = row * w.num_groups() + g;
-      store_group(w.format, q, unpacked.scale + group * scales_per_group(w.format),
-                  has_shift(w.format) ? unpacked.shift[group] : 0, tile + g * group_bytes(w.format), o);
-    }
-  }
+  const int rows = std::min(TILE_OUT, w.out - t * TILE_OUT);
+  if (rows < TILE_OUT) memset(tile, 0, w.tile_bytes());
+  for (int begin = 0; begin < w.in; begin += PART)
+    for (int o = 0; o < rows; ++o)
+      pack_numbers(unpacked, w, int64_t(t) * TILE_OUT + o, begin, std::min(w.in, begin + PART), tile, o);
 }
 
 void pack(const UnpackedWeight& unpacked, const PackedWeight& packed) {
