@@ -18,7 +18,7 @@ from retain.kernels.triton import graphs
 from retain.kv.memory.group_pages import divide_pages, fold_states
 from retain.models.decoder import ModelSpec
 from retain.models.weights import Weights
-from tests.helpers.attention_case import assert_close
+from tests.helpers.attention_case import assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import CASES, Changes
@@ -188,6 +188,23 @@ def test_chunks_and_other_requests_change_no_bit(family: str, weights: str) -> N
             together = program_logits(checkpoint, [(9, 12)], weights=weights, dtype=torch.bfloat16)
             apart = program_logits(checkpoint, [(9, 0), *[(0, 1)] * 12], weights=weights, dtype=torch.bfloat16)
         assert torch.equal(together, apart), isa
+
+
+@pytest.mark.parametrize("weights", ["int4", *slow("bf16")])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"])
+def test_blocks_of_many_rows_change_no_bit(family: str, weights: str) -> None:
+    """Threads take many rows through several operations each, few rows through one operation together."""
+    checkpoint = tiny_checkpoint(family)
+
+    def run(*steps: tuple[int, ...]) -> Tensor:
+        return program_logits(checkpoint, steps, weights=weights, dtype=torch.bfloat16)
+
+    for isa in ISAS:
+        with use_isa(isa):
+            expected = run(*[(10, 10, 10)] * 3)
+            for num_threads in (1, 2):
+                with torch_threads(num_threads):
+                    assert torch.equal(run((30, 30, 30)), expected), isa
 
 
 @pytest.mark.parametrize("family", models.list_families())
