@@ -112,7 +112,7 @@ def plot_sessions(lines: Sequence[Json], out: Path) -> Path:
     right.fill_between([0, 25], 0, 0.05, color="tab:green", alpha=0.15)
     right.set(xlabel=f"memory of a session, % of {methods[0]}'s", ylabel="KL from the full cache, nats a token", xlim=0)
     right.set_yscale("symlog", linthresh=0.01)
-    right.set_ylim(bottom=0)
+    right.set_ylim(0, max(0.1, right.get_ylim()[1]))
     left.legend(fontsize=7)
     return save(right, out / "agent.png")
 
