@@ -29,12 +29,11 @@
 namespace retain::RETAIN_ISA {
 
 constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
-// The number of rows from which two tiles at once are faster. Fewer rows are bound by memory, which is fastest with one
-// stream.
-constexpr int min_rows_for_two_tiles(WeightFormat format) { return format == WeightFormat::int8 ? 12 : 4; }
+// The number of rows up to which quantized weights are multiplied in one pass, with the numbers of a group in registers.
+constexpr int MAX_FEW_ROWS = HAS_TILES ? 3 : FEW_REGISTERS ? 4 : 8;
 
-// How far in advance a product with one row asks for weights. It is bound by memory, and an Intel processor's own
-// prefetching fetches too little; a Zen 4's does better (log/cpu-speed.md).
+// How far in advance products ask for weights. Few rows are bound by memory, and an Intel processor's own prefetching
+// fetches too little; a Zen 4's does better (log/cpu-speed.md).
 constexpr int PREFETCH_BYTES = 4096;
 #if defined(__x86_64__)
 inline const bool PREFETCHES_WEIGHTS = [] {
@@ -45,9 +44,20 @@ inline const bool PREFETCHES_WEIGHTS = [] {
 constexpr bool PREFETCHES_WEIGHTS = false;
 #endif
 
+// The number of rows from which two tiles at once are faster. Fewer rows are bound by memory, which is fastest with one
+// stream, unless weights are asked for in advance.
+INLINE int min_rows_for_two_tiles(WeightFormat format) {
+  return PREFETCHES_WEIGHTS && format >= WeightFormat::int8 ? 1 : 4;
+}
+
+// Asks for what will be read PREFETCH_BYTES after p, which is in the first of `tiles` tiles that are read at once.
 template <int ROWS>
-INLINE void prefetch_weights(const void* p) {
-  if (ROWS == 1 && PREFETCHES_WEIGHTS) __builtin_prefetch(static_cast<const char*>(p) + PREFETCH_BYTES, 0, 2);
+INLINE void prefetch_weights(const char* p, const char* tile, int64_t tile_stride, int tiles, int bytes) {
+  if (ROWS > MAX_FEW_ROWS || !PREFETCHES_WEIGHTS) return;  // more rows wait for arithmetic
+  p += PREFETCH_BYTES;
+  if (p - tile >= tile_stride) p += (tiles - 1) * tile_stride;  // behind the last tile
+  for (int t = 0; t < tiles; ++t)
+    for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + t * tile_stride + i, 0, 2);
 }
 
 // The number of rows at once whose sums stay in registers.
@@ -120,7 +130,7 @@ INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, con
   const int64_t stride = row_bytes(w) / 4, tile_stride = w.tile_bytes() / 4;
   const float* a = reinterpret_cast<const float*>(rows);
   for (int k = 0; k < w.in; ++k, b += TILE_OUT) {
-    prefetch_weights<ROWS>(b);
+    prefetch_weights<ROWS>(reinterpret_cast<const char*>(b), tile, w.tile_bytes(), TILES, 4 * TILE_OUT);
     F x[TILES];
     EACH(t, TILES) x[t] = load<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] += a[r * stride + k] * x[t];
@@ -136,17 +146,19 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
   for (int begin = 0; begin < w.in; begin += TILE_DEPTH) {
     F even[TILES][ROWS] = {}, odd[TILES][ROWS] = {};
     const int end = begin + TILE_DEPTH < w.in ? begin + TILE_DEPTH : w.in;
-    for (int k = begin; k < end; k += 2, b += 2 * TILE_OUT) EACH(t, TILES) {
-        prefetch_weights<ROWS>(b);
+    for (int k = begin; k < end; k += 2, b += 2 * TILE_OUT) {
+      prefetch_weights<ROWS>(reinterpret_cast<const char*>(b), tile, w.tile_bytes(), TILES, 4 * TILE_OUT);
+      EACH(t, TILES) {
         const Bf16Pairs<WIDTH> x = load_pairs<WIDTH>(b + t * tile_stride);
         EACH(r, ROWS) even[t][r] = add_even<WIDTH>(even[t][r], x, a + r * stride + k);
         EACH(r, ROWS) odd[t][r] = add_odd<WIDTH>(odd[t][r], x, a + r * stride + k);
       }
+    }
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = flush<WIDTH>(sum[t][r] + flush<WIDTH>(even[t][r] + odd[t][r]));
   }
 #else
   for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
-    prefetch_weights<ROWS>(b);
+    prefetch_weights<ROWS>(reinterpret_cast<const char*>(b), tile, w.tile_bytes(), TILES, 4 * TILE_OUT);
     Bf16Pairs<WIDTH> x[TILES];
     EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
@@ -178,6 +190,21 @@ INLINE I dot_numbers(I sum, const Bytes& x, const char* a) {
   return excess(FORMAT) < 128 ? dot_narrow(sum, x, a) : dot(sum, x, a);
 }
 
+// The same where nothing else uses the numbers at `a`: one instruction reads and multiplies them. GCC makes it two.
+template <WeightFormat FORMAT>
+INLINE I dot_numbers_once(I sum, const Bytes& x, const char* a) {
+#ifdef __AVX512VNNI__
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(x), "m"(*reinterpret_cast<const int32_t*>(a)));
+  return sum;
+#else
+  return dot_numbers<FORMAT>(sum, x, a);
+#endif
+}
+
+// Hides where an address comes from. Of addresses with a common base the compiler would keep all differences, and of
+// numbers at equal ones the values, which takes more registers than there are.
+INLINE void hide(const char*& address) { asm volatile("" : "+r"(address)); }
+
 // What the sum of products of a group starts from, or of a half of it.
 template <WeightFormat FORMAT>
 INLINE int32_t offset_of(const ActivationGroup& x, int half) {
@@ -197,7 +224,6 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
       return *reinterpret_cast<const ActivationGroup*>(row_group);
     };
     const uint8_t* b = reinterpret_cast<const uint8_t*>(group) + 4 * vector * WIDTH;
-    EACH(i, group_bytes(FORMAT) / 64) prefetch_weights<ROWS>(group + 64 * i);
     EACH(part, PARTS) {
       I group_sum[TILES][ROWS];
       EACH(r, ROWS) EACH(t, TILES) group_sum[t][r] = splat(offset_of<FORMAT>(group_of_row(r), part));
@@ -235,6 +261,50 @@ INLINE void dot_groups(const PackedWeight& w, const char* tile, int vector, cons
   }
 }
 
+// The same for few rows. The numbers of a group, or of a half of it, are unpacked once; then one row after the other is
+// multiplied with them. More rows fit in registers, but two tiles share no load of a row's numbers.
+template <WeightFormat FORMAT, int TILES, int ROWS>
+INLINE void dot_groups_of_few_rows(const PackedWeight& w, const char* tile, int vector, const char* rows,
+                                   F (&result)[TILES][ROWS]) {
+  constexpr int PARTS = scales_per_group(FORMAT), NUMBERS = QUANT_GROUP / 4 / PARTS;
+  const int64_t stride = row_bytes(w), tile_stride = w.tile_bytes();
+  F sum[TILES][ROWS] = {};  // `result` is in memory
+  const char* group = tile;
+  const char* first_row = rows;
+  int64_t to_group = w.in;  // from numbers of a row to the ActivationGroup that they belong to
+  for (int g = 0; g < w.num_groups(); ++g) {
+    prefetch_weights<ROWS>(group, tile, tile_stride, TILES, group_bytes(FORMAT));
+    EACH(t, TILES) EACH(part, PARTS) {
+      const char* own = group + t * tile_stride;
+      const uint8_t* b = reinterpret_cast<const uint8_t*>(own) + 4 * vector * WIDTH;
+      Bytes x[NUMBERS];
+      if constexpr (has_nibbles(FORMAT)) {
+        EACH(i, NUMBERS / 2) unpack_numbers<FORMAT>(b, part * NUMBERS / 2 + i, x[2 * i], x[2 * i + 1]);
+      } else {
+        EACH(i, NUMBERS) x[i] = load_bytes(b + i * STEP_BYTES);
+      }
+      const float16* scales = reinterpret_cast<const float16*>(own + group_number_bytes(FORMAT)) + vector * WIDTH;
+      const F scale = load<WIDTH>(scales + part * TILE_OUT);
+      F shift = {};
+      if constexpr (has_shift(FORMAT)) shift = load<WIDTH>(scales + TILE_OUT);
+      const char* row = first_row;
+      EACH(r, ROWS) {
+        hide(row);
+        const ActivationGroup& activations = *reinterpret_cast<const ActivationGroup*>(row + to_group);
+        I group_sum = splat(offset_of<FORMAT>(activations, part));
+        EACH(i, NUMBERS) group_sum = dot_numbers_once<FORMAT>(group_sum, x[i], row + 4 * (part * NUMBERS + i));
+        sum[t][r] += __builtin_convertvector(group_sum, F) * (scale * activations.scale);
+        if constexpr (has_shift(FORMAT)) sum[t][r] += shift * activations.sum;
+        row += stride;
+      }
+    }
+    group += group_bytes(FORMAT);
+    first_row += QUANT_GROUP;
+    to_group += int64_t(sizeof(ActivationGroup)) - QUANT_GROUP;
+  }
+  EACH(t, TILES) EACH(r, ROWS) result[t][r] = sum[t][r];
+}
+
 // Stores one vector of outputs of `rows` rows, starting at output `first` and clipped to w.out. It tests outside of its
 // loops: inside, every sum would pass through memory.
 INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& out, const F* sum, int rows) {
@@ -256,38 +326,48 @@ INLINE void store_outputs(const PackedWeight& w, int first, const OutputView& ou
   }
 }
 
-template <WeightFormat FORMAT, int TILES, int ROWS>
-INLINE void gemm_block(const PackedWeight& w, int t, const char* rows, const OutputView& out) {
-  const char* tile = w.data + t * w.tile_bytes();
+// Computes TILES tiles of outputs. `dot(tile, vector, sum)` sums the products of one vector of each.
+template <int TILES, int ROWS, class Dot>
+INLINE void gemm_block(const PackedWeight& w, int t, const OutputView& out, Dot dot) {
   for (int vector = 0; vector < TILE_VECTORS; ++vector) {
     F sum[TILES][ROWS] = {};
-    if constexpr (FORMAT == WeightFormat::float32) dot_float32(w, tile, vector, rows, sum);
-    if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
-    if constexpr (FORMAT >= WeightFormat::int8)
-      dot_groups<FORMAT>(w, tile, vector, rows, sum);
+    dot(w.data + t * w.tile_bytes(), vector, sum);
     for (int i = 0; i < TILES; ++i) store_outputs(w, (t + i) * TILE_OUT + vector * WIDTH, out, sum[i], ROWS);
   }
 }
 
 template <WeightFormat FORMAT, int TILES, int ROWS>
-void gemm_remaining_rows(const PackedWeight& w, int tile, const char* rows, int n, const OutputView& out) {
+INLINE void gemm_many_rows(const PackedWeight& w, int t, const char* rows, const OutputView& out) {
+  gemm_block<TILES, ROWS>(w, t, out, [&](const char* tile, int vector, auto& sum) __attribute__((always_inline)) {
+    if constexpr (FORMAT == WeightFormat::float32) dot_float32(w, tile, vector, rows, sum);
+    if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
+    if constexpr (FORMAT >= WeightFormat::int8) dot_groups<FORMAT>(w, tile, vector, rows, sum);
+  });
+}
+
+template <WeightFormat FORMAT, int TILES, int ROWS>
+void gemm_remaining_rows(const PackedWeight& w, int t, const char* rows, int n, const OutputView& out) {
   if constexpr (ROWS > 0) {
-    if (n == ROWS)
-      gemm_block<FORMAT, TILES, ROWS>(w, tile, rows, out);
+    if (n != ROWS) return gemm_remaining_rows<FORMAT, TILES, ROWS - 1>(w, t, rows, n, out);
+    if constexpr (FORMAT >= WeightFormat::int8 && ROWS <= MAX_FEW_ROWS)
+      gemm_block<TILES, ROWS>(w, t, out, [&](const char* tile, int vector, auto& sum) __attribute__((always_inline)) {
+        dot_groups_of_few_rows<FORMAT>(w, tile, vector, rows, sum);
+      });
     else
-      gemm_remaining_rows<FORMAT, TILES, ROWS - 1>(w, tile, rows, n, out);
+      gemm_many_rows<FORMAT, TILES, ROWS>(w, t, rows, out);
   }
 }
 
 template <WeightFormat FORMAT, int TILES>
 void gemm_rows(const PackedWeight& w, int tile, const char* rows, int n, OutputView out) {
   constexpr int MAX_ROWS = max_rows(FORMAT, TILES);
-  for (; n >= MAX_ROWS; n -= MAX_ROWS) {
-    gemm_block<FORMAT, TILES, MAX_ROWS>(w, tile, rows, out);
+  constexpr int MAX_REMAINING = FORMAT >= WeightFormat::int8 && MAX_FEW_ROWS >= MAX_ROWS ? MAX_FEW_ROWS : MAX_ROWS - 1;
+  for (; n > MAX_REMAINING; n -= MAX_ROWS) {
+    gemm_many_rows<FORMAT, TILES, MAX_ROWS>(w, tile, rows, out);
     rows += MAX_ROWS * row_bytes(w);
     out.y += MAX_ROWS * out.ldy;
   }
-  gemm_remaining_rows<FORMAT, TILES, MAX_ROWS - 1>(w, tile, rows, n, out);
+  gemm_remaining_rows<FORMAT, TILES, MAX_REMAINING>(w, tile, rows, n, out);
 }
 
 template <WeightFormat FORMAT>
