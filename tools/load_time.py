@@ -1,4 +1,4 @@
-"""Time how a model starts whose file lies in the page cache.
+"""Time the start of a model whose file lies in the page cache.
 
     python tools/load_time.py qwen2.5-coder-1.5b.gguf
     python tools/load_time.py smollm2

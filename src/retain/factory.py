@@ -41,9 +41,8 @@ from retain.models.weights import open_weights
 
 log = logging.getLogger(__name__)
 
-CACHED_KEYS = (
-    "less mean offset, balanced"  # what stored keys are; part of a store's fingerprint, so change it with them
-)
+# What stored keys are. It is part of a store's fingerprint, so change it with them.
+CACHED_KEYS = "less mean offset, balanced"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,8 @@ def load_model(
     `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
     Without `has_head` the program returns states in place of logits. `checkpoint`: that of `path` where it is open
     already.
-    Where a program packs weights, nothing of the file outlives this call: the cache may take the memory.
+    Where a program packs weights, nothing of the file outlives this call, unless the caller holds `checkpoint`: the
+    cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)

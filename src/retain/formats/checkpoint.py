@@ -54,4 +54,4 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 def metadata_reader(checkpoint: Checkpoint) -> GGUFReader | None:
     """Return what has read the metadata of a GGUF file; None for a folder. Vocabularies take long to read twice."""
-    return checkpoint.reader if isinstance(checkpoint, GGUFCheckpoint) else None
+    return checkpoint.metadata_reader if isinstance(checkpoint, GGUFCheckpoint) else None

@@ -328,7 +328,7 @@ class Program(Protocol):
         """
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
-        """Return row_energies of kernels/weight.py, within rounding, and emit nothing."""
+        """Return the sum of factors[i] * w[i]^2 over each row w, float32 [out], within rounding. Emits nothing."""
 
     def gather_rows(self, x: int, out: int) -> None:
         """Copy the rows of `logits_indices` to out; all later operations see N rows."""

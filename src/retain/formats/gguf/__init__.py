@@ -40,7 +40,7 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path):
         self._reader = SplitReader(path)
-        self.reader = self._reader.first  # of the metadata
+        self.metadata_reader = self._reader.first
         self.metadata: dict[str, Any] = self._reader.metadata
         with self._reader.wrap_errors():
             name = self.metadata.get("general.architecture", "")

@@ -14,6 +14,7 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
+from retain.kernels.shape_checks import WidthError
 from retain.kernels.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
 from retain.kernels.weight import StackedWeight, UnpackedWeight, Weight, row_energies, unpack
 
@@ -93,6 +94,8 @@ def block_row_energies(weight: Weight, factors: Tensor) -> Tensor:
         return torch.cat([block_row_energies(part, factors) for part in weight.parts])
     if not isinstance(weight, StoredWeight):
         return row_energies(weight, factors)
+    if len(factors) != weight.shape[1]:  # C++ would read behind the rows
+        raise WidthError(f"{len(factors)} factors for rows of {weight.shape[1]} numbers")
     return torch.cat([_energies_of_part(part, factors.float().contiguous()) for part in weight.parts])
 
 

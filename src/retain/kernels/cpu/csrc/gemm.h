@@ -3,8 +3,9 @@
 //   scores   A = queries   B = a page of K [D, S]   C = a row of scores for each query
 //   values   A = weights   B = a page of V [S, D]   C = a sum of values for each query
 //
-// In bfloat16 pairs of B's rows are interleaved, [depth / 2, columns, 2], for the pairwise dot product. Each element of C is one chain of sums in the order of depth. So its bits do not depend on the register block
-// that computes it. With RETAIN_TILES bfloat16 is summed as tiles do (tiles.h), in chunks of 32 rows of B.
+// In bfloat16 pairs of B's rows are interleaved, [depth / 2, columns, 2], for the pairwise dot product. A has the type
+// `Multiplier` (simd.h). Each element of C is one chain of sums in the order of depth. So its bits do not depend on the
+// register block that computes it. With RETAIN_TILES bfloat16 is summed as tiles do (tiles.h), in chunks of 32 rows of B.
 #pragma once
 
 #include <cstddef>

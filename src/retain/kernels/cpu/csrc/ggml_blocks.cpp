@@ -309,7 +309,7 @@ static INLINE bool round_to_halves(const float* x, uint16_t* half) {
 template <class B, WeightFormat F>
 static bool pack_row(const uint8_t* block, int begin, int end, char* tile, int lane) {
   constexpr int GROUPS = SPAN / B::GROUP;
-  alignas(64) int8_t q[SPAN];
+  alignas(64) int8_t q[SPAN] = {};
   alignas(64) float x[SPAN], scale[GROUPS] = {}, shift[GROUPS] = {};
   alignas(64) uint16_t half_scale[GROUPS], half_shift[GROUPS] = {};
   bool finite = true;
@@ -327,7 +327,7 @@ static bool pack_row(const uint8_t* block, int begin, int end, char* tile, int l
       if (!has_shift(F))
         for (int8_t& number : q) number -= B::ZERO;
       finite &= round_to_halves<GROUPS>(scale, half_scale);
-      if (has_shift(B::NATIVE)) {  // checked where the tile has no shift, too: what is refused depends on the type alone
+      if (has_shift(B::NATIVE)) {  // even where the tile has no shift: what is refused depends on the type alone
         for (int g = 0; B::ZERO && g < GROUPS; ++g) shift[g] = -B::ZERO * scale[g];
         finite &= round_to_halves<GROUPS>(shift, half_shift);
       }
@@ -378,7 +378,7 @@ static bool pack_numbers(const uint8_t* block, int begin, int end, WeightFormat 
   return false;
 }
 
-// A row writes 4 of the 64 bytes of a cache line, so a tile is packed in parts that stay in the first cache.
+// A row writes 4 of the 64 bytes of a cache line, so a tile is packed in parts that stay in the L1 cache.
 constexpr int PART = 2 * SPAN;
 
 template <class B>

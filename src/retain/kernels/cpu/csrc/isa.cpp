@@ -118,7 +118,8 @@ const std::vector<IsaKernels>& supported_isas() {
       if (i.is_supported()) found.push_back(i);
 #ifdef RETAIN_X86
     // Intel's vdpbf16ps takes as long as four vfmadd, which multiply twice as many numbers (log/cpu-speed.md).
-    const auto bf16 = std::find_if(found.begin(), found.end(), [](const auto& i) { return i.name == std::string("avx512bf16"); });
+    const auto bf16 = std::find_if(found.begin(), found.end(),
+                                   [](const IsaKernels& i) { return i.name == std::string("avx512bf16"); });
     if (__builtin_cpu_is("intel") && bf16 != found.end()) std::iter_swap(bf16, bf16 + 1);
 #endif
     return found;

@@ -160,8 +160,8 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
 void row_energies(const BlockRows& blocks, int rows, int in, const float* factors, float* energies);
 
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. `prepared` starts on a cache line and has room for
-// activation_bytes of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies behind
-// the last one.
+// activation_bytes of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies
+// behind the last one.
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&);
 // The same, divided by outputs. Every member of a team calls this, and the result is complete after the next barrier.
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,

@@ -6,7 +6,7 @@
 
 namespace retain {
 
-// A row writes 4 of the 64 bytes of a cache line, so a tile is packed in parts that stay in the first cache.
+// A row writes 4 of the 64 bytes of a cache line, so a tile is packed in parts that stay in the L1 cache.
 constexpr int PART = 256;
 
 // Packs numbers begin .. end - 1 of a row.

@@ -29,7 +29,7 @@
 namespace retain::RETAIN_ISA {
 
 constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
-// The number of rows up to which quantized weights are multiplied in one pass, with the numbers of a group in registers.
+// The number of rows up to which quantized weights are multiplied in one pass, with a group's numbers in registers.
 constexpr int MAX_FEW_ROWS = HAS_TILES ? 3 : FEW_REGISTERS ? 4 : 8;
 
 // How far in advance products ask for weights. Few rows are bound by memory, and an Intel processor's own prefetching

@@ -31,8 +31,9 @@ constexpr bool has_run_rows = false;
 template <class T>
 constexpr bool has_run_rows<T, std::void_t<decltype(&T::run_rows)>> = true;
 
-// An operation that computes each row from the same row alone has `run_rows(state, begin, end)`, for one thread. One that
-// divides few rows otherwise, or needs other rows, has `run(state, member)`: all threads call it, and a barrier follows.
+// An operation that computes each row from the same row alone has `run_rows(state, begin, end)`, for one thread. One
+// that divides few rows otherwise, or needs other rows, has `run(state, member)`: all threads call it, and a barrier
+// follows.
 // An operation may have `check(state)`, which throws if the step is invalid.
 template <class T>
 void Program::push(const T& op) {
@@ -105,7 +106,8 @@ struct Program::LinearOp {
   int first;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared(0), outputs(state, 0), member);
+    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared(0), outputs(state, 0),
+                member);
   }
 
   void run_rows(const StepState& state, int begin, int end) const {

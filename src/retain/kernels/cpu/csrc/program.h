@@ -113,7 +113,7 @@ class Program {
   };
 
   void reserve(int rows);
-  // Returns memory for the prepared activations of `row` and following ones, on a cache line if 16 divides `row`.
+  // Returns memory for the prepared activations of `row` and following ones. It starts on a cache line.
   char* prepared(int row) { return prepared_.data() + row * max_prepared_row_bytes_; }
   int end_of_row_ops(const StepState&, int begin, int end, int threads) const;
   void run_row_blocks(const StepState&, int begin, int end, ThreadTeam::Member&);

@@ -340,6 +340,7 @@ INLINE void store_as(float* p, F x) { store<WIDTH>(p, x); }
 // Rounds to T and stores.
 template <class T>
 INLINE void store_multipliers(Multiplier<T>* p, F x) {
+  static_assert(std::is_same_v<T, Multiplier<T>> || std::is_same_v<T, bf16>);
   if constexpr (std::is_same_v<T, Multiplier<T>>)
     store_as(p, x);
   else
@@ -353,7 +354,7 @@ INLINE auto reduce(Vector x, Combine combine) {
   if constexpr (W == 1) {
     return Number(x[0]);
   } else {
-    typedef Number Half __attribute__((vector_size(2 * W)));
+    typedef Number Half __attribute__((vector_size(sizeof(Number) * W / 2)));
     Half halves[2];
     memcpy(halves, &x, sizeof x);
     return reduce<W / 2>(Half(combine(halves[0], halves[1])), combine);
