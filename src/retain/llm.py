@@ -208,15 +208,14 @@ class LLM:
         Kernels are compiled in threads, or read from Triton's cache on the disk: those of the default policy and of
         all that requests are allowed. Then the requests of the default policy are computed, and small steps are
         recorded. They leave no pages and no prefixes; what does not fit is left out. On a CPU there is nothing to do.
+
+        Raises ValueError for a kernel that does not compile.
         """
         if self.device.type == "cpu":
             return
         started = perf_counter()
         with self.cache.without_prefixes():
-            try:
-                self._program.compile_ahead(self._launch_all_kernels)
-            except ValueError as error:  # only requests that need this kernel fail
-                log.warning("%s; the others are compiled when they are first needed", error)
+            self._program.compile_ahead(self._launch_all_kernels)
             self.cache.copy_trash_pages()
             for num_requests, length in WARM_UP_BATCHES:
                 self._compute_requests(num_requests, length)
