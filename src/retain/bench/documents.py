@@ -48,7 +48,7 @@ def ask(
     questions: list[Question] = []
     for spec in policy_specs:
         for document in documents:
-            policy = absolute_budget(spec, len(document.text))
+            policy = absolute_budget(spec, 0 if after_eviction else len(document.text))
             requests += [_make_request(document.text, q.text, policy, after_eviction) for q in document.questions]
             questions += document.questions
     outputs = llm.generate_from_requests(requests)

@@ -84,8 +84,10 @@ class ForcedItem:
 
 def absolute_budget(policy: str, budget_base: int) -> str:
     """Return the spec with amounts in percent of the prompt replaced by tokens, as shares of `budget_base`."""
+    if not budget_base:
+        return policy
     parsed = policies.parse(policy)
-    if not budget_base or not isinstance(parsed, BudgetPolicy):
+    if not isinstance(parsed, BudgetPolicy):
         return policy
     demote = parsed.demote and parsed.demote.resolve(budget_base)
     return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.resolve(budget_base)), demote=demote))
