@@ -27,7 +27,6 @@ import numpy as np
 Json = dict[str, Any]
 Point = tuple[float, float, float, float]  # x, y, and the ends of y's interval
 MARKERS = "osD^v<>pPX*h"
-MIN_FOUND = 0.9  # the default of `retain bench agent --min-found`
 
 
 def plot(lines: Sequence[Json], out: Path) -> list[Path]:
@@ -119,7 +118,7 @@ def plot_sessions(lines: Sequence[Json], out: Path) -> Path:
 
 def holds(line: Json) -> bool:
     """Return whether a cache held the sessions of a line: it found nearly all of their histories."""
-    return bool(line["found_share"] >= MIN_FOUND)
+    return bool(line["found_share"] >= line["min_found"])
 
 
 def plot_speedups(lines: Sequence[Json], out: Path) -> list[Path]:

@@ -78,6 +78,7 @@ def test_a_small_pool_holds_fewer_sessions(capsys: pytest.CaptureFixture[str]) -
     found = {(line["method"], line["sessions"]): line["found_share"] for line in lines if "sessions" in line}
     assert found["full", 1] == 1 > found["full", 5] and ("full", 6) not in found
     assert found["full int8", 5] > found["full", 5]
+    assert found["full ram:capacity=1GiB", 6] == 1
     assert {line["kl"] for line in lines if "sessions" in line and "int8" not in line["method"]} == {0}
 
 
@@ -139,6 +140,7 @@ def test_recordings_of_others(tiny_smollm2: str, tmp_path: Path, load_shared_llm
     llm = load_shared_llm(Config(tiny_smollm2))
     (turns,) = to_sessions(llm, conversations, seed=0, mean_pause=1.0, max_len=2048)
     assert len(turns) == 3 and turns[2].pause == 7.5
+    assert turns[1].pause == 3
     assert turns[1].num_known(turns[0]) == len(turns[0].prompt) + len(turns[0].answer) - 1
     assert 0 < turns[2].num_known(turns[1]) < turns[1].num_known(turns[0]) + 8
     for turn in turns:
@@ -163,6 +165,7 @@ def test_recordings_of_others(tiny_smollm2: str, tmp_path: Path, load_shared_llm
         (["--recording", "FILE:[1]"], "not an object"),
         (["--recording", 'FILE:{"messages": [1]}'], "needs messages"),
         (["--recording", 'FILE:{"messages": [{"role": "poet"}]}'], "unknown role 'poet'"),
+        (["--recording", 'FILE:{"messages": [{"role": ["user"]}]}'], "unknown role"),
         (["--recording", 'FILE:{"messages": [{"role": "user", "pause": -1}]}'], "a pause must be seconds"),
         (["--recording", 'FILE:{"messages": [{"role": "user", "content": 5}]}'], "content must be a text"),
         (["--recording", 'FILE:{"messages": [{"role": "user", "content": "Hi"}]}'], "no conversation has an answer"),

@@ -30,6 +30,8 @@ from retain.kv.offload import tiers
 from retain.llm import LLM
 from retain.plugins import parse_spec
 
+MAX_REFERENCE_BYTES = 8 * 2**30  # of the full cache's predictions
+
 Line = dict[str, Any]
 Load = Callable[[Config], LLM]
 
@@ -95,6 +97,9 @@ def _prepare(load: Load, engine: Config, config: AgentBenchConfig) -> tuple[list
     sessions = to_sessions(llm, recorded, config.seed, config.pause, llm.max_model_len)
     if len(sessions) < num_sessions:
         raise ValueError(f"--sessions asks for {num_sessions}, and {len(sessions)} have a turn that fits the context")
+    num_scored = sum(len(turn.answer) for turns in sessions[: config.kl_sessions] for turn in turns)
+    if (num_bytes := num_scored * llm.spec.vocab_size * 2) > MAX_REFERENCE_BYTES:
+        raise ValueError(f"--kl-sessions {config.kl_sessions} needs {num_bytes / 1e9:.1f} GB: give fewer sessions")
     references = score_references(llm, sessions[: config.kl_sessions])
     llm.close()
     return sessions, references
@@ -112,15 +117,28 @@ def _run_method(
     for num_sessions in sorted(config.sessions):
         gc.collect()  # the pool of the engine before
         with TemporaryDirectory(prefix="retain-bench-", dir=config.store_dir) as folder:
-            llm = load(method.configure(engine, folder))
+            options = method.configure(engine, folder)
             # The salt is new, so that nothing is found in a store with a path of its own.
-            replay = Replay(llm, sessions[:num_sessions], references, config.step_time, salt=folder)
-            replay.run()
-            llm.close()
-        line = {"method": method.name, "sessions": num_sessions, **summarize(replay.results, replay.seconds)}
-        yield line
-        if line["found_share"] < config.min_found:
+            figures = _replay(load, options, sessions[:num_sessions], references, config.step_time, salt=folder)
+        yield {"method": method.name, "sessions": num_sessions, "min_found": config.min_found, **figures}
+        if figures["found_share"] < config.min_found:
             break
+
+
+def _replay(
+    load: Load,
+    options: Config,
+    sessions: Sequence[Sequence[Turn]],
+    references: References,
+    step_time: float,
+    salt: str,
+) -> Line:
+    """Return the figures of a replay in an engine of its own, of which nothing is left afterwards."""
+    llm = load(options)
+    replay = Replay(llm, sessions, references, step_time, salt)
+    replay.run()
+    llm.close()
+    return summarize(replay.results, replay.seconds)
 
 
 def summarize(results: Sequence[TurnResult], seconds: float) -> Line:

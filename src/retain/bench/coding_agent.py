@@ -59,9 +59,8 @@ class CodingAgent:
             begin = [self.system]
             if found and self.rng.random() < self.config.branch_rate:
                 parent = self.rng.choice(found).messages
-                begin = parent[
-                    : 1 + 2 * self.rng.randrange(len(parent) // 2)
-                ]  # ends with an answer, or is the system's
+                end = 1 + 2 * self.rng.randrange(len(parent) // 2)  # behind an answer, or the system's message
+                begin = parent[:end]
             found += self._make_session(str(i), begin)
         return found
 

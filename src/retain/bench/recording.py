@@ -77,7 +77,7 @@ def join_messages(messages: Iterable[Message], place: str) -> list[Message]:
     """Return messages whose roles alternate, with plain texts. Raises ValueError."""
     found: list[Message] = []
     for message in messages:
-        role = ROLES.get(message.get("role", ""))
+        role = ROLES.get(str(message.get("role")))
         pause = message.get("pause", 0.0)
         if role is None:
             raise ValueError(f"{place}: unknown role {message.get('role')!r}")
@@ -86,8 +86,10 @@ def join_messages(messages: Iterable[Message], place: str) -> list[Message]:
         text = _to_text(message, place)
         if found and found[-1]["role"] == role:
             found[-1]["content"] += f"\n{text}"
-            continue
-        found.append({"role": role, "content": text} | ({"pause": pause} if "pause" in message else {}))
+        else:
+            found.append({"role": role, "content": text})
+        if "pause" in message:  # of joined messages the last is what the next request waits for
+            found[-1]["pause"] = pause
     return found
 
 
@@ -111,11 +113,11 @@ def to_sessions(
 
     Sessions without one are left out. Pauses that conversations lack are drawn. Raises ValueError where there is none.
     """
-    lines: dict[str, list[RecordedConversation]] = {}
+    by_session: dict[str, list[RecordedConversation]] = {}
     for c in conversations:
-        lines.setdefault(c.session, []).append(c)
+        by_session.setdefault(c.session, []).append(c)
     sessions = []
-    for name, parts in lines.items():
+    for name, parts in by_session.items():
         rng = random.Random(f"{seed} {name}")
         turns = list(_fitting(_to_turns(llm, parts, rng, mean_pause), max_len))
         sessions += [turns] if turns else []

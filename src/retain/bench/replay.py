@@ -122,7 +122,7 @@ class Replay:
 
     def run(self) -> list[TurnResult]:
         """Run all turns of all sessions. Returns their results in the order of their ends. Raises ValueError."""
-        self._due = [(0.0, i, 0) for i in range(len(self.sessions))]  # a heap
+        self._due = [(0.0, i, 0) for i in range(len(self.sessions))]
         now = 0.0
         while self._due or self._running:
             if not self._running:
