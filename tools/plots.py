@@ -102,11 +102,11 @@ def plot_sessions(lines: Sequence[Json], out: Path) -> Path:
         style = {"label": method, "marker": MARKERS[i % 12], "markersize": 5}
         left.plot([x["sessions"] for x in own], [100 * x["found_share"] for x in own], **style)
         if most[method] and "kl" in own[0]:
-            (best,) = (x for x in own if x["sessions"] == most[method])
+            *_, best = (x for x in own if x["sessions"] == most[method])  # the newest, where runs repeat
             low, high = best["kl_ci95"]
             bars = [[best["kl"] - low], [high - best["kl"]]]
             right.errorbar(100 * most[methods[0]] / most[method], best["kl"], bars, capsize=2, **style)
-    left.axhline(100 * MIN_FOUND, color="black", linestyle="--", linewidth=1)
+    left.axhline(100 * runs[0]["min_found"], color="black", linestyle="--", linewidth=1)
     left.set(xlabel="sessions at once, at equal memory", ylabel="% of the histories' tokens found cached")
     right.fill_between([0, 25], 0, 0.05, color="tab:green", alpha=0.15)
     right.set(xlabel=f"memory of a session, % of {methods[0]}'s", ylabel="KL from the full cache, nats a token", xlim=0)

@@ -210,9 +210,7 @@ class AgentBenchConfig:
     )
     step_time: PositiveFloat = field(
         default=0.05,
-        metadata={
-            "help": "seconds of the sessions' clock that a step takes: requests come in the same order everywhere"
-        },
+        metadata={"help": "seconds of the sessions' clock that a step takes: requests have the same order everywhere"},
     )
     seed: Seed = field(default=0, metadata={"help": "of generated conversations, and of pauses that a file lacks"})
     turns: PositiveInt = field(default=40, metadata={"help": "generated: turns of a session, half more or less"})
