@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
+from retain.bench.agent import Method
 from retain.bench.coding_agent import CodingAgent
 from retain.bench.config import AgentBenchConfig
 from retain.bench.recording import Turn, count_common, read_conversations, to_sessions
@@ -71,15 +72,22 @@ def test_a_seed_gives_the_same_conversations() -> None:
 
 
 def test_a_small_pool_holds_fewer_sessions(capsys: pytest.CaptureFixture[str]) -> None:
-    """What does not fit is computed again: at more sessions a method is not run. A tier below the pool has it."""
+    """What does not fit is computed again: at more sessions a method is not run."""
     options = ("--kv-memory", "350KiB", "--page-size", 16, "--edit-rate", 0, "--branch-rate", 0)
     options = (*options, "--sessions", "1,5,6", "--min-found", 1, "--methods", "full;full int8;full ram:capacity=1GiB")
     lines = run_bench(capsys, "random:tiny", *options)
     found = {(line["method"], line["sessions"]): line["found_share"] for line in lines if "sessions" in line}
     assert found["full", 1] == 1 > found["full", 5] and ("full", 6) not in found
     assert found["full int8", 5] > found["full", 5]
-    assert found["full ram:capacity=1GiB", 6] == 1
     assert {line["kl"] for line in lines if "sessions" in line and "int8" not in line["method"]} == {0}
+
+
+def test_a_method_names_what_an_engine_keeps_and_where() -> None:
+    method = Method.parse(f"int8 {BUDGET}  ram:capacity=1GiB disk:capacity=2GiB")
+    found = method.configure(Config("model"), "/folder")
+    assert (found.kv_policy, found.kv_dtype) == (BUDGET, "int8")
+    assert found.tier == ("ram:capacity=1GiB", "disk:capacity=2GiB,path=/folder")
+    assert Method.parse("full").configure(Config("model"), "/folder") == Config("model", kv_policy="full")
 
 
 @pytest.mark.parametrize("policy", ["full", BUDGET])
