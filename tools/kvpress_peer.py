@@ -4,9 +4,9 @@
     PYTHONPATH=src kp/bin/python -m tools.kvpress_peer --model MODEL.gguf --data-dir DIR --output-dir OUT
 
 The model is dequantised to OUT/model, and runs in float32 in transformers. Tasks, tokenizer and metrics are the
-package's own, so the results have the form of those of `retain bench quality --output-dir`: a file for each task, to
-which a later run adds its presses. `tools/kvpress_table.py` makes a table of both. KL is to the full cache of
-transformers.
+package's own, so the results have the form of those of `retain bench quality --output-dir`: a file for each task. A
+later run adds its presses, or goes on where a run was stopped. `tools/kvpress_table.py` makes a table of both. KL is to
+the full cache of transformers.
 
 The presses of a prompt share its prefill: each compresses every layer's whole keys and values, as its own hook would.
 Presses evict once, behind the prompt. What follows is kept.
@@ -28,6 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from retain.bench.tasks import ItemMetrics, load_task
+from retain.files import atomic_write
 from retain.plugins import parse_amount, parse_spec
 from retain.processing.input import GenerateRequest
 from retain.processing.tokenizer import Tokenizer
@@ -180,14 +181,14 @@ class PressedModel:
         with ExitStack() as stack:
             for module in self.attentions:
                 stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-            logits: Tensor = self.model(input_ids=torch.tensor([ids]), past_key_values=cache).logits
+            logits: Tensor = self.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits
         return logits[0, -1]
 
     def _press_prompt(self, ids: list[int], press: Any) -> Kept:
         """Let a press that reads the prompt again do all by itself."""
         cache = self.make_cache()
         with press(self.model):
-            self.model(input_ids=torch.tensor([ids]), past_key_values=cache)
+            self.model(input_ids=torch.tensor([ids]), past_key_values=cache, logits_to_keep=1)
         kept = Kept()
         for module, layer in zip(self.attentions, cache.layers, strict=True):
             kept.append(layer.keys, layer.values, module.masked_key_indices)
@@ -273,14 +274,22 @@ def measure_task(llm: Any, task: Any, items: Sequence[Any], specs: Sequence[str]
         yield dict(zip((FULL, *specs), [*full, *rows], strict=True))
 
 
-def add_columns(file: Path, items: Iterable[dict[str, ItemMetrics]]) -> None:
-    """Put columns into a file of results, which is written after each item."""
-    known = json.loads(file.read_text()) if file.exists() else {}
-    columns: dict[str, list[ItemMetrics]] = {}
-    for item in items:
+class ResultsFile:
+    """The results of a task, {column: metrics of each item}. It is written after each item, so a run may be stopped."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.columns: dict[str, list[ItemMetrics]] = json.loads(path.read_text()) if path.exists() else {}
+
+    def count_measured(self, specs: Iterable[str]) -> int:
+        """Return how many items the full cache and all of these presses have."""
+        return min(len(self.columns.get(spec, ())) for spec in (FULL, *specs))
+
+    def put(self, index: int, item: dict[str, ItemMetrics]) -> None:
+        """Write the metrics of an item."""
         for spec, row in item.items():
-            columns.setdefault(spec, []).append(row)
-        file.write_text(json.dumps(known | columns))
+            self.columns.setdefault(spec, [])[index : index + 1] = [row]
+        atomic_write(self.path, lambda f: f.write(json.dumps(self.columns).encode()))
 
 
 def dequantise(gguf: Path, folder: Path) -> Any:
@@ -317,7 +326,10 @@ def main() -> None:
     for name in args.tasks.split(","):
         task = load_task(name)
         items = task.load_items(llm, args.data_dir, args.num_prompts, args.max_prompt_len)
-        add_columns(args.output_dir / f"{name}.json", measure_task(llm, task, items, specs))
+        results = ResultsFile(args.output_dir / f"{name}.json")
+        begin = results.count_measured(specs)
+        for i, item in enumerate(measure_task(llm, task, items[begin:], specs), begin):
+            results.put(i, item)
 
 
 if __name__ == "__main__":

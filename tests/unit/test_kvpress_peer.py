@@ -15,7 +15,7 @@ from retain import LLM
 from retain.bench.documents import Document, Question
 from retain.bench.tasks import ForcedItem, fidelity, ruler_ask_later
 from tools import kvpress_table
-from tools.kvpress_peer import FULL, PressedModel, add_columns, compression_ratio, list_specs, measure_task
+from tools.kvpress_peer import FULL, PressedModel, ResultsFile, compression_ratio, list_specs, measure_task
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 TEXT = list(range(100, 148))
@@ -94,12 +94,14 @@ def test_masked_slots_reach_attention_with_their_row_of_the_batch(peer: Any) -> 
     assert model.attentions[0].masked_key_indices is None
 
 
-def test_files_grow_by_columns(tmp_path: Path) -> None:
+def test_files_grow_by_items_and_columns(tmp_path: Path) -> None:
     file = tmp_path / "fidelity.json"
-    add_columns(file, [{FULL: {"kl": 0.0}, "a": {"kl": 1.0}}] * 2)
-    add_columns(file, [{FULL: {"kl": 0.0}, "b": {"kl": 2.0}}])
+    for i in range(2):
+        ResultsFile(file).put(i, {FULL: {"kl": 0.0}, "a": {"kl": float(i)}})
+    assert ResultsFile(file).count_measured(["a"]) == 2 and ResultsFile(file).count_measured(["a", "b"]) == 0
+    ResultsFile(file).put(0, {FULL: {"kl": 0.0}, "b": {"kl": 2.0}})
     found = json.loads(file.read_text())
-    assert {spec: len(rows) for spec, rows in found.items()} == {FULL: 1, "a": 2, "b": 1}
+    assert found == {FULL: [{"kl": 0.0}] * 2, "a": [{"kl": 0.0}, {"kl": 1.0}], "b": [{"kl": 2.0}]}
     kvpress_table.keep_common_items([{"fidelity": found}])
     assert {spec: len(rows) for spec, rows in found.items()} == {FULL: 1, "a": 1, "b": 1}
 
