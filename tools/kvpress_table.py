@@ -62,17 +62,18 @@ def describe_full(engines: Mapping[str, Mapping[str, Columns]]) -> list[str]:
 
 
 def format_rows(engines: Mapping[str, Mapping[str, Columns]], budgets: Sequence[str]) -> list[str]:
-    """Return the lines of the table."""
+    """Return the lines of the table, without metrics of tasks that no engine ran."""
+    metrics = [m for m in METRICS if any(m[0] in tasks for tasks in engines.values())]
     lines = [
-        "| engine | policy | " + " | ".join(heading for _, _, heading in METRICS) + " |",
-        "|---" * (2 + len(METRICS)) + "|",
+        "| engine | policy | " + " | ".join(heading for _, _, heading in metrics) + " |",
+        "|---" * (2 + len(metrics)) + "|",
     ]
     for engine, tasks in engines.items():
         names = dict.fromkeys(without_budget(c) for columns in tasks.values() for c in columns if c != FULL)
         for name in names:
             cells = [
                 " / ".join(format_cell(tasks.get(task, {}), name, budget, metric) for budget in budgets)
-                for task, metric, _ in METRICS
+                for task, metric, _ in metrics
             ]
             lines.append(f"| {engine} | {name} | " + " | ".join(cells) + " |")
     return lines
