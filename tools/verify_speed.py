@@ -73,8 +73,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=40)
     args = parser.parse_args()
     rows, context_lens = ([int(n) for n in text.split(",")] for text in (args.rows, args.context_lens))
+    if min(*rows, *context_lens, args.rounds) < 1:
+        parser.error("numbers of rows, context lengths and rounds are at least 1")
+    longest = max(context_lens) + 2 * (args.rounds + 1) * len(rows) + max(rows)
     for model in args.models:
-        llm = LLM(model, weights=args.weights, max_model_len=4096, kv_memory="1GiB")
+        llm = LLM(model, weights=args.weights, max_model_len=longest, kv_memory="1GiB")
         for context_len in context_lens:
             seconds = time_steps(llm, context_len, rows, args.rounds)
             cells = [f"{n}: {1000 * s:.1f} ms ({s / seconds[rows[0]]:.2f})" for n, s in seconds.items()]

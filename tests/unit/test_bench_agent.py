@@ -82,6 +82,28 @@ def test_a_small_pool_holds_fewer_sessions(capsys: pytest.CaptureFixture[str]) -
     assert {line["kl"] for line in lines if "sessions" in line and "int8" not in line["method"]} == {0}
 
 
+def test_a_turn_that_no_memory_holds_ends_one_method(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("--kv-memory", "300KiB", "--sessions", 1, "--system-len", 700, "--methods", "full;full int4")
+    options = (*options, "--store-dir", tmp_path, "--turns", 1)
+    full, int4, *most = run_bench(capsys, "random:tiny", *options)
+    assert "KV memory holds" in full["error"] and full["found_share"] == 0 and "error" not in int4
+    assert [x["most_sessions"] for x in most] == [0, 1]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_session_ends_before_a_turn_that_exceeds_the_context(
+    tmp_path: Path, load_shared_llm: Callable[[Config], LLM]
+) -> None:
+    """A model without a chat template too. An answer of no tokens is no turn."""
+    llm = load_shared_llm(Config("random:tiny"))
+    texts = ["Hi", "Hello.", "word " * 9000, "Yes."]
+    messages = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, texts, strict=True)]
+    file = tmp_path / "file.jsonl"
+    file.write_text(json.dumps({"messages": messages}))
+    (turns,) = to_sessions(llm, read_conversations(file), seed=0, mean_pause=1.0, max_len=2048)
+    assert len(turns) == 1
+
+
 def test_a_method_names_what_an_engine_keeps_and_where() -> None:
     method = Method.parse(f"int8 {BUDGET}  ram:capacity=1GiB disk:capacity=2GiB")
     found = method.configure(Config("model"), "/folder")
@@ -170,6 +192,12 @@ def test_recordings_of_others(tiny_smollm2: str, tmp_path: Path, load_shared_llm
         (["--tier", "ram:capacity=1GiB"], "name --tier in --methods"),
         (["--prefix-cache", "off"], "bench agent sets it itself"),
         (["--recording", "/nowhere"], "No such file"),
+        (["--store-dir", "/nowhere"], "/nowhere is no folder"),
+        (["--save-recording", "/nowhere/file"], "/nowhere is no folder"),
+        (
+            ["--recording", 'FILE:{"messages": [{"role": "user", "content": "\\ud800"}]}'],
+            "jsonl:1: a text has half",
+        ),
         (["--recording", "FILE:[1]"], "not an object"),
         (["--recording", 'FILE:{"messages": [1]}'], "needs messages"),
         (["--recording", 'FILE:{"messages": [{"role": "poet"}]}'], "unknown role 'poet'"),

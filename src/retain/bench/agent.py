@@ -3,7 +3,8 @@
 Sessions wait, think and go on (see replay.py); all methods have the same `--kv-memory`. Where it is too small,
 histories are computed again: a history is what a turn's prompt has in common with the turn before it. `found_share` is
 the share of the tokens of all histories that were found cached. `most_sessions` is the largest number of sessions at
-which it was at least `--min-found`. Tiers are memory beside `--kv-memory`.
+which it was at least `--min-found`. Where a single turn exceeds the memory nothing counts as found. Tiers are memory
+beside `--kv-memory`.
 
 `kl` is the distance from the full cache before every token of the recorded answers, in nats; its interval is a
 bootstrap over answers. It is 0 for methods that keep everything in the engine's own precision.
@@ -12,9 +13,10 @@ bootstrap over answers. It is 0 for methods that keep everything in the engine's
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
+from pathlib import Path
+from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, Self
 
 import numpy as np
@@ -23,7 +25,7 @@ from retain.bench.coding_agent import CodingAgent
 from retain.bench.config import AgentBenchConfig
 from retain.bench.quality import bootstrap_interval
 from retain.bench.recording import Turn, read_conversations, to_sessions, write_conversations
-from retain.bench.replay import References, Replay, TurnResult, score_references
+from retain.bench.replay import NoRoom, References, Replay, TurnResult, score_references
 from retain.config import KV_DTYPES, Config
 from retain.kv.eviction.auto_policy import check_spec
 from retain.kv.offload import tiers
@@ -55,7 +57,7 @@ class Method:
         if len(chosen) != 1 or len(dtypes) > 1:
             raise ValueError(f"method {text!r} should be a policy with at most one dtype of K and V, and tiers")
         check_spec(chosen[0])
-        tiers.parse_all([_in_folder(spec, ".") for spec in stores])
+        tiers.parse_all([_in_folder(spec, "FOLDER") for spec in stores])
         return cls(" ".join(words), chosen[0], dtypes[0] if dtypes else "auto", tuple(stores))
 
     def configure(self, config: Config, folder: str) -> Config:
@@ -66,11 +68,12 @@ class Method:
 
 def _in_folder(spec: str, folder: str) -> str:
     name, options = parse_spec(spec)
-    return f"{spec},path={folder}" if name == "disk" and "path" not in options else spec
+    return f"{spec}{',' if options else ':'}path={folder}" if name == "disk" and "path" not in options else spec
 
 
 def run(load: Load, engine: Config, config: AgentBenchConfig, methods: Sequence[Method]) -> Iterator[Line]:
     """Yield a line for each method and number of sessions, then one for each method. Raises ValueError or OSError."""
+    _check_folders(config, methods)
     sessions, references = _prepare(load, engine, config)
     most: dict[str, int] = {}
     for method in methods:
@@ -82,6 +85,16 @@ def run(load: Load, engine: Config, config: AgentBenchConfig, methods: Sequence[
     for method in methods:
         fit = most.get(method.name, 0)
         yield {"method": method.name, "most_sessions": fit, "times_first": round(fit / first, 2) if first else None}
+
+
+def _check_folders(config: AgentBenchConfig, methods: Iterable[Method]) -> None:
+    """Raise ValueError for a folder in which nothing can be written, before anything is computed."""
+    store_dir = config.store_dir or Path(gettempdir())
+    for folder in (store_dir, *([config.save_recording.parent] if config.save_recording else [])):
+        if not folder.is_dir():
+            raise ValueError(f"{folder} is no folder")
+    for method in methods:
+        tiers.parse_all([_in_folder(spec, str(store_dir)) for spec in method.tiers])
 
 
 def _prepare(load: Load, engine: Config, config: AgentBenchConfig) -> tuple[list[list[Turn]], References]:
@@ -136,8 +149,12 @@ def _replay(
     """Return the figures of a replay in an engine of its own, of which nothing is left afterwards."""
     llm = load(options)
     replay = Replay(llm, sessions, references, step_time, salt)
-    replay.run()
-    llm.close()
+    try:
+        replay.run()
+    except NoRoom as error:
+        return {"found_share": 0.0, "error": str(error)}
+    finally:
+        llm.close()  # else a tier would write into a folder that is removed
     return summarize(replay.results, replay.seconds)
 
 

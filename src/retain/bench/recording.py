@@ -17,6 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from retain.files import quote
 from retain.llm import LLM
 from retain.processing.examples import read_records
 
@@ -80,9 +81,9 @@ def join_messages(messages: Iterable[Message], place: str) -> list[Message]:
         role = ROLES.get(str(message.get("role")))
         pause = message.get("pause", 0.0)
         if role is None:
-            raise ValueError(f"{place}: unknown role {message.get('role')!r}")
+            raise ValueError(f"{place}: unknown role {quote(message.get('role'))}")
         if not isinstance(pause, (int, float)) or not 0 <= pause < 1e9:
-            raise ValueError(f"{place}: a pause must be seconds, not {pause!r}")
+            raise ValueError(f"{place}: a pause must be seconds, not {quote(pause)}")
         text = _to_text(message, place)
         if found and found[-1]["role"] == role:
             found[-1]["content"] += f"\n{text}"
@@ -100,7 +101,10 @@ def _to_text(message: Message, place: str) -> str:
     if not isinstance(parts, list) or not isinstance(calls, list):
         raise ValueError(f"{place}: content must be a text or a list of parts, and tool_calls a list")
     texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    return "\n".join([*texts, *(json.dumps(c.get("function", c) if isinstance(c, dict) else c) for c in calls)])
+    text = "\n".join([*texts, *(json.dumps(c.get("function", c) if isinstance(c, dict) else c) for c in calls)])
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError(f"{place}: a text has half of a surrogate pair")
+    return text
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------
@@ -140,14 +144,15 @@ def _to_turns(llm: LLM, parts: Sequence[RecordedConversation], rng: random.Rando
             if messages[i]["role"] == "assistant" and messages[i]["content"]:
                 pause = rng.expovariate(1 / mean_pause)
                 prompt, answer = _encode_turn(llm, messages[:i], messages[i])
-                yield Turn(prompt, answer, float(messages[i - 1].get("pause", pause)))
+                if answer:  # a template may show a text of spaces as nothing
+                    yield Turn(prompt, answer, float(messages[i - 1].get("pause", pause)))
 
 
 def _encode_turn(llm: LLM, before: list[Message], answer: Message) -> tuple[list[int], list[int]]:
     """Return a prompt and its answer as ids, with the token that ends the answer, if there is one."""
     tokenizer = llm.tokenizer
     if tokenizer.chat_template is None:
-        prompt = llm.encode("".join(f"{m['role']}: {m['content']}\n" for m in before) + "assistant:")
+        prompt = tokenizer.encode("".join(f"{m['role']}: {m['content']}\n" for m in before) + "assistant:")
         return prompt, tokenizer.encode_continuation(f" {answer['content']}")
     plain = [{name: m[name] for name in ("role", "content")} for m in (*before, answer)]
     prompt = tokenizer.encode_chat(plain[:-1])

@@ -144,11 +144,12 @@ BENCHES: dict[str, Callable[[Namespace], None]] = {
 def _print_lines(args: Namespace, lines: Iterable[Line], folder: Path | None = None) -> None:
     """Print each line as soon as it is measured; at the end write all of them to a folder, if one is given."""
     printed = []
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
     for line in lines:
         print(_format_line(line, args.json), flush=True)
         printed.append(line)
     if folder:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{args.bench}.json").write_text(json.dumps(printed, indent=1), encoding="utf-8")
 
 

@@ -46,10 +46,10 @@ def load_examples(
 
 def read_records(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the objects of a JSON Lines file with the numbers of their lines. Raises ValueError or OSError."""
-    with path.open(encoding="utf-8") as lines:
+    with path.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode("utf-8-sig"))
             except (ValueError, RecursionError):
                 raise ValueError(f"{path}:{number}: not JSON") from None
             if not isinstance(record, dict):

@@ -94,8 +94,8 @@ def block_row_energies(weight: Weight, factors: Tensor) -> Tensor:
         return torch.cat([block_row_energies(part, factors) for part in weight.parts])
     if not isinstance(weight, StoredWeight):
         return row_energies(weight, factors)
-    if len(factors) != weight.shape[1]:  # C++ would read behind the rows
-        raise WidthError(f"{len(factors)} factors for rows of {weight.shape[1]} numbers")
+    if factors.shape != (weight.shape[1],):  # C++ would read behind the rows
+        raise WidthError(f"factors {list(factors.shape)} for rows of {weight.shape[1]} numbers")
     return torch.cat([_energies_of_part(part, factors.float().contiguous()) for part in weight.parts])
 
 
