@@ -6,7 +6,7 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from retain.models.resolve import resolve_model
@@ -69,6 +69,8 @@ def test_tool_calls_do_not_depend_on_chunking(template_name, data):
 
 @pytest.mark.parametrize("template_name", TEMPLATES)
 @given(st.text(st.sampled_from('<tool_cal>/[TOL_CS]{}"name :,argumentsé\n'), max_size=60), st.integers(0, 60))
+@example("<tool_call>", 0)
+@example("a[TOOL_CALLS]", 3)
 def test_text_without_tool_calls_is_unchanged(template_name, text, cut):
     content, calls = parse_chunks(template_name, [text[:cut], text[cut:]])
     assert (content, calls) == parse_chunks(template_name, [text])

@@ -117,7 +117,7 @@ class ToolParser:
         if not self._in_tool_call:
             return rest, []
         body, known = self._take_body(rest)
-        return (self._format.begin + body if body and not known else ""), known
+        return ("" if known else self._format.begin + body), known
 
     @property
     def _next_marker(self) -> str:
