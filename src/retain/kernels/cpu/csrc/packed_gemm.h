@@ -47,7 +47,8 @@ constexpr bool PREFETCHES_WEIGHTS = false;
 // The number of rows from which two tiles at once are faster. Fewer rows are bound by memory, which is fastest with one
 // stream, unless weights are asked for in advance.
 INLINE int min_rows_for_two_tiles(WeightFormat format) {
-  return PREFETCHES_WEIGHTS && format >= WeightFormat::int8 ? 1 : 4;
+  if (PREFETCHES_WEIGHTS && format >= WeightFormat::int8) return 1;
+  return format == WeightFormat::int8 ? 12 : 4;
 }
 
 // Asks for what will be read PREFETCH_BYTES after p, which is in the first of `tiles` tiles that are read at once.
