@@ -47,7 +47,7 @@ LAYERS = [
     {"kernels"},
     {"config", "sampling_params"},
     {"plugins", "threads", "signals", "kv"},
-    {"types", "options", "files", "terminal", "http_client"},
+    {"types", "options", "files", "terminal", "http_client", "garbage_collection", "sequences"},
 ]
 # Rooms of the server, and which of the others each may import.
 SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}

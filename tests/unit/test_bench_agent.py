@@ -15,10 +15,11 @@ from retain import LLM, SamplingParams
 from retain.bench.agent import Method
 from retain.bench.coding_agent import CodingAgent
 from retain.bench.config import AgentBenchConfig
-from retain.bench.recording import Turn, count_common, read_conversations, to_sessions
+from retain.bench.recording import Turn, read_conversations, to_sessions
 from retain.bench.replay import Replay
 from retain.config import Config
 from retain.kv.prefix.cache import PrefixCache
+from retain.sequences import count_common
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.marks import slow
 

@@ -20,6 +20,7 @@ from typing import Any
 from retain.files import quote
 from retain.llm import LLM
 from retain.processing.examples import read_records
+from retain.sequences import count_common
 
 Message = dict[str, Any]
 ROLES = {"system": "system", "developer": "system", "user": "user", "tool": "user", "assistant": "assistant"}
@@ -46,11 +47,6 @@ class Turn:
         """Return how many tokens of the prompt were computed in the turn before; its last token never was."""
         text = before.prompt + before.answer[:-1] if before else []
         return min(count_common(text, self.prompt), len(self.prompt) - 1)
-
-
-def count_common(a: Sequence[Any], b: Sequence[Any]) -> int:
-    """Return how many items two sequences begin with alike."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 # ---- files -----------------------------------------------------------------------------------------------------------

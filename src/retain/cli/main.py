@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 import logging
 import os
@@ -12,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from retain.cli.args import build_parser
+from retain.garbage_collection import without_garbage_collection
 from retain.signals import end_at_next_signal, interrupt_at_first_signal, restored_handlers
 from retain.terminal import EscapingFormatter, escape_controls, escaped_output
 
@@ -43,7 +43,7 @@ def _run_command(args: Namespace) -> int:
     os.environ.setdefault("OMP_PROC_BIND", "true")
     try:
         with _log_to_stderr(args.log_level), escaped_output():
-            with _collections_paused():
+            with without_garbage_collection():  # imports leave none, and a collection would visit all of torch
                 module = importlib.import_module(f"retain.cli.{args.command}")  # torch is imported here, not before
             code: int = getattr(module, args.command)(args)
             return code
@@ -64,18 +64,6 @@ def _discard_unwritten_output() -> None:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, stream.fileno())
             os.close(null)
-
-
-@contextmanager
-def _collections_paused() -> Iterator[None]:
-    """Collect no garbage: imports leave none, and each collection would visit all objects of torch."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

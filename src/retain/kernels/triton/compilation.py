@@ -6,7 +6,6 @@ beside the steps. What was compiled stays in Triton's cache on the disk (TRITON_
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, as_completed
@@ -18,6 +17,7 @@ import torch
 import triton
 from torch.overrides import TorchFunctionMode
 
+from retain.garbage_collection import without_garbage_collection
 from retain.threads import available_cores, reset_cpu_affinity
 
 log = logging.getLogger(__name__)
@@ -30,6 +30,9 @@ def compile_ahead(compute: Callable[[], None]) -> None:
     """Compile all variants of kernels that `compute` would launch. Raises ValueError for one that does not compile.
 
     `compute` runs in the current thread. Its launches are skipped, so what they would have written is zeros.
+
+    No garbage is collected meanwhile: Python 3.11.0 to 3.11.7 fails to parse source in two threads when a collection
+    lets another thread run (CPython's issue 106905).
     """
     if triton.knobs.runtime.interpret:
         return
@@ -47,26 +50,10 @@ def compile_ahead(compute: Callable[[], None]) -> None:
             raise
 
 
-def shorten(error: BaseException) -> str:
+def first_and_last(error: BaseException) -> str:
     """Return the beginning and the end of an error in one line: ptxas begins with its reason, Triton ends with it."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 300 else f"{text[:150]} ... {text[-150:]}"
-
-
-@contextmanager
-def without_garbage_collection() -> Iterator[None]:
-    """Collect no garbage inside of the block, in any thread.
-
-    Python 3.11.0 to 3.11.7 fails to parse source in two threads when a collection lets another thread run meanwhile
-    (CPython's issue 106905).
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 class ZeroedMemory(TorchFunctionMode):
@@ -121,7 +108,7 @@ class Compiler(ThreadPoolExecutor):
         logged_at = perf_counter()
         for num_compiled, future in enumerate(as_completed(self.kernels), 1):
             if error := future.exception():
-                raise ValueError(f"kernel {self.kernels[future]} does not compile: {shorten(error)}") from error
+                raise ValueError(f"kernel {self.kernels[future]} does not compile: {first_and_last(error)}") from error
             now = perf_counter()
             if num_compiled == len(self.kernels) or now - logged_at >= PROGRESS_S:
                 logged_at = now

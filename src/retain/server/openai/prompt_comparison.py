@@ -22,6 +22,7 @@ from retain.kv.prefix.block_hash import hash_blocks
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
 from retain.processing.input import GenerateRequest
 from retain.processing.prefix_report import NO_MISS
+from retain.sequences import count_common
 from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, InputMessageParam
 from retain.server.openai.messages import to_template_tools
 
@@ -102,12 +103,12 @@ class PromptFingerprints:
 
 def compare(earlier: PromptFingerprint, current: PromptFingerprint) -> PromptComparison:
     """Compare two prompts. A change that left the tokens as they were is none."""
-    num_common = _count_common(earlier.blocks, current.blocks)
+    num_common = count_common(earlier.blocks, current.blocks)
     if num_common == min(len(earlier.blocks), len(current.blocks)):
         return PromptComparison()
     change = next((part for part, value in earlier.parts.items() if current.parts[part] != value), None)
     num_messages = min(len(earlier.messages), len(current.messages))
-    if change is None and _count_common(earlier.messages, current.messages) < num_messages:
+    if change is None and count_common(earlier.messages, current.messages) < num_messages:
         change = PromptChange.MESSAGES
     if change is None:  # the end of a prompt, where the template begins an answer, is not repeated before that answer
         return PromptComparison()
@@ -148,8 +149,3 @@ def _iter_texts(messages: Sequence[InputMessageParam | AssistantMessageParam]) -
 
 def _hash(parent_hash: bytes, value: Any) -> bytes:
     return blake2b(parent_hash + json.dumps(value).encode(), digest_size=16).digest()
-
-
-def _count_common(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    """Return how many of the first hashes are equal."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
