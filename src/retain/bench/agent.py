@@ -25,7 +25,7 @@ from retain.bench.coding_agent import CodingAgent
 from retain.bench.config import AgentBenchConfig
 from retain.bench.quality import bootstrap_interval
 from retain.bench.recording import Turn, read_conversations, to_sessions, write_conversations
-from retain.bench.replay import NoRoom, References, Replay, TurnResult, score_references
+from retain.bench.replay import OutOfMemoryError, References, Replay, TurnResult, score_references
 from retain.config import KV_DTYPES, Config
 from retain.kv.eviction.auto_policy import check_spec
 from retain.kv.offload import tiers
@@ -151,7 +151,7 @@ def _replay(
     replay = Replay(llm, sessions, references, step_time, salt)
     try:
         replay.run()
-    except NoRoom as error:
+    except OutOfMemoryError as error:
         return {"found_share": 0.0, "error": str(error)}
     finally:
         llm.close()  # else a tier would write into a folder that is removed

@@ -27,12 +27,12 @@ from retain.sampling_params import SamplingParams
 References = Mapping[tuple[int, int], Tensor]  # by session and turn: log-probabilities, float16 [answer, V]
 
 
-class NoRoom(ValueError):
-    """A turn that the engine's memory cannot hold."""
+class OutOfMemoryError(ValueError):
+    """Raised for a turn that the engine's memory cannot hold."""
 
 
-class Dictation:
-    """The grammar of one answer: a request samples its tokens, whatever the model predicts."""
+class ForcedAnswer:
+    """The grammar that allows one answer (teacher forcing): a request samples its tokens, whatever is predicted."""
 
     def __init__(self, answer: Sequence[int]):
         self.answer = answer
@@ -125,7 +125,7 @@ class Replay:
     _due: list[tuple[float, int, int]] = field(default_factory=list)  # a heap: when, session, turn
 
     def run(self) -> list[TurnResult]:
-        """Run all turns of all sessions. Returns their results in the order of their ends. Raises NoRoom."""
+        """Run all turns of all sessions. Returns their results in the order of their ends. Raises OutOfMemoryError."""
         self._due = [(0.0, i, 0) for i in range(len(self.sessions))]
         now = 0.0
         while self._due or self._running:
@@ -152,8 +152,8 @@ class Replay:
         try:
             (state,) = self.llm.input_processor.process(generate_request, distance.read if distance else None)
         except ValueError as error:
-            raise NoRoom(str(error)) from error
-        state.request.grammar = Dictation(turn.answer)
+            raise OutOfMemoryError(str(error)) from error
+        state.request.grammar = ForcedAnswer(turn.answer)
         self.llm.output_processor.add([state])
         num_known = turn.num_known(turns[number - 1] if number else None)
         self._running[state.request] = TurnResult(
@@ -168,7 +168,7 @@ class Replay:
             if request.finish_reason is None:
                 continue
             if request.finish_reason is FinishReason.OUT_OF_MEMORY:
-                raise NoRoom(f"a turn of {result.num_prompt} tokens got fewer pages than were planned")
+                raise OutOfMemoryError(f"a turn of {result.num_prompt} tokens got fewer pages than were planned")
             del self._running[request]
             result.num_cached = request.stats.num_cached_tokens
             result.num_preemptions = request.stats.num_preemptions
