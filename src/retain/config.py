@@ -16,6 +16,7 @@ SLOTS_PER_PAGE = {
     "fp8": 2,
 }  # as multiples of page_size: pages of about the bytes that bfloat16 has
 WEIGHTS = ("auto", "bf16", "int8", "int4")
+PROMPT_ACTIVATIONS = ("int8", "bfloat16")
 POOLINGS = ("auto", "off", "last", "mean")
 
 
@@ -49,6 +50,13 @@ class Config:
     )
     weights: str = field(
         default="auto", metadata={"help": "weights of matrices: auto (as the file has them), bf16, int8 or int4"}
+    )
+    prompt_activations: str = field(
+        default="int8",
+        metadata={
+            "help": "on a CPU, activations of prompts where weights have 8 bits or fewer: int8, or bfloat16 (faster "
+            "with AMX only; an earlier answer in a prompt then gives other last bits)"
+        },
     )
     kv_policy: str = field(
         default="full",
@@ -121,6 +129,10 @@ class Config:
         check_weights(self.weights, self.dtype)
         if self.kv_dtype not in KV_DTYPES:
             raise ValueError(f"kv_dtype {self.kv_dtype!r} is not supported: choose {', '.join(KV_DTYPES)}")
+        if self.prompt_activations not in PROMPT_ACTIVATIONS:
+            raise ValueError(
+                f"prompt_activations {self.prompt_activations!r} is not supported: choose int8 or bfloat16"
+            )
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling {self.pooling!r} is not supported: choose {', '.join(POOLINGS)}")
         check_bounds(self)

@@ -118,7 +118,7 @@ class LLM:
         if prefix_config and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, loaded)
             self.cache.set_offloader(offloader)
-        self.engine = Engine(loaded.runner, self.cache, drafter)
+        self.engine = Engine(loaded.runner, self.cache, drafter, c.prompt_activations)
         if self.device.type != "cpu":
             self.engine.depth = 2  # so that the device waits for the host as little as it can
         self.output_processor = OutputProcessor(self.engine, self.tokenizer)
@@ -240,7 +240,7 @@ class LLM:
         self, num_requests: int, length: int, kv_policy: str | None = None, num_tokens: int = WARM_UP_TOKENS
     ) -> None:
         """Compute answers to equal prompts of a length. They mean nothing, and what does not fit is left out."""
-        engine = Engine(self.engine.runner, self.cache)
+        engine = Engine(self.engine.runner, self.cache, prompt_activations=self.config.prompt_activations)
         engine.depth = self.engine.depth
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         length = max(min(length, self.max_model_len - num_tokens), 1)

@@ -76,6 +76,7 @@ def make_engine(
     kv_dtype: torch.dtype | None = None,
     demotes: bool = False,
     snapshot_interval: int = 2048,
+    prompt_activations: str = "int8",
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
@@ -124,7 +125,7 @@ def make_engine(
 
     if drafter:
         drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner))
-    return PlanningEngine(runner, cache, drafter)
+    return PlanningEngine(runner, cache, drafter, prompt_activations)
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:

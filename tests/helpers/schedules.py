@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from retain.config import PROMPT_ACTIVATIONS
 from retain.engine.request import Request, RequestInput
 from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.eviction import policies
@@ -129,6 +130,7 @@ class Schedule:
     dtype: torch.dtype
     kv_dtype: torch.dtype | None
     weights: str
+    prompt_activations: str
     page_size: int
     pool_factor: float
     max_batched_tokens: int
@@ -156,6 +158,7 @@ class Schedule:
             "dtype": self.dtype,
             "kv_dtype": self.kv_dtype,
             "weights": self.weights,
+            "prompt_activations": self.prompt_activations,
             "page_size": self.page_size,
             "max_model_len": MAX_MODEL_LEN,
             "score_columns": columns,
@@ -216,6 +219,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,
+        prompt_activations=random.Random(f"activations {seed}").choice(PROMPT_ACTIVATIONS),
         page_size=page_size,
         pool_factor=rng.choice([1.0, 1.0, 1.1, 1.4, 2.0, 20.0]),
         max_batched_tokens=max_running_requests + rng.choice([1, 5, 20, 60, 120, 250]),

@@ -56,14 +56,21 @@ def round_activations(x: Tensor, dtype: str) -> Tensor:
     return (torch.round(groups / step.where(step > 0, 1)) * step).view_as(x)
 
 
-def run_linear(weight: Weight, x: Tensor, bias: Tensor | None = None, add_to: Tensor | None = None) -> Tensor:
+def run_linear(
+    weight: Weight,
+    x: Tensor,
+    bias: Tensor | None = None,
+    add_to: Tensor | None = None,
+    products: str = "integers",
+) -> Tensor:
     """x W^T + bias, plus `add_to` if given."""
     from retain.kernels.cpu.memory import Arena
     from retain.kernels.cpu.packing import pack_weight
 
     y = torch.full((len(x), weight.shape[0]), torch.nan) if add_to is None else add_to.clone()
     packed, bias_ptr = pack_weight(weight, Arena()), 0 if bias is None else bias.data_ptr()
-    cpu._C.packed_gemm(*packed.c_args, x.contiguous().data_ptr(), len(x), bias_ptr, y.data_ptr(), add_to is not None)
+    args = *packed.c_args, getattr(cpu._C.Products, products)
+    cpu._C.packed_gemm(*args, x.contiguous().data_ptr(), len(x), bias_ptr, y.data_ptr(), add_to is not None)
     return y
 
 
@@ -120,3 +127,18 @@ def test_zeros_and_extremes(dtype: str) -> None:
     x[0, ::2] = -3.0
     dense = weight.dequantize()  # type: ignore[union-attr]
     assert torch.allclose(run_linear(weight, x), x @ dense.T, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", *STORED_KINDS])
+@pytest.mark.parametrize(("out", "columns"), [(16, 32), (20, 288), (48, 256), (104, 576)])
+def test_products_in_bfloat16_have_the_bits_of_a_bfloat16_copy(dtype: str, out: int, columns: int) -> None:
+    """For any number of rows: of one panel or several, of an odd number of tiles, with and without a bias."""
+    weight = make_weight(dtype, out, columns)
+    assert not isinstance(weight, Tensor)
+    copy = weight.dequantize().bfloat16()
+    for rows in (1, 2, 3, 5, 12, 13, 40, 300):
+        rng = torch.Generator().manual_seed(rows)
+        x, bias, add_to = (torch.randn(*n, generator=rng) for n in ((rows, columns), (out,), (rows, out)))
+        assert torch.equal(run_linear(weight, x, products="bfloat16"), run_linear(copy, x)), rows
+        found = run_linear(weight, x, bias, add_to, products="bfloat16")
+        assert torch.equal(found, run_linear(copy, x, bias, add_to)), rows

@@ -82,9 +82,13 @@ class ProgramSteps:
             )
             self.groups.append((kv, pages, tables))
 
-    def run(self, prompts: Sequence[Tensor], done: Sequence[int], counts: Sequence[int]) -> list[Tensor]:
-        """The logits [count, V] of the next tokens of each request."""
+    def run(
+        self, prompts: Sequence[Tensor], done: Sequence[int], counts: Sequence[int], num_bfloat16: int = 0
+    ) -> list[Tensor]:
+        """The logits [count, V] of the next tokens of each request, the first `num_bfloat16` with such activations."""
         chosen = [b for b, n in enumerate(counts) if n]
+        starts = torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0)
+        num_own = [min(max(num_bfloat16 - done[b], 0), counts[b]) for b in chosen]
         positions = torch.cat([torch.arange(done[b], done[b] + counts[b]) for b in chosen])
         owner = torch.tensor(chosen).repeat_interleave(torch.tensor([counts[b] for b in chosen]))
         groups = []
@@ -94,7 +98,7 @@ class ProgramSteps:
             tables = replace(
                 all_tables,
                 rows=torch.tensor(chosen, dtype=torch.int32),
-                query_start_loc=torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0).int(),
+                query_start_loc=starts.int(),
             )
             slots = (pages * S + positions % S).int().contiguous().to(self.device)
             groups.append(GroupInputs(kv, tables, slots))
@@ -105,6 +109,7 @@ class ProgramSteps:
                 input_ids=torch.cat([prompts[b][done[b] : done[b] + counts[b]] for b in chosen]),
                 positions=positions.int(),
                 logits_indices=torch.arange(len(positions)),
+                bfloat16_rows=[(begin, begin + n) for begin, n in zip(starts.tolist(), num_own, strict=False) if n],
             ),
         )
         return list(logits.cpu().clone().split(list(counts)))
@@ -117,6 +122,7 @@ def program_logits(
     weights: str = "auto",
     dtype: torch.dtype = torch.float32,
     backend: Backend = cpu,
+    num_bfloat16: int = 0,
 ) -> Tensor:
     """The logits [T, V] of one request after the other, computed by the program in these steps."""
     device = torch.device("cuda") if backend is triton and not triton.is_interpreted() else CPU
@@ -125,7 +131,7 @@ def program_logits(
     runner = ProgramSteps(program, spec, backend, dtype, len(steps[0]))
     prompts, done, logits = make_prompts(spec.vocab_size, steps), [0] * len(steps[0]), []
     for counts in steps:
-        logits.append(runner.run(prompts, done, counts))
+        logits.append(runner.run(prompts, done, counts, num_bfloat16))
         done = [n + count for n, count in zip(done, counts, strict=True)]
     return torch.cat([x for parts in zip(*logits, strict=True) for x in parts])
 
@@ -188,6 +194,36 @@ def test_chunks_and_other_requests_change_no_bit(family: str, weights: str) -> N
             together = program_logits(checkpoint, [(9, 12)], weights=weights, dtype=torch.bfloat16)
             apart = program_logits(checkpoint, [(9, 0), *[(0, 1)] * 12], weights=weights, dtype=torch.bfloat16)
         assert torch.equal(together, apart), isa
+
+
+@pytest.mark.parametrize("weights", ["int4", *slow("int8")])
+@pytest.mark.parametrize("family", models.list_families())
+def test_chunks_change_no_bit_where_prompts_are_multiplied_in_bfloat16(family: str, weights: str) -> None:
+    """A prompt of 9 tokens and its answer, in one step, in many, and with other requests between its parts."""
+    checkpoint = tiny_checkpoint(family)
+
+    def run(*steps: tuple[int, ...]) -> Tensor:
+        return program_logits(checkpoint, steps, weights=weights, dtype=torch.bfloat16, num_bfloat16=9)
+
+    for isa in ISAS:
+        with use_isa(isa):
+            together = run((12, 5), (0, 7))
+            assert torch.equal(together, run((12, 12))), isa
+            assert torch.equal(together, run((4, 1), (7, 0), *[(0, 1)] * 11, (1, 0))), isa
+
+
+@pytest.mark.parametrize("weights", ["int4", "int8"])
+def test_prompts_in_bfloat16_are_nearer_to_the_reference(weights: str) -> None:
+    checkpoint, steps = tiny_checkpoint("llama"), [(40,)]
+    expected = reference_logits(checkpoint, steps, weights)
+
+    def error(num_bfloat16: int) -> float:
+        found = program_logits(checkpoint, steps, weights=weights, num_bfloat16=num_bfloat16)
+        return (found - expected).abs().mean().item()
+
+    for isa in ISAS:
+        with use_isa(isa):
+            assert 1e-4 < error(40) < 0.7 * error(0), isa
 
 
 @pytest.mark.parametrize("weights", ["int4", *slow("bf16")])

@@ -49,7 +49,7 @@ def greedy_request(
 
 def make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:
     """Return another engine over the same model and cache."""
-    engine = Engine(llm.engine.runner, llm.cache)
+    engine = Engine(llm.engine.runner, llm.cache, prompt_activations=llm.config.prompt_activations)
     engine.add(*requests)
     return engine
 

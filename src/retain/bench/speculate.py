@@ -154,7 +154,7 @@ def _make_engine(llm: LLM, drafter_spec: str) -> Engine:
     drafter = None if drafter_spec == PLAIN else drafters.parse(drafter_spec)
     if drafter:
         drafter.attach(llm.target)
-    return Engine(llm.engine.runner, llm.cache, drafter)
+    return Engine(llm.engine.runner, llm.cache, drafter, llm.config.prompt_activations)
 
 
 def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Request]:

@@ -18,8 +18,10 @@ from retain.kv.manager import KVCacheManager
 from retain.types import Floats
 
 
-def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Batch:
-    """Build the batch of a step; the scheduler has reserved its pages."""
+def build_batch(
+    scheduled: Sequence[ScheduledRequest], cache: KVCacheManager, prompt_activations: str = "int8"
+) -> Batch:
+    """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`."""
     rows = [s.request.row.index for s in scheduled if s.request.row is not None]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
     traces = {r: trace for s, r in zip(scheduled, rows, strict=True) if (trace := s.request.attention_trace)}
@@ -36,7 +38,23 @@ def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) ->
         scoring=build_attention_scoring(scheduled),
         before_attention=hooks.before_attention,
         after_attention=hooks.after_attention,
+        bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
     )
+
+
+def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
+    """Return the ranges of fresh tokens that belong to a prompt or to a scoring pass of it.
+
+    That depends on the request and the position alone: a token that is computed again is of the same kind.
+    """
+    ranges: list[tuple[int, int]] = []
+    begin = 0
+    for s in scheduled:
+        n = s.num_tokens if s.request.scoring else len(s.request.prompt) - s.request.next_position
+        if n > 0:
+            ranges.append((begin, begin + min(n, s.num_tokens)))
+        begin += s.num_tokens
+    return ranges
 
 
 def pack_tokens(

@@ -26,6 +26,7 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.speculator import Speculator
+from retain.kernels.api import Batch
 from retain.kv.manager import KVCacheManager
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,11 @@ class Engine:
         runner: Runner,
         cache: KVCacheManager,
         drafter: Drafter | None = None,
+        prompt_activations: str = "int8",
     ):
         self.runner = runner
         self.cache = cache
+        self.prompt_activations = prompt_activations
         self.speculator = Speculator(drafter)
         self.sharing = PromptSharing()
         self.scheduler = Scheduler(cache, self.sharing)
@@ -87,7 +90,7 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return None
-        batch = insert_pending_tokens(build_batch(scheduled, self.cache), scheduled, self.pending_steps)
+        batch = self._build_batch(scheduled)
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
         try:
@@ -156,6 +159,11 @@ class Engine:
         """Drafts of one request that fit into a step beside one token of every other."""
         fair_share = self.scheduler.max_batched_tokens // max(len(self.scheduler.running), 1)
         return min(fair_share, self.cache.page_size) - 1  # a shrunk ring has room for one block
+
+    def _build_batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
+        """Build the batch of a step, with the tokens that are still pending."""
+        batch = build_batch(scheduled, self.cache, self.prompt_activations)
+        return insert_pending_tokens(batch, scheduled, self.pending_steps)
 
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""

@@ -1,7 +1,8 @@
 """Programs of the cpu backend: C++ computes the whole forward pass in one call. See `Program` in kernels/api.py.
 
 Rows are float32 between operations. Weights are packed in tiles (csrc/packed_gemm.h). Activations are rounded to
-bfloat16 for bfloat16 weights, and to 8 bits in groups of 32 for weights of 8 and 4 bits.
+bfloat16 for bfloat16 weights, and to 8 bits in groups of 32 for weights of 8 and 4 bits; to bfloat16 there, too, for
+tokens in `Batch.bfloat16_rows`.
 """
 
 from __future__ import annotations
@@ -223,7 +224,7 @@ class CpuProgram:
         c_args = (
             [ffi.to_c_group(group) for group in batch.groups], batch.layers,
             input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
-            self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring),
+            self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring), batch.bfloat16_rows,
         )  # fmt: skip
         begin = 0
         for op in self._cache_ops if batch.before_attention or batch.after_attention else []:

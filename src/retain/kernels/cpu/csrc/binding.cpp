@@ -96,6 +96,9 @@ static void bind_program(nb::module_& m) {
         new (g) GroupArgs{kv, tables, demoted_kv, demoted_tables, ptr<int32_t>(slots), layer_stride, head_stride,
                           token_stride, num_layers};
       });
+  nb::enum_<Products>(m, "Products")
+      .value("integers", Products::integers)
+      .value("bfloat16", Products::bfloat16);
   nb::enum_<UpdateRule>(m, "UpdateRule")
       .value("gated_delta", UpdateRule::gated_delta)
       .value("mamba2", UpdateRule::mamba2);
@@ -165,9 +168,12 @@ static void bind_program(nb::module_& m) {
           "run",
           [](Program& p, const std::vector<GroupArgs>& groups, const std::vector<std::pair<int, int>>& layers,
              Address ids, Address pos, Address logits_indices, Address logits, int T, int N,
-             const AttentionScoring& scoring, int begin, int end) {
+             const AttentionScoring& scoring, const std::vector<std::pair<int, int>>& bfloat16_rows, int begin,
+             int end) {
+            std::vector<RowRange> ranges;
+            for (const auto& [first, last] : bfloat16_rows) ranges.push_back({first, last});
             p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits),
-                   groups, layers, scoring}, begin, end);
+                   groups, layers, scoring, ranges}, begin, end);
           },
           nb::call_guard<nb::gil_scoped_release>());
 }
@@ -205,11 +211,13 @@ NB_MODULE(_C, m) {
   // A single product, for tests.
   m.def(
       "packed_gemm",
-      [](Address data, int out, int in, int format, Address x, int rows, Address bias, Address y, bool add) {
-        const PackedWeight w = packed_weight(data, out, in, format);
+      [](Address data, int out, int in, int format, Products products, Address x, int rows, Address bias, Address y,
+         bool add) {
+        const PackedWeight w = packed_weight(data, out, in, format).with(products);
         AlignedVector<char> prepared(max_activation_bytes(w) * round_up(rows, MAX_PADDED_ROWS));
         ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
-          packed_gemm(w, ptr<float>(x), in, rows, prepared.data(), {ptr<float>(y), out, ptr<float>(bias), add}, member);
+          packed_gemm(w, ptr<float>(x), in, {{products, 0, rows}}, prepared.data(), 0,
+                      {ptr<float>(y), out, ptr<float>(bias), add}, member);
         });
       },
       nb::call_guard<nb::gil_scoped_release>());

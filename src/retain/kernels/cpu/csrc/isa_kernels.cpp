@@ -2,6 +2,7 @@
 // RETAIN_WIDTH lanes in a vector.
 #include "attention_mass.h"
 #include "attention_tile.h"
+#include "dequantized_gemm.h"
 #include "elementwise.h"
 #include "packed_gemm.h"
 #ifdef RETAIN_TILES
@@ -81,6 +82,7 @@ int64_t activation_bytes(const PackedWeight& w) { return row_bytes(w); }
 void prepare_activations(const PackedWeight& w, const float* x, char* row) { prepare_row(w, x, row); }
 
 void packed_gemm(const PackedWeight& w, int begin, int end, const char* prepared, int rows, const OutputView& out) {
+  if (w.is_dequantized()) return gemm_dequantized(w, begin, end, prepared, rows, out);
 #ifdef RETAIN_TILES
   if (gemm_by_tiles(w, begin, end, prepared, rows, out)) return;
 #endif

@@ -159,13 +159,20 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
 // Sums factors[i] * x[i]^2 over each row x [in] of `blocks`.
 void row_energies(const BlockRows& blocks, int rows, int in, const float* factors, float* energies);
 
+// Rows begin .. end - 1, which are multiplied alike.
+struct RowPart {
+  Products products;
+  int begin, end;
+};
+
 // Computes y (+)= x W^T + bias for rows of x [rows, in]. `prepared` starts on a cache line and has room for
 // activation_bytes of each row, with the number of rows rounded up to MAX_PADDED_ROWS: kernels may read what lies
 // behind the last one.
 void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&);
-// The same, divided by outputs. Every member of a team calls this, and the result is complete after the next barrier.
-void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, int rows, char* prepared, const OutputView&,
-                 ThreadTeam::Member&);
+// The same for rows in parts, divided by outputs. The activations of part p are prepared at p.begin * prepared_stride.
+// Every member of a team calls this, and the result is complete after the next barrier.
+void packed_gemm(const PackedWeight&, const float* x, int64_t ldx, const std::vector<RowPart>& parts, char* prepared,
+                 int64_t prepared_stride, const OutputView&, ThreadTeam::Member&);
 
 // `width` numbers of each of H heads in a row: those of head h begin at first + h * stride.
 struct HeadColumns {

@@ -15,12 +15,18 @@ void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, c
   selected_isa().packed_gemm(w, 0, w.num_tiles(), prepared, rows, out);
 }
 
-void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, int rows, char* prepared, const OutputView& out,
-                 ThreadTeam::Member& member) {
-  member.parallel_for(rows, [&](int begin, int end) { prepare_rows(w, x, ldx, prepared, begin, end); });
+void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, const std::vector<RowPart>& parts, char* prepared,
+                 int64_t prepared_stride, const OutputView& out, ThreadTeam::Member& member) {
+  member.parallel_for(parts.back().end, [&](int begin, int end) {
+    for (const RowPart& p : parts)
+      prepare_rows(w.with(p.products), x + p.begin * ldx, ldx, prepared + p.begin * prepared_stride,
+                   std::max(begin, p.begin) - p.begin, std::min(end, p.end) - p.begin);
+  });
   member.barrier();
   member.parallel_for(w.num_tiles(), [&](int begin, int end) {
-    selected_isa().packed_gemm(w, begin, end, prepared, rows, out);
+    for (const RowPart& p : parts)
+      selected_isa().packed_gemm(w.with(p.products), begin, end, prepared + p.begin * prepared_stride, p.end - p.begin,
+                                 {out.y + p.begin * out.ldy, out.ldy, out.bias, out.accumulate});
   });
 }
 

@@ -71,7 +71,8 @@ constexpr int max_rows(WeightFormat format, int tiles) {
 // Bytes of one prepared row of activations.
 INLINE int64_t row_bytes(const PackedWeight& w) {
   if (w.format == WeightFormat::float32) return round_up(int64_t(w.in) * 4, 64);
-  if (w.format == WeightFormat::bfloat16) return round_up(int64_t(w.in + 1) * sizeof(Multiplier<bf16>), 64);
+  if (w.format == WeightFormat::bfloat16 || w.is_dequantized())
+    return round_up(int64_t(w.in + 1) * sizeof(Multiplier<bf16>), 64);
   return round_up(w.in + int64_t(w.num_groups()) * int64_t(sizeof(ActivationGroup)), 64);
 }
 
@@ -108,7 +109,7 @@ INLINE void quantize(const float* x, int8_t* q, ActivationGroup& group) {
 INLINE void prepare_row(const PackedWeight& w, const float* x, char* row) {
   if (w.format == WeightFormat::float32) {
     memcpy(row, x, size_t(w.in) * 4);
-  } else if (w.format == WeightFormat::bfloat16) {
+  } else if (w.format == WeightFormat::bfloat16 || w.is_dequantized()) {
     Multiplier<bf16>* out = reinterpret_cast<Multiplier<bf16>*>(row);
     int i = 0;
     for (; i + WIDTH <= w.in; i += WIDTH) store_multipliers<bf16>(out + i, load<WIDTH>(x + i));
@@ -138,17 +139,29 @@ INLINE void dot_float32(const PackedWeight& w, const char* tile, int vector, con
   }
 }
 
+// Tiles of weights in bfloat16, [depth / 2][16][2] each, and prepared rows. Strides are in bytes.
+struct Bfloat16Args {
+  const char* tile;
+  int64_t tile_stride;
+  int depth;
+  const char* rows;
+  int64_t row_stride;
+};
+
 template <int TILES, int ROWS>
-INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, const char* rows, F (&sum)[TILES][ROWS]) {
-  const bf16* b = reinterpret_cast<const bf16*>(tile) + 2 * vector * WIDTH;
-  const int64_t stride = row_bytes(w) / sizeof(Multiplier<bf16>), tile_stride = w.tile_bytes() / 2;
-  const Multiplier<bf16>* a = reinterpret_cast<const Multiplier<bf16>*>(rows);
+INLINE void dot_bfloat16(const Bfloat16Args& p, int vector, F (&sum)[TILES][ROWS]) {
+  const bf16* b = reinterpret_cast<const bf16*>(p.tile) + 2 * vector * WIDTH;
+  const int64_t stride = p.row_stride / sizeof(Multiplier<bf16>), tile_stride = p.tile_stride / 2;
+  const Multiplier<bf16>* a = reinterpret_cast<const Multiplier<bf16>*>(p.rows);
+  auto prefetch = [&]() __attribute__((always_inline)) {
+    prefetch_weights<ROWS>(reinterpret_cast<const char*>(b), p.tile, p.tile_stride, TILES, 4 * TILE_OUT);
+  };
 #ifdef RETAIN_TILES
-  for (int begin = 0; begin < w.in; begin += TILE_DEPTH) {
+  for (int begin = 0; begin < p.depth; begin += TILE_DEPTH) {
     F even[TILES][ROWS] = {}, odd[TILES][ROWS] = {};
-    const int end = begin + TILE_DEPTH < w.in ? begin + TILE_DEPTH : w.in;
+    const int end = begin + TILE_DEPTH < p.depth ? begin + TILE_DEPTH : p.depth;
     for (int k = begin; k < end; k += 2, b += 2 * TILE_OUT) {
-      prefetch_weights<ROWS>(reinterpret_cast<const char*>(b), tile, w.tile_bytes(), TILES, 4 * TILE_OUT);
+      prefetch();
       EACH(t, TILES) {
         const Bf16Pairs<WIDTH> x = load_pairs<WIDTH>(b + t * tile_stride);
         EACH(r, ROWS) even[t][r] = add_even<WIDTH>(even[t][r], x, a + r * stride + k);
@@ -158,8 +171,8 @@ INLINE void dot_bfloat16(const PackedWeight& w, const char* tile, int vector, co
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = flush<WIDTH>(sum[t][r] + flush<WIDTH>(even[t][r] + odd[t][r]));
   }
 #else
-  for (int k = 0; k < w.in; k += 2, b += 2 * TILE_OUT) {
-    prefetch_weights<ROWS>(reinterpret_cast<const char*>(b), tile, w.tile_bytes(), TILES, 4 * TILE_OUT);
+  for (int k = 0; k < p.depth; k += 2, b += 2 * TILE_OUT) {
+    prefetch();
     Bf16Pairs<WIDTH> x[TILES];
     EACH(t, TILES) x[t] = load_pairs<WIDTH>(b + t * tile_stride);
     EACH(r, ROWS) EACH(t, TILES) sum[t][r] = dot<WIDTH>(sum[t][r], x[t], a + r * stride + k);
@@ -341,7 +354,8 @@ template <WeightFormat FORMAT, int TILES, int ROWS>
 INLINE void gemm_many_rows(const PackedWeight& w, int t, const char* rows, const OutputView& out) {
   gemm_block<TILES, ROWS>(w, t, out, [&](const char* tile, int vector, auto& sum) __attribute__((always_inline)) {
     if constexpr (FORMAT == WeightFormat::float32) dot_float32(w, tile, vector, rows, sum);
-    if constexpr (FORMAT == WeightFormat::bfloat16) dot_bfloat16(w, tile, vector, rows, sum);
+    if constexpr (FORMAT == WeightFormat::bfloat16)
+      dot_bfloat16({tile, w.tile_bytes(), w.in, rows, row_bytes(w)}, vector, sum);
     if constexpr (FORMAT >= WeightFormat::int8) dot_groups<FORMAT>(w, tile, vector, rows, sum);
   });
 }

@@ -14,7 +14,25 @@ constexpr int MIN_BLOCK_ROWS = 32, MAX_BLOCK_ROWS = 128;
 struct Program::StepState {
   const StepArgs& step;
   Program& program;
-  int rows;  // T, or N after `gather_rows`
+  int rows;                    // T, or N after `gather_rows`
+  std::vector<RowPart> parts;  // of the rows, as they multiply quantized weights
+  std::vector<RowPart> all;    // one part
+
+  StepState(const StepArgs& step, Program& program) : step(step), program(program), rows(step.T) {
+    all = {{Products::integers, 0, rows}};
+    int begin = 0;
+    for (const RowRange& range : step.bfloat16_rows) {
+      if (begin < range.begin) parts.push_back({Products::integers, begin, range.begin});
+      if (range.begin < range.end) parts.push_back({Products::bfloat16, range.begin, range.end});
+      begin = range.end;
+    }
+    if (begin < rows) parts.push_back({Products::integers, begin, rows});
+  }
+
+  void gather_rows() {
+    rows = step.N;
+    all = parts = {{Products::integers, 0, rows}};
+  }
 
   float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
   int width(int buffer) const { return program.widths_[buffer]; }
@@ -106,13 +124,21 @@ struct Program::LinearOp {
   int first;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    packed_gemm(weight, state.data(in), state.width(in), state.rows, state.program.prepared(0), outputs(state, 0),
-                member);
+    packed_gemm(weight, state.data(in), state.width(in), parts(state), state.program.prepared(0),
+                state.program.prepared_row_bytes_, outputs(state, 0), member);
   }
 
   void run_rows(const StepState& state, int begin, int end) const {
-    packed_gemm(weight, state.data(in) + int64_t(begin) * state.width(in), state.width(in), end - begin,
-                state.program.prepared(begin), outputs(state, begin));
+    for (const RowPart& p : parts(state)) {
+      const int first = std::max(begin, p.begin), last = std::min(end, p.end);
+      if (first >= last) continue;
+      packed_gemm(weight.with(p.products), state.data(in) + int64_t(first) * state.width(in), state.width(in),
+                  last - first, state.program.prepared(first), outputs(state, first));
+    }
+  }
+
+  const std::vector<RowPart>& parts(const StepState& state) const {
+    return weight.is_quantized() ? state.parts : state.all;
   }
 
   OutputView outputs(const StepState& state, int row) const {
@@ -371,7 +397,7 @@ struct Program::GatherRowsOp {
 
   void run(StepState& state, ThreadTeam::Member& member) const {
     const int64_t n = state.width(in);
-    state.rows = state.step.N;
+    state.gather_rows();
     if (member.id != 0) return;
     for (int i = 0; i < state.step.N; ++i)
       memcpy(state.data(out) + i * n, state.data(in) + state.step.logits_indices[i] * n, n * 4);
@@ -403,6 +429,8 @@ void Program::norm(int in, int out, const NormParams& norm, int n, int heads, bo
 }
 void Program::linear(int in, int out, const PackedWeight& weight, const float* bias, bool add, int first) {
   max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, max_activation_bytes(weight));
+  max_bfloat16_row_bytes_ =
+      std::max(max_bfloat16_row_bytes_, max_activation_bytes(weight.with(Products::bfloat16)));
   if (out == LOGITS) logits_width_ = std::max(logits_width_, first + weight.out);
   push(LinearOp{in, out, weight, bias, add, first});
 }
@@ -443,20 +471,33 @@ void Program::linear_attention(int qkv, int gates, int out, int tokens_layer, in
 }
 void Program::gather_rows(int in, int out) { push_checked(GatherRowsOp{in, out}); }
 
-// Allocates `rows` rows in every buffer, unless they have as many already.
-void Program::reserve(int rows) {
-  if (rows <= reserved_rows_) return;
-  reserved_rows_ = rows;
+// Allocates the rows of a step in every buffer, unless they have as many already.
+void Program::reserve(const StepArgs& s) {
+  const int rows = std::max({s.T, s.N, 1});
+  const int64_t row_bytes =
+      s.bfloat16_rows.empty() ? max_prepared_row_bytes_ : std::max(max_prepared_row_bytes_, max_bfloat16_row_bytes_);
+  if (rows <= reserved_rows_ && row_bytes <= prepared_row_bytes_) return;
+  reserved_rows_ = std::max(rows, reserved_rows_);
+  prepared_row_bytes_ = std::max(row_bytes, prepared_row_bytes_);
   std::vector<int64_t> offsets;  // in floats; each buffer starts on a cache line
   int64_t total = 0;
   for (int width : widths_) {
     offsets.push_back(total);
-    total += round_up(int64_t(width) * rows, 16);
+    total += round_up(int64_t(width) * reserved_rows_, 16);
   }
   memory_ = AlignedVector<float>(total);
   buffers_.clear();
   for (int64_t offset : offsets) buffers_.push_back(memory_.data() + offset);
-  prepared_ = AlignedVector<char>(max_prepared_row_bytes_ * round_up(rows, MAX_PADDED_ROWS));
+  prepared_ = AlignedVector<char>(prepared_row_bytes_ * (reserved_rows_ + MAX_PADDED_ROWS));  // a part begins in any row
+}
+
+static void check_ranges(const StepArgs& s) {
+  int end = 0;
+  for (const RowRange& range : s.bfloat16_rows) {
+    if (range.begin < end || range.end < range.begin || range.end > s.T)
+      throw std::invalid_argument("bfloat16_rows must be ascending ranges of the step's tokens");
+    end = range.end;
+  }
 }
 
 // Computes cos [n] and sin [n] for each token and RoPE table, in float32 as torch does.
@@ -478,11 +519,13 @@ void Program::compute_rope_tables(const StepArgs& s, ThreadTeam::Member& member)
 
 void Program::run(const StepArgs& step, int begin, int end) {
   if (begin == 0) {
-    reserve(std::max({step.T, step.N, 1}));
-    for (const auto& check : checks_) check({step, *this, step.T});
+    reserve(step);
+    check_ranges(step);
+    const StepState state(step, *this);
+    for (const auto& check : checks_) check(state);
   }
   ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
-    StepState state = {step, *this, step.T};
+    StepState state(step, *this);
     if (begin == 0) compute_rope_tables(step, member);
     for (int i = begin; i < end;) {
       const int next = end_of_row_ops(state, i, end, member.size);

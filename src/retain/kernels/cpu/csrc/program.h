@@ -21,6 +21,11 @@ struct GroupArgs {
   int num_layers;
 };
 
+// Rows begin .. end - 1.
+struct RowRange {
+  int begin, end;
+};
+
 // The inputs of a step. Letters as in types.h, and N rows of logits.
 struct StepArgs {
   int T, N;
@@ -31,6 +36,7 @@ struct StepArgs {
   const std::vector<GroupArgs>& groups;
   const std::vector<std::pair<int, int>>& layers;  // of the model: the group of the cache it reads, its place in there
   AttentionScoring scoring;
+  const std::vector<RowRange>& bfloat16_rows;  // ascending: tokens that multiply quantized weights in bfloat16
 };
 
 // The layout of a row of q, k and v: H heads of q and G of k, each of k_dim numbers, and G of v, each of v_dim. Without
@@ -112,9 +118,9 @@ class Program {
     std::function<void(const StepState&, int begin, int end)> run_rows;  // empty if rows need others
   };
 
-  void reserve(int rows);
+  void reserve(const StepArgs&);
   // Returns memory for the prepared activations of `row` and following ones. It starts on a cache line.
-  char* prepared(int row) { return prepared_.data() + row * max_prepared_row_bytes_; }
+  char* prepared(int row) { return prepared_.data() + row * prepared_row_bytes_; }
   int end_of_row_ops(const StepState&, int begin, int end, int threads) const;
   void run_row_blocks(const StepState&, int begin, int end, ThreadTeam::Member&);
   void compute_rope_tables(const StepArgs&, ThreadTeam::Member&);
@@ -127,10 +133,11 @@ class Program {
   std::vector<RopeTable> rope_tables_;
   std::vector<Operation> ops_;
   std::vector<std::function<void(const StepState&)>> checks_;
-  int64_t max_prepared_row_bytes_ = 0;
+  int64_t max_prepared_row_bytes_ = 0, max_bfloat16_row_bytes_ = 0;
   int logits_width_ = 0;
 
   int reserved_rows_ = 0;
+  int64_t prepared_row_bytes_ = 0;
   AlignedVector<float> memory_;
   std::vector<float*> buffers_;
   AlignedVector<char> prepared_;

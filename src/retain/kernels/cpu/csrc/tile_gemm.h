@@ -19,6 +19,7 @@ struct TileGemm {
   ptrdiff_t column_step;  // elements of B between tiles of 16 columns
   float* c;
   ptrdiff_t ldc;
+  bool accumulate = false;  // into C
 };
 
 // Rows of a strip: those of the first and of the second tile of A.
@@ -40,10 +41,18 @@ INLINE void configure_bfloat16(Tiles& tiles, TileStrip strip) {
 
 template <bool TWO_ROWS, bool TWO_COLUMNS>
 INLINE void tile_block(Tiles& tiles, const TileGemm& p, int column) {
-  tiles.zero<0>();
-  if (TWO_COLUMNS) tiles.zero<1>();
-  if (TWO_ROWS) tiles.zero<2>();
-  if (TWO_ROWS && TWO_COLUMNS) tiles.zero<3>();
+  float* c = p.c + column;
+  if (p.accumulate) {
+    tiles.load<0>(c, 4 * p.ldc);
+    if (TWO_COLUMNS) tiles.load<1>(c + TILE_ROWS, 4 * p.ldc);
+    if (TWO_ROWS) tiles.load<2>(c + TILE_ROWS * p.ldc, 4 * p.ldc);
+    if (TWO_ROWS && TWO_COLUMNS) tiles.load<3>(c + TILE_ROWS * p.ldc + TILE_ROWS, 4 * p.ldc);
+  } else {
+    tiles.zero<0>();
+    if (TWO_COLUMNS) tiles.zero<1>();
+    if (TWO_ROWS) tiles.zero<2>();
+    if (TWO_ROWS && TWO_COLUMNS) tiles.zero<3>();
+  }
   for (int i = 0; i < p.num_parts; ++i) {
     const bf16 *a = p.parts[i].a, *b = p.parts[i].b + column / TILE_ROWS * p.column_step;
     for (int k = 0; k < p.depth; k += TILE_DEPTH, a += TILE_DEPTH, b += TILE_DEPTH / 2 * p.ldb) {
@@ -61,7 +70,6 @@ INLINE void tile_block(Tiles& tiles, const TileGemm& p, int column) {
       }
     }
   }
-  float* c = p.c + column;
   tiles.store<0>(c, 4 * p.ldc);
   if (TWO_COLUMNS) tiles.store<1>(c + TILE_ROWS, 4 * p.ldc);
   if (TWO_ROWS) tiles.store<2>(c + TILE_ROWS * p.ldc, 4 * p.ldc);

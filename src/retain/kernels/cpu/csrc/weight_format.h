@@ -65,11 +65,19 @@ struct ActivationGroup {
   int32_t offset, half_offsets[2];
 };
 
+// How quantized weights are multiplied: exact integers, by activations of 8 bits; or both rounded to bfloat16.
+enum class Products : int { integers, bfloat16 };
+
 // A weight matrix [out, in] in tiles.
 struct PackedWeight {
   const char* data;  // aligned to a cache line
   int out, in;
   WeightFormat format;
+  Products products = Products::integers;
+
+  INLINE bool is_quantized() const { return format >= WeightFormat::int8; }
+  INLINE bool is_dequantized() const { return is_quantized() && products == Products::bfloat16; }
+  INLINE PackedWeight with(Products own) const { return {data, out, in, format, own}; }
 
   INLINE int num_tiles() const { return (out + TILE_OUT - 1) / TILE_OUT; }
   INLINE int num_groups() const { return in / QUANT_GROUP; }
