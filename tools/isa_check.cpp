@@ -35,7 +35,7 @@ struct Linear {
   std::vector<uint16_t> scale, shift;
   PackedWeight packed;
 
-  Linear(WeightFormat format, int out, int in) : packed{nullptr, out, in, format} {
+  Linear(WeightFormat format, Products products, int out, int in) : packed{nullptr, out, in, format, products} {
     const int bytes = format == WeightFormat::float32 ? 4 : format == WeightFormat::bfloat16 ? 2 : 1;
     numbers.resize(size_t(out) * in * bytes);
     for (int64_t i = 0; i < int64_t(out) * in; ++i) {
@@ -59,29 +59,33 @@ struct Linear {
     std::vector<float> y(size_t(rows) * packed.out);
     AlignedVector<char> prepared(max_activation_bytes(packed) * round_up(rows, MAX_PADDED_ROWS));
     ThreadTeam::run(true, [&](ThreadTeam::Member& member) {
-      packed_gemm(packed, x.data(), packed.in, rows, prepared.data(), {y.data(), packed.out, nullptr, false}, member);
+      packed_gemm(packed, x.data(), packed.in, {{packed.products, 0, rows}}, prepared.data(), 0,
+                  {y.data(), packed.out, nullptr, false}, member);
     });
     return y;
   }
 };
 
+static void check_linear(const char* isa, WeightFormat format, Products products, int in, int rows) {
+  const Linear linear(format, products, 40, in);
+  std::vector<float> x(size_t(rows) * in);
+  for (float& v : x) v = normal();
+  select_isa("plain");
+  const std::vector<float> expected = linear.multiply(x);
+  select_isa(isa);
+  const std::vector<float> y = linear.multiply(x);
+  const double error = relative_error(y, expected);
+  expect(error < 1e-5, isa, "a linear layer differs from the plain one", error);
+  const std::vector<float> last = linear.multiply({x.end() - in, x.end()});
+  expect(!memcmp(last.data(), &y[y.size() - 40], 160), isa, "other rows change the bits of a linear layer", 0);
+}
+
 static void check_linear(const char* isa) {
   for (WeightFormat format :
        {WeightFormat::float32, WeightFormat::bfloat16, WeightFormat::int8, WeightFormat::int4})
-    for (int in : {32, 96, 576})
-      for (int rows : {1, 3, 4, 13, 40}) {
-        const Linear linear(format, 40, in);
-        std::vector<float> x(size_t(rows) * in);
-        for (float& v : x) v = normal();
-        select_isa("plain");
-        const std::vector<float> expected = linear.multiply(x);
-        select_isa(isa);
-        const std::vector<float> y = linear.multiply(x);
-        const double error = relative_error(y, expected);
-        expect(error < 1e-5, isa, "a linear layer differs from the plain one", error);
-        const std::vector<float> last = linear.multiply({x.end() - in, x.end()});
-        expect(!memcmp(last.data(), &y[y.size() - 40], 160), isa, "other rows change the bits of a linear layer", 0);
-      }
+    for (Products products : {Products::integers, Products::bfloat16})
+      for (int in : {32, 96, 576})
+        for (int rows : {1, 3, 4, 13, 40}) check_linear(isa, format, products, in, rows);
 }
 
 constexpr DType DTYPES[] = {DType::float32, DType::bfloat16, DType::int8, DType::k8v4, DType::int4};

@@ -38,6 +38,9 @@ ARM_ISAS = {
 }
 
 
+FOR_EACH_ISA = {"isa_kernels.cpp": [], "ggml_blocks.cpp": ["-ffp-contract=off"], "state_kernels.cpp": []}
+
+
 def main() -> int:
     """Build the check and run it. Returns its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -48,14 +51,13 @@ def main() -> int:
     is_arm = machine.startswith(("aarch64", "arm64"))
     isas, define = (ARM_ISAS, "-DRETAIN_ARM") if is_arm else (X86_ISAS, "-DRETAIN_X86")
     with tempfile.TemporaryDirectory() as folder:
-        for_each_isa = {SOURCES / "isa_kernels.cpp": [], SOURCES / "ggml_blocks.cpp": ["-ffp-contract=off"]}
-        sources = [p for p in SOURCES.glob("*.cpp") if p.name != "binding.cpp" and p not in for_each_isa]
+        sources = [p for p in SOURCES.glob("*.cpp") if p.name != "binding.cpp" and p.name not in FOR_EACH_ISA]
         jobs = [(p, [define, "-DRETAIN_EMULATE_AMX"]) for p in sources]
         check = (ROOT / "tools/isa_check.cpp", [define, "-O1"])  # GCC 12 for aarch64 fails at vectorizing it
         jobs.append(check)
         for name, (width, flags) in isas.items():
             defines = [f"-DRETAIN_ISA={name}", f"-DRETAIN_WIDTH={width}"]
-            jobs += [(p, [*defines, *flags.split(), *options]) for p, options in for_each_isa.items()]
+            jobs += [(SOURCES / p, [*defines, *flags.split(), *options]) for p, options in FOR_EACH_ISA.items()]
 
         def compile_object(number: int) -> str:
             source, flags = jobs[number]

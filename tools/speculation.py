@@ -33,7 +33,7 @@ def generate(
     drafter = drafters.parse(drafter_spec) if drafter_spec else None
     if drafter:
         drafter.attach(llm.target)
-    engine, outputs = Engine(llm.engine.runner, llm.cache, drafter), []
+    engine, outputs = Engine(llm.engine.runner, llm.cache, drafter, llm.config.prompt_activations), []
     for i in range(0, len(prompts), batch_size):
         batch = [greedy_request(llm.cache, p, policies.parse(policy), output_len) for p in prompts[i : i + batch_size]]
         engine.add(*batch)

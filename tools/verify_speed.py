@@ -49,7 +49,7 @@ def time_steps(llm: LLM, context_len: int, rows: Sequence[int], rounds: int) -> 
     """Return the median seconds of a step with so many fresh tokens of one request."""
     prompt = random_prompts(llm.spec.vocab_size, context_len, 1, seed=0)[0]
     drafter = RandomDrafter(llm.spec.vocab_size)
-    engine = Engine(llm.engine.runner, llm.cache, drafter)
+    engine = Engine(llm.engine.runner, llm.cache, drafter, llm.config.prompt_activations)
     engine.add(greedy_request(llm.cache, prompt, llm.policy, 2 * (rounds + 1) * len(rows)))
     run_until_first_tokens(engine)
     seconds: dict[int, list[float]] = {n: [] for n in rows}

@@ -75,6 +75,7 @@ class LLM:
         backend = kernels.load(c.backend, self.device)
         if c.kv_dtype != "auto":
             kernels.check_pool_dtype(backend, self.kv_dtype)
+        kernels.check_prompt_activations(backend, c.prompt_activations)
         path = resolve_model(model)
         limit = c.max_model_len
         checkpoint = open_checkpoint(path)

@@ -201,6 +201,9 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     dtype, kv_dtype, weights = draw_dtypes(rng, backend)
     page_size = rng.choice([16, 16, 32, 48])
     prefix_cache = rng.choice(["off", "exact", "exact", "exact:keep=prompt"])
+    prompt_activations = random.Random(f"activations {seed}").choice(PROMPT_ACTIVATIONS)
+    if prefix_cache == "exact" and prompt_activations != "int8":
+        prefix_cache = "exact:keep=prompt"  # else a prompt may go on from an answer, whose last bits are others
     tiers = rng.choice(TIERS) if prefix_cache != "off" and rng.random() < 0.5 else ()
     restarts = tuple(rng.randint(3, 80) for _ in range(rng.choice([0, 1, 1, 2]))) if tiers else ()
     max_running_requests = rng.choice([1, 2, 4, 8])
@@ -219,7 +222,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         dtype=dtype,
         kv_dtype=kv_dtype,
         weights=weights,
-        prompt_activations=random.Random(f"activations {seed}").choice(PROMPT_ACTIVATIONS),
+        prompt_activations=prompt_activations,
         page_size=page_size,
         pool_factor=rng.choice([1.0, 1.0, 1.1, 1.4, 2.0, 20.0]),
         max_batched_tokens=max_running_requests + rng.choice([1, 5, 20, 60, 120, 250]),

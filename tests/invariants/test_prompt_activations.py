@@ -13,6 +13,7 @@ from retain import LLM, SamplingParams, kernels
 from retain.config import Config
 from retain.engine.drafters import parse as parse_drafter
 from retain.engine.engine import Engine
+from retain.engine.request import Request
 from retain.kernels.api import Batch
 from tests.helpers.engines import (
     AlwaysLoad,
@@ -79,17 +80,21 @@ def test_the_tokens_of_prompts_and_no_others_have_them(drafter: str) -> None:
 def test_company_chunks_and_preemption_change_no_bit() -> None:
     prompts = random_prompts(6, seed=5)
 
-    def logits_of(batched_tokens: int, *chosen: int) -> list[Tensor]:
-        engine = make_engine("llama", backend="cpu", max_batched_tokens=batched_tokens, **OPTIONS)  # type: ignore[arg-type]
-        return record_logits(engine, [make_request(prompts[i], 20, needs_logits=True) for i in chosen])
+    def make(**options: int) -> Engine:
+        return make_engine("llama", backend="cpu", **OPTIONS, **options)  # type: ignore[arg-type]
 
-    together = logits_of(70, *range(6))
+    def requests_of(*chosen: int) -> list[Request]:
+        return [make_request(prompts[i], 20, needs_logits=True) for i in chosen]
+
+    engine = make(num_pages=90, max_batched_tokens=70)
+    together = record_logits(engine, requests_of(*range(6)))
+    assert engine.scheduler.num_preemptions
     for i in range(6):
-        assert torch.equal(together[i], logits_of(128, i)[0])
+        assert torch.equal(together[i], record_logits(make(), requests_of(i))[0])
 
 
 @needs_cpu
-def test_the_option_changes_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_option_changes_prompts() -> None:
     def first_logits(**options: str) -> Tensor:
         engine = make_engine("llama", backend="cpu", dtype=torch.bfloat16, weights="int4", **options)  # type: ignore[arg-type]
         return record_logits(engine, [make_request(list(range(3, 40)), 1, needs_logits=True)])[0]
@@ -120,6 +125,20 @@ def test_a_store_of_other_activations_is_not_read(tmp_path: Path) -> None:
 
     found = [count_cached(a) for a in ("int8", "bfloat16", "int8", "bfloat16")]
     assert found[:2] == [0, 0] and min(found[2:]) > 90
+
+
+def test_prompts_that_follow_each_other_are_one_range() -> None:
+    engine = make_engine("llama", max_batched_tokens=128, prompt_activations="bfloat16")
+    engine.runner = runner = RecordingRunner(engine)
+    run_to_completion(engine, [make_request(list(range(3, 13)), 3), make_request(list(range(20, 35)), 3)])
+    assert [list(batch.bfloat16_rows) for batch, _ in runner.steps] == [[(0, 25)], [], []]
+
+
+def test_it_is_refused_where_it_changes_nothing() -> None:
+    with pytest.raises(ValueError, match="contradicts dtype float32"):
+        Config("m", prompt_activations="bfloat16", dtype="float32")
+    with pytest.raises(ValueError, match="is for the cpu backend: reference has"):
+        LLM("random:tiny", backend="reference", prompt_activations="bfloat16")
 
 
 def test_an_unknown_value_is_refused() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
 import shutil
 import subprocess
 import sys
@@ -269,6 +270,11 @@ def test_rejects_inconsistent_arguments() -> None:
     ):
         with pytest.raises(error, match=message):
             call()
+
+
+def test_the_check_of_other_machines_compiles_what_cmake_does() -> None:
+    listed = re.search(r"add_library\(isa_.*?\)", (isa_check.ROOT / "CMakeLists.txt").read_text(), re.S)
+    assert listed and set(isa_check.FOR_EACH_ISA) == set(re.findall(r"\w+\.cpp", listed[0]))
 
 
 @pytest.mark.slow

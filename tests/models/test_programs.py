@@ -226,14 +226,16 @@ def test_prompts_in_bfloat16_are_nearer_to_the_reference(weights: str) -> None:
             assert 1e-4 < error(40) < 0.7 * error(0), isa
 
 
-@pytest.mark.parametrize("weights", ["int4", *slow("bf16")])
+@pytest.mark.parametrize(
+    ("weights", "num_bfloat16"), [("int4", 0), ("int4", 23), pytest.param("bf16", 0, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3", "qwen3_next"])
-def test_blocks_of_many_rows_change_no_bit(family: str, weights: str) -> None:
+def test_blocks_of_many_rows_change_no_bit(family: str, weights: str, num_bfloat16: int) -> None:
     """Threads take many rows through several operations each, few rows through one operation together."""
     checkpoint = tiny_checkpoint(family)
 
     def run(*steps: tuple[int, ...]) -> Tensor:
-        return program_logits(checkpoint, steps, weights=weights, dtype=torch.bfloat16)
+        return program_logits(checkpoint, steps, weights=weights, dtype=torch.bfloat16, num_bfloat16=num_bfloat16)
 
     for isa in ISAS:
         with use_isa(isa):

@@ -146,7 +146,8 @@ def measure_workload(
         "host_share": round(median(timer.host_share for timer in timers), 3),
         "read_mb": round(read / 1e6, 1),
         "bandwidth": round(read / step_s / bandwidth, 3),
-        "note": f"{llm.device.type}, {llm.config.dtype}, weights {llm.config.weights}, kv {llm.config.kv_policy}",
+        "note": f"{llm.device.type}, {llm.config.dtype}, weights {llm.config.weights}, "
+        f"prompts {llm.config.prompt_activations}, kv {llm.config.kv_policy}",
     }
 
 

@@ -52,7 +52,8 @@ def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
     for s in scheduled:
         n = s.num_tokens if s.request.scoring else len(s.request.prompt) - s.request.next_position
         if n > 0:
-            ranges.append((begin, begin + min(n, s.num_tokens)))
+            first = ranges.pop()[0] if ranges and ranges[-1][1] == begin else begin  # each range reads all weights
+            ranges.append((first, begin + min(n, s.num_tokens)))
         begin += s.num_tokens
     return ranges
 

@@ -64,6 +64,15 @@ def check_pool_dtype(backend: Backend, dtype: torch.dtype) -> None:
         raise ValueError(f"the {own} backend has no slots in {dtype_name(dtype)}: use backend {' or '.join(names)}")
 
 
+def check_prompt_activations(backend: Backend, activations: str) -> None:
+    """Raise ValueError where a backend rounds no activations to 8 bits, which the option could replace."""
+    name = backend.__name__.rpartition(".")[2]
+    if activations != "int8" and name != "cpu":
+        raise ValueError(
+            f"prompt_activations {activations} is for the cpu backend: {name} has no activations of 8 bits"
+        )
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device of that name; `auto` is a GPU if the triton backend can use one, else the CPU.
 

@@ -196,8 +196,8 @@ class Batch:
     before_attention: Callable[[int, Tensor], None] | None = None
     after_attention: Callable[[int], None] | None = None
     pending_tokens: PendingTokens | None = None  # fresh tokens that only the device knows
-    # Ranges [begin, end) of fresh tokens, ascending. Where a backend rounds activations to 8 bits for quantized
-    # weights, those of these tokens are rounded to bfloat16; in layers, but for experts and matrices of heads.
+    # Ranges [begin, end) of fresh tokens, ascending. A backend that rounds activations to 8 bits for quantized weights
+    # rounds those of these tokens to bfloat16, in `linear` before `gather_rows`.
     bfloat16_rows: Sequence[tuple[int, int]] = ()
 
     def token_ids(self) -> Tensor:

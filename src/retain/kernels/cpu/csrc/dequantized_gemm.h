@@ -16,7 +16,7 @@ constexpr int PANEL_TILES = 2;
 constexpr int PANEL_INPUTS = 256;  // 16 KiB of weights, which stay in L1 beside 16 rows of activations
 constexpr int PANEL_OUT = PANEL_TILES * TILE_OUT;
 constexpr int PANEL_ROWS = 256;  // whose sums lie in memory between panels
-constexpr int STRIP_ROWS = 32;
+constexpr int STRIP_ROWS = 32;  // two tiles of rows
 
 // Returns pairs of the nearest bfloat16 of finite numbers: those of `even` are the lower halves.
 INLINE Lanes<WIDTH>::u to_pairs(F even, F odd) {
@@ -85,30 +85,30 @@ INLINE void dequantize(WeightFormat format, const char* groups, int n, bf16* out
   }
 }
 
-// Adds the products of a panel with ROWS rows to their sums [ROWS][PANEL_OUT].
-template <int ROWS>
+// Adds the products of the tiles of a panel with ROWS rows to their sums [ROWS][PANEL_OUT].
+template <int TILES, int ROWS>
 INLINE void add_products_of_rows(const Bfloat16Args& p, float* sums) {
   for (int vector = 0; vector < TILE_VECTORS; ++vector) {
-    F sum[PANEL_TILES][ROWS];
+    F sum[TILES][ROWS];
     float* own = sums + vector * WIDTH;
     for (int r = 0; r < ROWS; ++r)
-      for (int t = 0; t < PANEL_TILES; ++t) sum[t][r] = load<WIDTH>(own + r * PANEL_OUT + t * TILE_OUT);
+      for (int t = 0; t < TILES; ++t) sum[t][r] = load<WIDTH>(own + r * PANEL_OUT + t * TILE_OUT);
     dot_bfloat16(p, vector, sum);
     for (int r = 0; r < ROWS; ++r)
-      for (int t = 0; t < PANEL_TILES; ++t) store<WIDTH>(own + r * PANEL_OUT + t * TILE_OUT, sum[t][r]);
+      for (int t = 0; t < TILES; ++t) store<WIDTH>(own + r * PANEL_OUT + t * TILE_OUT, sum[t][r]);
   }
 }
 
-template <int ROWS>
+template <int TILES, int ROWS>
 void add_products(Bfloat16Args p, int n, float* sums) {
   for (; n >= ROWS; n -= ROWS, p.rows += ROWS * p.row_stride, sums += ROWS * PANEL_OUT)
-    add_products_of_rows<ROWS>(p, sums);
+    add_products_of_rows<TILES, ROWS>(p, sums);
   if constexpr (ROWS > 1)
-    if (n > 0) add_products<ROWS / 2>(p, n, sums);
+    if (n > 0) add_products<TILES, ROWS / 2>(p, n, sums);
 }
 
 #ifdef RETAIN_TILES
-INLINE void add_products_by_tiles(Tiles& tiles, const Bfloat16Args& p, int n, float* sums) {
+INLINE void add_products_by_tiles(Tiles& tiles, const Bfloat16Args& p, int num_tiles, int n, float* sums) {
   int configured = 0;
   for (int r = 0; r < n; r += STRIP_ROWS) {
     const TileStrip strip(n - r);
@@ -117,7 +117,7 @@ INLINE void add_products_by_tiles(Tiles& tiles, const Bfloat16Args& p, int n, fl
     const TileOperands operands = {reinterpret_cast<const bf16*>(p.rows + r * p.row_stride),
                                    reinterpret_cast<const bf16*>(p.tile)};
     tile_gemm(tiles, strip, {&operands, 1, p.depth, p.row_stride / 2, 2 * TILE_OUT, p.tile_stride / 2,
-                             sums + r * PANEL_OUT, PANEL_OUT, true}, PANEL_OUT);
+                             sums + r * PANEL_OUT, PANEL_OUT, true}, num_tiles * TILE_OUT);
   }
 }
 #endif
@@ -147,23 +147,23 @@ inline void gemm_dequantized(const PackedWeight& w, int begin, int end, const ch
     const int block = n - row < PANEL_ROWS ? n - row : PANEL_ROWS;
     const OutputView block_out = {out.y + row * out.ldy, out.ldy, out.bias, out.accumulate};
     for (int t = begin; t < end; t += PANEL_TILES) {
-      const int num_tiles = end - t < PANEL_TILES ? end - t : PANEL_TILES;  // what lies in others is not stored
+      const int num_tiles = end - t < PANEL_TILES ? end - t : PANEL_TILES;
       memset(sums, 0, size_t(block) * PANEL_OUT * sizeof(float));
       for (int first = 0; first < w.in; first += PANEL_INPUTS) {
         const int inputs = w.in - first < PANEL_INPUTS ? w.in - first : PANEL_INPUTS;
-        for (int i = 0; i < PANEL_TILES; ++i) {
-          const char* tile = w.data + (t + i % num_tiles) * w.tile_bytes();
+        for (int i = 0; i < num_tiles; ++i) {
+          const char* tile = w.data + (t + i) * w.tile_bytes();
           dequantize(w.format, tile + first / QUANT_GROUP * group_bytes(w.format), inputs / QUANT_GROUP, panel[i]);
         }
         const char* a = rows + row * row_bytes(w) + first * sizeof(Multiplier<bf16>);
         const Bfloat16Args p = {reinterpret_cast<const char*>(panel), TILE_STRIDE, inputs, a, row_bytes(w)};
 #ifdef RETAIN_TILES
         if (n >= MIN_TILE_PRODUCT) {
-          add_products_by_tiles(tiles, p, block, sums);
+          add_products_by_tiles(tiles, p, num_tiles, block, sums);
           continue;
         }
 #endif
-        add_products<MAX_ROWS>(p, block, sums);
+        num_tiles == 2 ? add_products<2, MAX_ROWS>(p, block, sums) : add_products<1, MAX_ROWS>(p, block, sums);
       }
       for (int i = 0; i < num_tiles; ++i) store_sums(w, t + i, sums + i * TILE_OUT, block, block_out);
     }

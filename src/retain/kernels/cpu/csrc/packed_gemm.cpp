@@ -23,7 +23,11 @@ void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, const std::
                    std::max(begin, p.begin) - p.begin, std::min(end, p.end) - p.begin);
   });
   member.barrier();
-  member.parallel_for(w.num_tiles(), [&](int begin, int end) {
+  // A panel of weights that are unpacked to bfloat16 is two tiles.
+  const int step = std::any_of(parts.begin(), parts.end(), [&](auto& p) { return w.with(p.products).is_dequantized(); })
+                       ? 2 : 1;
+  member.parallel_for((w.num_tiles() + step - 1) / step, [&](int first, int last) {
+    const int begin = first * step, end = std::min(last * step, w.num_tiles());
     for (const RowPart& p : parts)
       selected_isa().packed_gemm(w.with(p.products), begin, end, prepared + p.begin * prepared_stride, p.end - p.begin,
                                  {out.y + p.begin * out.ldy, out.ldy, out.bias, out.accumulate});

@@ -17,7 +17,7 @@
 //
 // Scales follow the numbers of their group, because one core reads one stream nearly twice as fast as two.
 // For quantized weights, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
-// integers. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
+// integers; dequantized_gemm.h multiplies them otherwise. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
 // on the other tokens or on the chunk size. packed_tile_gemm.h has the same products on tiles, with the same bits.
 #pragma once
 

@@ -16,22 +16,22 @@ struct Program::StepState {
   Program& program;
   int rows;                    // T, or N after `gather_rows`
   std::vector<RowPart> parts;  // of the rows, as they multiply quantized weights
-  std::vector<RowPart> all;    // one part
+  std::vector<RowPart> whole;  // all rows as one part
 
   StepState(const StepArgs& step, Program& program) : step(step), program(program), rows(step.T) {
-    all = {{Products::integers, 0, rows}};
+    whole = {{Products::integers, 0, rows}};
     int begin = 0;
     for (const RowRange& range : step.bfloat16_rows) {
       if (begin < range.begin) parts.push_back({Products::integers, begin, range.begin});
       if (range.begin < range.end) parts.push_back({Products::bfloat16, range.begin, range.end});
       begin = range.end;
     }
-    if (begin < rows) parts.push_back({Products::integers, begin, rows});
+    if (begin < rows || parts.empty()) parts.push_back({Products::integers, begin, rows});
   }
 
   void gather_rows() {
     rows = step.N;
-    all = parts = {{Products::integers, 0, rows}};
+    whole = parts = {{Products::integers, 0, rows}};
   }
 
   float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
@@ -124,12 +124,12 @@ struct Program::LinearOp {
   int first;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    packed_gemm(weight, state.data(in), state.width(in), parts(state), state.program.prepared(0),
+    packed_gemm(weight, state.data(in), state.width(in), row_parts(state), state.program.prepared(0),
                 state.program.prepared_row_bytes_, outputs(state, 0), member);
   }
 
   void run_rows(const StepState& state, int begin, int end) const {
-    for (const RowPart& p : parts(state)) {
+    for (const RowPart& p : row_parts(state)) {
       const int first = std::max(begin, p.begin), last = std::min(end, p.end);
       if (first >= last) continue;
       packed_gemm(weight.with(p.products), state.data(in) + int64_t(first) * state.width(in), state.width(in),
@@ -137,8 +137,8 @@ struct Program::LinearOp {
     }
   }
 
-  const std::vector<RowPart>& parts(const StepState& state) const {
-    return weight.is_quantized() ? state.parts : state.all;
+  const std::vector<RowPart>& row_parts(const StepState& state) const {
+    return weight.is_quantized() ? state.parts : state.whole;
   }
 
   OutputView outputs(const StepState& state, int row) const {
@@ -488,7 +488,9 @@ void Program::reserve(const StepArgs& s) {
   memory_ = AlignedVector<float>(total);
   buffers_.clear();
   for (int64_t offset : offsets) buffers_.push_back(memory_.data() + offset);
-  prepared_ = AlignedVector<char>(prepared_row_bytes_ * (reserved_rows_ + MAX_PADDED_ROWS));  // a part begins in any row
+  // A part may begin in any row. Its products read rows behind its own, which another thread may be preparing, and drop
+  // what they compute of them.
+  prepared_ = AlignedVector<char>(prepared_row_bytes_ * (reserved_rows_ + MAX_PADDED_ROWS));
 }
 
 static void check_ranges(const StepArgs& s) {

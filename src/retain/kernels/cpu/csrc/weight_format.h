@@ -73,11 +73,11 @@ struct PackedWeight {
   const char* data;  // aligned to a cache line
   int out, in;
   WeightFormat format;
-  Products products = Products::integers;
+  Products products = Products::integers;  // of this call: the same weights serve both
 
   INLINE bool is_quantized() const { return format >= WeightFormat::int8; }
   INLINE bool is_dequantized() const { return is_quantized() && products == Products::bfloat16; }
-  INLINE PackedWeight with(Products own) const { return {data, out, in, format, own}; }
+  INLINE PackedWeight with(Products other) const { return {data, out, in, format, other}; }
 
   INLINE int num_tiles() const { return (out + TILE_OUT - 1) / TILE_OUT; }
   INLINE int num_groups() const { return in / QUANT_GROUP; }
