@@ -75,7 +75,9 @@ static void check_linear(const char* isa, WeightFormat format, Products products
   select_isa(isa);
   const std::vector<float> y = linear.multiply(x);
   const double error = relative_error(y, expected);
-  expect(error < 1e-5, isa, "a linear layer differs from the plain one", error);
+  // A fused multiply-add may round a number between two of 8 bits the other way.
+  const double limit = linear.packed.is_quantized() && products == Products::integers ? 5e-3 : 1e-5;
+  expect(error < limit, isa, "a linear layer differs from the plain one", error);
   const std::vector<float> last = linear.multiply({x.end() - in, x.end()});
   expect(!memcmp(last.data(), &y[y.size() - 40], 160), isa, "other rows change the bits of a linear layer", 0);
 }
