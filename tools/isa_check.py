@@ -38,6 +38,7 @@ ARM_ISAS = {
 }
 
 
+# Files that are compiled for each instruction set, and their flags, as in CMakeLists.txt.
 FOR_EACH_ISA = {"isa_kernels.cpp": [], "ggml_blocks.cpp": ["-ffp-contract=off"], "state_kernels.cpp": []}
 
 

@@ -54,8 +54,8 @@ class Config:
     prompt_activations: str = field(
         default="int8",
         metadata={
-            "help": "activations of prompts, on a CPU and with quantized weights: int8, or bfloat16 (more exact, and "
-            "for machines with AMX)"
+            "help": "activations of prompts, on a CPU and with quantized weights: int8, or bfloat16 (more exact; "
+            "slower without AMX)"
         },
     )
     kv_policy: str = field(
@@ -133,8 +133,8 @@ class Config:
             raise ValueError(
                 f"prompt_activations {self.prompt_activations!r} is not supported: choose int8 or bfloat16"
             )
-        if self.dtype == "float32" and self.prompt_activations != "int8":
-            raise ValueError("prompt_activations bfloat16 contradicts dtype float32, which means float32 everywhere")
+        if self.prompt_activations != "int8" and (self.dtype == "float32" or self.weights == "bf16"):
+            raise ValueError(f"prompt_activations {self.prompt_activations} is for quantized weights")
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling {self.pooling!r} is not supported: choose {', '.join(POOLINGS)}")
         check_bounds(self)

@@ -171,7 +171,7 @@ def build_offload(
     shape = cache.spec
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
     if config.prompt_activations != "int8":
-        dtype += f", prompts {config.prompt_activations}"
+        dtype += f", activations of prompts {config.prompt_activations}"
     format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""

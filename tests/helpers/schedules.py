@@ -201,7 +201,8 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     dtype, kv_dtype, weights = draw_dtypes(rng, backend)
     page_size = rng.choice([16, 16, 32, 48])
     prefix_cache = rng.choice(["off", "exact", "exact", "exact:keep=prompt"])
-    prompt_activations = random.Random(f"activations {seed}").choice(PROMPT_ACTIVATIONS)
+    activations = random.Random(f"activations {seed}").choice(PROMPT_ACTIVATIONS)
+    prompt_activations = "int8" if weights == "auto" else activations  # others change nothing
     if prefix_cache == "exact" and prompt_activations != "int8":
         prefix_cache = "exact:keep=prompt"  # else a prompt may go on from an answer, whose last bits are others
     tiers = rng.choice(TIERS) if prefix_cache != "off" and rng.random() < 0.5 else ()

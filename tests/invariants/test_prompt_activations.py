@@ -135,8 +135,9 @@ def test_prompts_that_follow_each_other_are_one_range() -> None:
 
 
 def test_it_is_refused_where_it_changes_nothing() -> None:
-    with pytest.raises(ValueError, match="contradicts dtype float32"):
-        Config("m", prompt_activations="bfloat16", dtype="float32")
+    for options in ({"dtype": "float32"}, {"weights": "bf16"}):
+        with pytest.raises(ValueError, match="prompt_activations bfloat16 is for quantized weights"):
+            Config("m", prompt_activations="bfloat16", **options)
     with pytest.raises(ValueError, match="is for the cpu backend: reference has"):
         LLM("random:tiny", backend="reference", prompt_activations="bfloat16")
 

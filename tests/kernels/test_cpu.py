@@ -113,7 +113,7 @@ def test_a_page_with_tokens_of_two_laps_changes_no_bit(num_pages: int, fresh: in
 
 def run_bfloat16_linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     packed, y = pack_weight(weight, Arena()), torch.empty(len(x), len(weight))
-    integers = cpu._C.Products.integers  # what is quantized alone can be multiplied otherwise
+    integers = cpu._C.Products.integers  # only quantized weights have others
     cpu._C.packed_gemm(*packed.c_args, integers, x.data_ptr(), len(x), 0, y.data_ptr(), False)
     return y
 

@@ -85,7 +85,7 @@ class ProgramSteps:
     def run(
         self, prompts: Sequence[Tensor], done: Sequence[int], counts: Sequence[int], num_bfloat16: int = 0
     ) -> list[Tensor]:
-        """The logits [count, V] of the next tokens of each request, the first `num_bfloat16` with such activations."""
+        """The logits [count, V] of the next tokens of each request, of which `num_bfloat16` tokens are a prompt."""
         chosen = [b for b, n in enumerate(counts) if n]
         starts = torch.tensor([0, *(counts[b] for b in chosen)]).cumsum(0)
         num_own = [min(max(num_bfloat16 - done[b], 0), counts[b]) for b in chosen]

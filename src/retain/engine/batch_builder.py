@@ -45,7 +45,7 @@ def build_batch(
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
     """Return the ranges of fresh tokens that belong to a prompt or to a scoring pass of it.
 
-    That depends on the request and the position alone: a token that is computed again is of the same kind.
+    Whether a token does depends on its request and position alone: one that is computed again is of the same kind.
     """
     ranges: list[tuple[int, int]] = []
     begin = 0

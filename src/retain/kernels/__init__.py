@@ -65,7 +65,7 @@ def check_pool_dtype(backend: Backend, dtype: torch.dtype) -> None:
 
 
 def check_prompt_activations(backend: Backend, activations: str) -> None:
-    """Raise ValueError where a backend rounds no activations to 8 bits, which the option could replace."""
+    """Raise ValueError for activations of prompts that a backend cannot choose."""
     name = backend.__name__.rpartition(".")[2]
     if activations != "int8" and name != "cpu":
         raise ValueError(

@@ -12,11 +12,12 @@
 
 namespace retain::RETAIN_ISA {
 
-constexpr int PANEL_TILES = 2;
 constexpr int PANEL_INPUTS = 256;  // 16 KiB of weights, which stay in L1 beside 16 rows of activations
 constexpr int PANEL_OUT = PANEL_TILES * TILE_OUT;
-constexpr int PANEL_ROWS = 256;  // whose sums lie in memory between panels
-constexpr int STRIP_ROWS = 32;  // two tiles of rows
+constexpr int STRIP_ROWS = 32;
+#ifdef RETAIN_TILES
+static_assert(STRIP_ROWS == 2 * TILE_ROWS, "a strip is two tiles of rows");
+#endif
 
 // Returns pairs of the nearest bfloat16 of finite numbers: those of `even` are the lower halves.
 INLINE Lanes<WIDTH>::u to_pairs(F even, F odd) {
@@ -123,7 +124,7 @@ INLINE void add_products_by_tiles(Tiles& tiles, const Bfloat16Args& p, int num_t
 #endif
 
 INLINE void store_sums(const PackedWeight& w, int t, const float* sums, int rows, OutputView out) {
-  for (; rows > 0; rows -= STRIP_ROWS, sums += STRIP_ROWS * PANEL_OUT, out.y += STRIP_ROWS * out.ldy) {
+  for (; rows > 0; rows -= STRIP_ROWS, sums += STRIP_ROWS * PANEL_OUT, out = skip_rows(out, STRIP_ROWS)) {
     const int n = rows < STRIP_ROWS ? rows : STRIP_ROWS;
     F sum[STRIP_ROWS];
     for (int vector = 0; vector < TILE_VECTORS; ++vector) {
@@ -139,13 +140,12 @@ inline void gemm_dequantized(const PackedWeight& w, int begin, int end, const ch
   constexpr int MAX_ROWS = max_rows(WeightFormat::bfloat16, PANEL_TILES);
   constexpr int64_t TILE_STRIDE = PANEL_INPUTS * TILE_OUT * sizeof(bf16);
   alignas(64) bf16 panel[PANEL_TILES][PANEL_INPUTS * TILE_OUT];
-  alignas(64) float sums[PANEL_ROWS * PANEL_OUT];
+  alignas(64) float sums[MAX_BLOCK_ROWS * PANEL_OUT];
 #ifdef RETAIN_TILES
   Tiles tiles;
 #endif
-  for (int row = 0; row < n; row += PANEL_ROWS) {
-    const int block = n - row < PANEL_ROWS ? n - row : PANEL_ROWS;
-    const OutputView block_out = {out.y + row * out.ldy, out.ldy, out.bias, out.accumulate};
+  for (int row = 0; row < n; row += MAX_BLOCK_ROWS) {
+    const int block = n - row < MAX_BLOCK_ROWS ? n - row : MAX_BLOCK_ROWS;
     for (int t = begin; t < end; t += PANEL_TILES) {
       const int num_tiles = end - t < PANEL_TILES ? end - t : PANEL_TILES;
       memset(sums, 0, size_t(block) * PANEL_OUT * sizeof(float));
@@ -165,7 +165,7 @@ inline void gemm_dequantized(const PackedWeight& w, int begin, int end, const ch
 #endif
         num_tiles == 2 ? add_products<2, MAX_ROWS>(p, block, sums) : add_products<1, MAX_ROWS>(p, block, sums);
       }
-      for (int i = 0; i < num_tiles; ++i) store_sums(w, t + i, sums + i * TILE_OUT, block, block_out);
+      for (int i = 0; i < num_tiles; ++i) store_sums(w, t + i, sums + i * TILE_OUT, block, skip_rows(out, row));
     }
   }
 }

@@ -159,7 +159,7 @@ bool pack_blocks(const BlockRows& blocks, int rows, int first, const PackedWeigh
 // Sums factors[i] * x[i]^2 over each row x [in] of `blocks`.
 void row_energies(const BlockRows& blocks, int rows, int in, const float* factors, float* energies);
 
-// Rows begin .. end - 1, which are multiplied alike.
+// Rows begin .. end - 1 of a product, which are multiplied alike.
 struct RowPart {
   Products products;
   int begin, end;

@@ -23,9 +23,9 @@ void packed_gemm(const PackedWeight& w, const float* x, int64_t ldx, const std::
                    std::max(begin, p.begin) - p.begin, std::min(end, p.end) - p.begin);
   });
   member.barrier();
-  // A panel of weights that are unpacked to bfloat16 is two tiles.
-  const int step = std::any_of(parts.begin(), parts.end(), [&](auto& p) { return w.with(p.products).is_dequantized(); })
-                       ? 2 : 1;
+  const bool has_panels =
+      std::any_of(parts.begin(), parts.end(), [&](auto& p) { return w.with(p.products).is_dequantized(); });
+  const int step = has_panels ? PANEL_TILES : 1;
   member.parallel_for((w.num_tiles() + step - 1) / step, [&](int first, int last) {
     const int begin = first * step, end = std::min(last * step, w.num_tiles());
     for (const RowPart& p : parts)

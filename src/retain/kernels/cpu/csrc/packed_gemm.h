@@ -17,8 +17,9 @@
 //
 // Scales follow the numbers of their group, because one core reads one stream nearly twice as fast as two.
 // For quantized weights, `prepare_row` rounds activations to 8 bits in groups of 32, so sums within a group are exact
-// integers; dequantized_gemm.h multiplies them otherwise. Each output is summed in the order of the inputs, for any number of rows. So a token's bits do not depend
-// on the other tokens or on the chunk size. packed_tile_gemm.h has the same products on tiles, with the same bits.
+// integers; or to bfloat16 (dequantized_gemm.h). Each output is summed in the order of the inputs, for any number of
+// rows. So a token's bits do not depend on the other tokens or on the chunk size. packed_tile_gemm.h has the same
+// products on tiles, with the same bits.
 #pragma once
 
 #include "simd.h"
@@ -29,6 +30,7 @@
 namespace retain::RETAIN_ISA {
 
 constexpr int TILE_VECTORS = TILE_OUT / WIDTH;
+constexpr int MAX_BLOCK_ROWS = 256;  // whose sums lie in memory between panels of weights
 // The number of rows up to which quantized weights are multiplied in one pass, with a group's numbers in registers.
 constexpr int MAX_FEW_ROWS = HAS_TILES ? 3 : FEW_REGISTERS ? 4 : 8;
 
@@ -79,6 +81,11 @@ INLINE int64_t row_bytes(const PackedWeight& w) {
 // The groups of a prepared row follow its quantized numbers.
 INLINE const ActivationGroup* groups_of(const PackedWeight& w, const char* row) {
   return reinterpret_cast<const ActivationGroup*>(row + w.in);
+}
+
+INLINE OutputView skip_rows(OutputView out, int rows) {
+  out.y += rows * out.ldy;
+  return out;
 }
 
 // ---- preparing activations --------------------------------------------------------------------------------------

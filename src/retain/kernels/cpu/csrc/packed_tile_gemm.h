@@ -13,13 +13,7 @@ namespace retain::RETAIN_ISA {
 static_assert(WIDTH == TILE_OUT, "a vector holds one number of each output of a tile");
 
 constexpr int BLOCK_ACTIVATION_BYTES = 1 << 19;  // activations of a block stay in L2 while all outputs use them
-constexpr int MAX_BLOCK_ROWS = 256;              // of integer products, whose sums lie in memory between panels
 constexpr int PANEL_GROUPS = 64;                 // groups that are unpacked at a time
-
-INLINE OutputView skip_rows(OutputView out, int rows) {
-  out.y += rows * out.ldy;
-  return out;
-}
 
 // Calls f(first row, rows) for blocks of rows.
 template <class F>

@@ -11,27 +11,37 @@ namespace retain {
 // Bounds of the rows that a thread takes through several operations at a time.
 constexpr int MIN_BLOCK_ROWS = 32, MAX_BLOCK_ROWS = 128;
 
+// How the rows of a step multiply.
+struct RowParts {
+  std::vector<RowPart> quantized;  // rows with quantized weights
+  std::vector<RowPart> whole;      // rows with others, as one part
+  std::vector<RowPart> gathered;   // those that `gather_rows` leaves
+
+  explicit RowParts(const StepArgs& step)
+      : whole{{Products::integers, 0, step.T}}, gathered{{Products::integers, 0, step.N}} {
+    int begin = 0;
+    for (const RowRange& range : step.bfloat16_rows) {
+      if (begin < range.begin) quantized.push_back({Products::integers, begin, range.begin});
+      if (range.begin < range.end) quantized.push_back({Products::bfloat16, range.begin, range.end});
+      begin = range.end;
+    }
+    if (begin < step.T || quantized.empty()) quantized.push_back({Products::integers, begin, step.T});
+  }
+};
+
 struct Program::StepState {
   const StepArgs& step;
   Program& program;
-  int rows;                    // T, or N after `gather_rows`
-  std::vector<RowPart> parts;  // of the rows, as they multiply quantized weights
-  std::vector<RowPart> whole;  // all rows as one part
-
-  StepState(const StepArgs& step, Program& program) : step(step), program(program), rows(step.T) {
-    whole = {{Products::integers, 0, rows}};
-    int begin = 0;
-    for (const RowRange& range : step.bfloat16_rows) {
-      if (begin < range.begin) parts.push_back({Products::integers, begin, range.begin});
-      if (range.begin < range.end) parts.push_back({Products::bfloat16, range.begin, range.end});
-      begin = range.end;
-    }
-    if (begin < rows || parts.empty()) parts.push_back({Products::integers, begin, rows});
-  }
+  const RowParts& parts;
+  int rows = step.T;  // N after `gather_rows`
+  bool is_gathered = false;
 
   void gather_rows() {
     rows = step.N;
-    whole = parts = {{Products::integers, 0, rows}};
+    is_gathered = true;
+  }
+  const std::vector<RowPart>& parts_for(const PackedWeight& w) const {
+    return is_gathered ? parts.gathered : w.is_quantized() ? parts.quantized : parts.whole;
   }
 
   float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
@@ -124,21 +134,17 @@ struct Program::LinearOp {
   int first;
 
   void run(StepState& state, ThreadTeam::Member& member) const {
-    packed_gemm(weight, state.data(in), state.width(in), row_parts(state), state.program.prepared(0),
+    packed_gemm(weight, state.data(in), state.width(in), state.parts_for(weight), state.program.prepared(0),
                 state.program.prepared_row_bytes_, outputs(state, 0), member);
   }
 
   void run_rows(const StepState& state, int begin, int end) const {
-    for (const RowPart& p : row_parts(state)) {
+    for (const RowPart& p : state.parts_for(weight)) {
       const int first = std::max(begin, p.begin), last = std::min(end, p.end);
       if (first >= last) continue;
       packed_gemm(weight.with(p.products), state.data(in) + int64_t(first) * state.width(in), state.width(in),
                   last - first, state.program.prepared(first), outputs(state, first));
     }
-  }
-
-  const std::vector<RowPart>& row_parts(const StepState& state) const {
-    return weight.is_quantized() ? state.parts : state.whole;
   }
 
   OutputView outputs(const StepState& state, int row) const {
@@ -520,14 +526,14 @@ void Program::compute_rope_tables(const StepArgs& s, ThreadTeam::Member& member)
 }
 
 void Program::run(const StepArgs& step, int begin, int end) {
+  const RowParts parts(step);
   if (begin == 0) {
-    reserve(step);
     check_ranges(step);
-    const StepState state(step, *this);
-    for (const auto& check : checks_) check(state);
+    reserve(step);
+    for (const auto& check : checks_) check({step, *this, parts});
   }
   ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
-    StepState state(step, *this);
+    StepState state = {step, *this, parts};
     if (begin == 0) compute_rope_tables(step, member);
     for (int i = begin; i < end;) {
       const int next = end_of_row_ops(state, i, end, member.size);

@@ -12,6 +12,7 @@ namespace retain {
 
 enum class WeightFormat : int { float32, bfloat16, int8, int4, iq4, mxfp4, int5, int6, nvfp4 };
 constexpr int TILE_OUT = 16;     // outputs of a tile
+constexpr int PANEL_TILES = 2;  // that are unpacked to bfloat16 at a time
 constexpr int QUANT_GROUP = 32;  // inputs whose activations share a scale
 constexpr int MAX_PADDED_ROWS = 16;  // kernels compute rows of activations in multiples of at most that many
 constexpr int STEP_BYTES = 4 * TILE_OUT;  // of four inputs in 8 bits, or of eight nibbles
