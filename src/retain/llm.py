@@ -241,7 +241,7 @@ class LLM:
         self, num_requests: int, length: int, kv_policy: str | None = None, num_tokens: int = WARM_UP_TOKENS
     ) -> None:
         """Compute answers to equal prompts of a length. They mean nothing, and what does not fit is left out."""
-        engine = Engine(self.engine.runner, self.cache, prompt_activations=self.config.prompt_activations)
+        engine = Engine(self.engine.runner, self.cache)
         engine.depth = self.engine.depth
         params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
         length = max(min(length, self.max_model_len - num_tokens), 1)

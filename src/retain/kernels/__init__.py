@@ -66,10 +66,11 @@ def check_pool_dtype(backend: Backend, dtype: torch.dtype) -> None:
 
 def check_prompt_activations(backend: Backend, activations: str) -> None:
     """Raise ValueError for activations of prompts that a backend cannot choose."""
-    name = backend.__name__.rpartition(".")[2]
-    if activations != "int8" and name != "cpu":
+    if activations != "int8" and not backend.QUANTIZES_ACTIVATIONS:
+        names = " or ".join(name for name in backend_names() if import_backend(name).QUANTIZES_ACTIVATIONS)
+        own = backend.__name__.rpartition(".")[2]
         raise ValueError(
-            f"prompt_activations {activations} is for the cpu backend: {name} has no activations of 8 bits"
+            f"prompt_activations {activations} is for the {names} backend: {own} has no activations of 8 bits"
         )
 
 

@@ -367,6 +367,7 @@ class Backend(Protocol):
     DEVICES: tuple[str, ...]  # the types of torch.device it computes on
     DTYPES: tuple[torch.dtype, ...]  # the dtypes that it computes in
     POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
+    QUANTIZES_ACTIVATIONS: bool  # whether it rounds activations to 8 bits for quantized weights
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""

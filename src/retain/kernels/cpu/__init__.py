@@ -56,6 +56,7 @@ MAX_V_DIM = 512
 MAX_PAGE_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
 POOL_DTYPES = (*DTYPES, *INTEGER_DTYPES)
+QUANTIZES_ACTIVATIONS = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

@@ -22,6 +22,7 @@ from retain.kernels.scoring import NO_NOISE, AttentionScoring
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
+QUANTIZES_ACTIVATIONS = False
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
