@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from retain.kernels import triton
 from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWeight, quantize_int4, quantize_int8
+from tests.helpers.ptx import floats, run_asm
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 if not triton.unavailable_reason():
@@ -104,38 +104,6 @@ BITS = {"int4": 5, "int8": 8.5, "iq4": 4.5, "mxfp4": 4.5, "nvfp4": 5, "int5": 7,
 def test_packed_matrices_take_their_own_bytes(kind: str) -> None:
     weight = random(256, 512)
     assert pack(KINDS[kind](weight), torch.bfloat16).nbytes == weight.numel() * BITS[kind] / 8
-
-
-DTYPES = {"bf16x2": torch.bfloat16, "f16x2": torch.float16}
-
-
-def run_asm(code: str, *inputs: int) -> list[int]:
-    """Run the PTX of an inline asm on registers, and return its results: a GPU runs it, the interpreter does not."""
-    num_results = len(set(re.findall(r"\$\d+", code))) - len(inputs)
-    registers = {f"${num_results + i}": x for i, x in enumerate(inputs)}
-    for line in re.findall(r"^(?!\.reg)(.+, .+);", code, re.M):
-        op, to, *names = line.replace(",", "").split()
-        a, b, c, table = (registers[x] if x in registers else int(x, 0) for x in (*names, "0", "0", "0")[:4])
-        if op.startswith("fma"):
-            dtype = DTYPES[op.removeprefix("fma.rn.")]
-            x, y, z = (torch.tensor(floats(n, dtype), dtype=torch.float64) for n in (a, b, c))
-            low, high = (x * y + z).to(dtype).view(torch.uint16).tolist()
-            registers[to] = high << 16 | low
-        elif op == "lop3.b32":
-            assert table == 0xEA
-            registers[to] = a & b | c
-        elif op == "prmt.b32":
-            selected = [c >> 4 * i & 15 for i in range(4)]
-            assert all(x < 8 for x in selected), "the highest bit of a place would spread a sign"
-            registers[to] = sum(((b << 32 | a) >> 8 * x & 0xFF) << 8 * i for i, x in enumerate(selected))
-        else:
-            results = {"mov.b32": a, "shr.u32": a >> b, "shl.b32": a << b, "xor.b32": a ^ b, "and.b32": a & b}
-            registers[to] = results[op] & 0xFFFFFFFF
-    return [registers[f"${i}"] for i in range(num_results)]
-
-
-def floats(register: int, dtype: torch.dtype) -> list[float]:
-    return torch.tensor([register & 0xFFFF, register >> 16], dtype=torch.uint16).view(dtype).tolist()
 
 
 def nibbles_from(n: int) -> tuple[list[list[int]], int]:

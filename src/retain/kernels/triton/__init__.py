@@ -79,6 +79,8 @@ def allocate(
     for name, dim, most in (("k_dim", k_dim, MAX_K_DIM), ("v_dim", v_dim, MAX_V_DIM)):
         if not 1 <= dim <= most:
             raise ValueError(f"the triton backend needs a {name} (head_dim) of 1 to {most}, not {dim}")
+        if dtype in QUANTIZED_DTYPES and dim % 2:
+            raise ValueError(f"the triton backend stores an even {name} (head_dim) in {dtype_name(dtype)}, not {dim}")
     format = PageFormat(page_size, dtype, k_dim, v_dim, score_columns)
     k, v = (torch.zeros(num_pages, n, dtype=torch.uint8, device=device) for n in page_bytes or format.bytes)
     return _view_pool((k, v), format)

@@ -13,7 +13,7 @@ from torch import Tensor
 from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import FP8, INT4, QUANTIZED_DTYPES
+from retain.kernels.pool_dtypes import FP8, QUANTIZED_DTYPES
 from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, prefill_kernels, prefill_mass_kernels
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
@@ -22,6 +22,8 @@ from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, 
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
+SPLITS_OF_PROGRAM = 4  # at most, so that the longest table of a step does not keep one program busy for long
+ENOUGH_PROGRAMS = 2048  # three times what an H200 computes at once
 MASS_SLOTS = 1024  # slots of a program that adds stored weights to masses
 
 
@@ -119,34 +121,44 @@ def _launch_decode(
     stored = (buffers.split_weights, buffers.block_max) if buffers else (q, q)
     sizes = tuple(x.shape[-1] for x in stored)
     shape = _shape_args(call) | plan.blocks.constants
-    decode_kernels.attention_decode[(len(tiles.data), shape["G"], tiles.num_splits)](
+    J, G = len(tiles.data), shape["G"]
+    decode_kernels.attention_decode[(J, G, split_programs(J * G, tiles.num_splits))](
         q, *q.stride()[:2], *splits, tiles.max_rows, num_splits,
-        pages.k, pages.v, pages.k_scales, pages.v_scales, pages.k_words, pages.v_words, kv.pos,
+        pages.k_pairs, pages.v_pairs, pages.k_scales, pages.v_scales, pages.k_words, pages.v_words, kv.pos,
         *_table_args(tables), *_visibility_args(tables), tiles.data, call.q_pos, *_score_args(call),
         *_scoring_args(call), call.layer, *stored, *sizes,
         M=tiles.rows_per_tile, DENSE=tables.dense is not None, UPDATE_MASS=buffers is not None,
         NOISE=buffers.noise_mode if buffers else 0, ONE_TOKEN=tiles.max_rows == shape["R"],
         **_decode_dot_args(kv), **_score_constants(params), **shape, **_key_args(call), **_value_args(call),
         **pages.constants, **pages.halves,
-        **_decode_options(call, tiles),
+        **decode_options(call, tiles),
     )  # fmt: skip
 
 
-def _decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int | None]:
-    """Return how a launch of decode tiles is compiled.
+def split_programs(tables: int, num_splits: int) -> int:
+    """Return how many programs compute the splits of a table.
 
-    With fewer registers for a thread, more programs run side by side and hide loads; with fewer warps, a warp has more
-    work between barriers. Measured on an H200 for rows of 128 numbers and tiles of 16 rows (docs/log/gpu.md).
+    A program has a few splits, one after another, where there are more than fill a device: it looks up its tile once.
     """
-    kv, D = call.kv, call.q.shape[-1]
-    options: dict[str, int | None] = {"num_warps": 8 if D > 128 else 4, "num_stages": 3 if D <= 256 else 1}
-    if kv.k_dim != 128 or kv.v_dim != 128 or tiles.rows_per_tile > 16 or kv.dtype == torch.float32:
-        return options
-    if kv.dtype == INT4:
-        return options | {"num_warps": 2, "maxnreg": 168}
-    if kv.dtype in QUANTIZED_DTYPES:
-        return options | {"num_stages": 4, "maxnreg": 96}
-    return options | ({"maxnreg": 128} if call.plan.mass_buffers else {})
+    return max(triton.cdiv(num_splits, SPLITS_OF_PROGRAM), min(num_splits, triton.cdiv(ENOUGH_PROGRAMS, tables)))
+
+
+def decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int]:
+    """Return how a launch of decode tiles is compiled: for speed, chosen by counting instructions (docs/log/gpu.md).
+
+    Fewer warps execute fewer instructions for a block of slots. Fewer registers for a thread let more programs run side
+    by side, which hide loads.
+    """
+    kv, rows, D = call.kv, tiles.rows_per_tile, max(call.kv.k_dim, call.kv.v_dim)
+    is_quantized = kv.dtype in QUANTIZED_DTYPES
+    is_small = rows <= 16 and D <= 256 and kv.dtype != torch.float32
+    warps = 8 if D > 128 else 4
+    if is_small and (is_quantized or D > 128):
+        warps //= 2
+    options = {"num_warps": warps, "num_stages": 3 if D <= 256 else 1}
+    if is_small and not (is_quantized and rows > 8):
+        options["maxnreg"] = 168 if is_quantized or D > 128 or rows > 8 else 128
+    return options
 
 
 def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: Tensor, part: int) -> None:
@@ -255,11 +267,19 @@ def _shape_args(call: AttentionCall) -> dict[str, int]:
 
 
 def _key_args(call: AttentionCall) -> dict[str, int]:
-    return {"D": call.kv.k_dim, "DP": max(int(triton.next_power_of_2(call.kv.k_dim)), 16)}
+    return {"D": call.kv.k_dim, "DP": _pad_width(call.kv.k_dim)}
 
 
 def _value_args(call: AttentionCall) -> dict[str, int]:
-    return {"V": call.kv.v_dim, "VP": max(int(triton.next_power_of_2(call.kv.v_dim)), 16)}
+    return {"V": call.kv.v_dim, "VP": _pad_width(call.kv.v_dim)}
+
+
+def _pad_width(width: int) -> int:
+    """Return the width of rows in kernels: a power of 2, and at least two times the 16 that tensor cores need.
+
+    Rows of 8 or 4 bits are two halves, each with products of its own.
+    """
+    return max(int(triton.next_power_of_2(width)), 32)
 
 
 def _table_args(t: Tables) -> tuple[Tensor, int, int, Tensor, int, int]:

@@ -91,12 +91,12 @@ def mean_noise(kind, NOISE: tl.constexpr):
 
 @triton.jit
 def add_noise(x, kind, keys, pos, NOISE: tl.constexpr):
-    """Add the noise of a request to scores [M, N] in base 2; keys uint32 [M], pos int32 [N].
+    """Add the noise of a request to scores in base 2; keys uint32 and pos int32 broadcast to their shape.
 
     CONSTANT noise is left out, because it changes no softmax.
     """
     if NOISE > TEMPERED:
-        u = mix_bits(keys[:, None] + GOLDEN_RATIO * pos[None, :].to(tl.uint32)) >> 9
+        u = mix_bits(keys + GOLDEN_RATIO * pos.to(tl.uint32)) >> 9
         u = (u.to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2^-23: strictly between 0 and 1
         if NOISE != ONLY_GAUSSIAN:
             y = negative_log(negative_log(u))

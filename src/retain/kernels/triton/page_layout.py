@@ -31,6 +31,8 @@ class PageArgs:
     v_scales: Tensor
     k_words: Tensor  # the same memory as int32: pairs of scales
     v_words: Tensor
+    k_pairs: Tensor  # K of fp8 as pairs of numbers, uint16; else k
+    v_pairs: Tensor  # V of fp8 as uint16, of int8 as int16; else v
     constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements from page to page; QUANTIZED; K_GROUP, V_GROUP
     halves: dict[str, bool]  # K_HALVES, V_HALVES: whether a row's bytes are wide enough for products of their own
 
@@ -44,6 +46,9 @@ def page_args(kv: KV) -> PageArgs:
     k, v = (x.view(torch.uint8) if kv.dtype == FP8 else x for x in (kv.k, kv.v))
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
     k_words, v_words = (x.view(torch.int32) if is_quantized else x for x in (kv.k, kv.v))
+    pair_dtypes = {torch.int8: torch.int16, FP8: torch.uint16}
+    k_pairs = kv.k.view(torch.uint16) if kv.dtype == FP8 else kv.k
+    v_pairs = kv.v.view(pair_dtypes.get(kv.v.dtype, kv.v.dtype))
     constants = {
         "K_PAGE": kv.k.stride(0),
         "V_PAGE": kv.v.stride(0),
@@ -55,7 +60,7 @@ def page_args(kv: KV) -> PageArgs:
         "K_HALVES": kv.k.dtype == torch.uint8 and _has_halves(kv.k_dim),
         "V_HALVES": kv.v.dtype == torch.uint8 and _has_halves(kv.v_dim),
     }
-    return PageArgs(k, v, k_scales, v_scales, k_words, v_words, constants, halves)
+    return PageArgs(k, v, k_scales, v_scales, k_words, v_words, k_pairs, v_pairs, constants, halves)
 
 
 def _has_halves(dim: int) -> bool:

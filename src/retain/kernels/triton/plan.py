@@ -207,8 +207,8 @@ def add_demoted(plan: AttentionPlan, tables: Tables, max_pages: int) -> Attentio
 
 
 def pad_rows(num_rows: int) -> int:
-    """Return the rows of a tile for this many query rows: a power of 2, at least the 16 that tensor cores need."""
-    return max(16, int(triton.next_power_of_2(max(num_rows, 1))))
+    """Return the rows of a decode tile for this many query rows: a power of 2, at least the 8 of tensor cores."""
+    return max(8, int(triton.next_power_of_2(max(num_rows, 1))))
 
 
 def noise_mode_of(scoring: AttentionScoring) -> int:

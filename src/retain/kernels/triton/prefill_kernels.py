@@ -74,7 +74,7 @@ def attend_blocks(
             x = tl.where(visible, x, float("-inf"))
         if CHANGE == SCORES:
             z = x * unit + offset[:, None]
-            z = add_noise(z, kind, keys, slot_pos, NOISE) * inverse_temperature[:, None]
+            z = add_noise(z, kind, keys[:, None], slot_pos[None, :], NOISE) * inverse_temperature[:, None]
             new_z_max = tl.maximum(z_max, tl.max(z, 1))
             z_high = finite_or_zero(new_z_max)
             z_sum = z_sum * tl.exp2(z_max - z_high) + tl.sum(tl.exp2(z - z_high[:, None]), 1)

@@ -61,8 +61,7 @@ def sum_weights(
             drawn_at = tl.where(redraws, p, -1) if REDRAW else tl.full((1,), -1, tl.int32)
             noise_keys = noise_key(seed, layer, g, drawn_at)
         if CHANGE == SCORES:
-            noise = add_noise(tl.zeros((TT if REDRAW else 1, N), tl.float32), kind, noise_keys, slot_pos, NOISE)
-            z += tl.trans(noise)
+            z = add_noise(z, kind, noise_keys[None, :], slot_pos[:, None], NOISE)
             z *= (1.0 / tl.load(temperature + first + t, mask=there, other=1.0))[None, :]
         if not FOLDED:
             z += start[None, :]

@@ -3,6 +3,10 @@
 Bytes are loaded once, 16 at a time, and asynchronously. Two scales are loaded as a word of 32 bits, because loads of 2
 bytes cannot be asynchronous. Integers become floats by bit patterns, not by conversions, which run at a fraction of the
 speed: 0x6400 | n is 1024 + n in float16, 0x4300 | n is 128 + n in bfloat16.
+
+Decode tiles load two numbers of 8 bits as one of 16. So every element has 16 bits, before and behind a conversion, and
+tensor cores take what a thread has loaded from shared memory and converted itself. Bytes would have to be exchanged
+between threads, or loaded one by one: Hopper transposes nothing smaller than 16 bits.
 """
 
 from __future__ import annotations
@@ -11,15 +15,35 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-# Four int8 in a register to four float16. With the sign bit flipped, an integer is 128 too high.
-_INT8_TO_FLOAT16 = tl.constexpr("""{
-.reg .b32 x, a, b, offset;
+# Two pairs of int8 in a register to their even, or odd, numbers in float16. lop3 of 0x6a is (a & b) ^ c, which sets the
+# bits of 1024 and flips the sign bit of the integers: that makes them 128 too high.
+_EVEN_INT8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 x, offset;
 mov.b32 offset, 0x64806480;
-xor.b32 x, $2, 0x80808080;
-prmt.b32 a, x, 0x64646464, 0x4140;
-prmt.b32 b, x, 0x64646464, 0x4342;
-sub.rn.f16x2 $0, a, offset;
-sub.rn.f16x2 $1, b, offset;
+lop3.b32 x, $1, 0x00ff00ff, offset, 0x6a;
+sub.rn.f16x2 $0, x, offset;
+}""")
+_ODD_INT8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 x, offset;
+mov.b32 offset, 0x64806480;
+shr.u32 x, $1, 8;
+lop3.b32 x, x, 0x00ff00ff, offset, 0x6a;
+sub.rn.f16x2 $0, x, offset;
+}""")
+# Two pairs of bytes of e4m3 in a register to their even, or odd, numbers in float16, from sm_89 on.
+_EVEN_FP8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 x;
+.reg .b16 even, unused;
+prmt.b32 x, $1, 0, 0x4420;
+mov.b32 {even, unused}, x;
+cvt.rn.f16x2.e4m3x2 $0, even;
+}""")
+_ODD_FP8_TO_FLOAT16 = tl.constexpr("""{
+.reg .b32 x;
+.reg .b16 odd, unused;
+prmt.b32 x, $1, 0, 0x4431;
+mov.b32 {odd, unused}, x;
+cvt.rn.f16x2.e4m3x2 $0, odd;
 }""")
 # Four bytes of e4m3 in a register to four float16, from sm_89 on.
 _FP8_TO_FLOAT16 = tl.constexpr("""{
@@ -85,29 +109,45 @@ def load_slot_scales(scales, page, place, there, S: tl.constexpr, D: tl.constexp
 
 
 @triton.jit
-def from_int8(x, DOT: tl.constexpr, PURE: tl.constexpr):
-    """Return int8 as floats of DOT. PURE lets the compiler move the conversion behind an exchange between threads."""
-    if DOT == tl.float16:
-        return tl.inline_asm_elementwise(_INT8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=PURE, pack=4)
-    return x.to(DOT)
+def run_on_pairs(asm: tl.constexpr, pairs):
+    """Return the float16 that the code makes of pairs of bytes, two at a time."""
+    return tl.inline_asm_elementwise(asm, "=r,r", [pairs], dtype=tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
-def from_fp8(x, DOT: tl.constexpr, PURE: tl.constexpr):
+def even_numbers(pairs, DOT: tl.constexpr):
+    """Return the numbers in the low bytes of pairs as floats of DOT: int8 of int16, e4m3 of uint16."""
+    if pairs.dtype == tl.int16:
+        if DOT == tl.float16:
+            return run_on_pairs(_EVEN_INT8_TO_FLOAT16, pairs)
+        return pairs.to(tl.int8).to(DOT)
+    if DOT == tl.float16 and cuda_capability_geq(8, 9):
+        return run_on_pairs(_EVEN_FP8_TO_FLOAT16, pairs)
+    return from_fp8(pairs.to(tl.uint8), DOT)
+
+
+@triton.jit
+def odd_numbers(pairs, DOT: tl.constexpr):
+    """Return the numbers in the high bytes of pairs as floats of DOT."""
+    if pairs.dtype == tl.int16:
+        if DOT == tl.float16:
+            return run_on_pairs(_ODD_INT8_TO_FLOAT16, pairs)
+        return (pairs >> 8).to(DOT)
+    if DOT == tl.float16 and cuda_capability_geq(8, 9):
+        return run_on_pairs(_ODD_FP8_TO_FLOAT16, pairs)
+    return from_fp8((pairs >> 8).to(tl.uint8), DOT)
+
+
+@triton.jit
+def from_fp8(x, DOT: tl.constexpr):
     """Return bytes of e4m3 as floats of DOT: by an instruction for it from sm_89 on, else by bit patterns."""
     if cuda_capability_geq(8, 9):
-        numbers = tl.inline_asm_elementwise(_FP8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=PURE, pack=4)
+        numbers = tl.inline_asm_elementwise(_FP8_TO_FLOAT16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
     else:
         bits = x.to(tl.int32)
         small = ((bits & 0x7F) << 20 | (bits & 0x80) << 24).to(tl.float32, bitcast=True)
         numbers = small * 2.0**120  # its exponent is 7 too high, that of a float32 127
     return numbers.to(DOT)
-
-
-@triton.jit
-def from_8bit(x, DOT: tl.constexpr, PURE: tl.constexpr):
-    """Return int8, or bytes of e4m3, as floats of DOT."""
-    return from_int8(x, DOT, PURE) if x.dtype == tl.int8 else from_fp8(x, DOT, PURE)
 
 
 @triton.jit
@@ -130,38 +170,32 @@ def from_nibbles(packed, scale, DOT: tl.constexpr):
 
 
 @triton.jit
-def split_words(words):
-    """Return the low and the high halves of 32-bit words as bfloat16."""
-    x = words.to(tl.uint32, bitcast=True)
-    low = (x & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    return low, (x >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+def load_halves(words, at, is_high, exists):
+    """Return the bfloat16 in the low halves of words, or in the high ones where `is_high` is 1; 0 where none is."""
+    x = tl.load(words + at, mask=exists, other=0)
+    return (x >> 16 * is_high).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def load_paired_scales(words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Return the scales float32 [2 n] of slots of 8 bits; page, place and exists [n] are those of every other slot."""
-    n: tl.constexpr = page.shape[0]
-    low, high = split_words(tl.load(words + page * (PAGE // 4) + S * D // 4 + place // 2, mask=exists, other=0))
-    return tl.reshape(tl.join(low, high), (2 * n,)).to(tl.float32)
+    """Return the scales float32 [N] of slots of 8 bits."""
+    at = page * (PAGE // 4) + S * D // 4 + place // 2
+    return load_halves(words, at, place % 2, exists).to(tl.float32)
 
 
 @triton.jit
 def load_nibbles(
-    x, words, page, place, exists, even_page, even_place, even_exists,
-    S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr, DOT: tl.constexpr,
+    x, words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
+    DOT: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of slots of 4 bits: low and high nibbles [N, D / 2]. See `low_columns` for their order.
-
-    The last three positions are those of every other slot, [N / 2], for the scales.
-    """
+    """Return the numbers of slots of 4 bits: low and high nibbles [N, D / 2]. See `low_columns` for their order."""
     N: tl.constexpr = page.shape[0]
     B: tl.constexpr = D // 2
     GROUPS: tl.constexpr = D // GROUP
     b, group = tl.arange(0, B), tl.arange(0, GROUPS)
     packed = tl.load(x + (page * PAGE + place * B)[:, None] + b[None, :], mask=exists[:, None], other=0)
-    at = (even_page * (PAGE // 4) + S * D // 8 + even_place // 2)[None, :] + group[:, None] * (S // 2)
-    low, high = split_words(tl.load(words + at, mask=even_exists[None, :], other=0))  # [GROUPS, N / 2]
-    scale = tl.trans(tl.reshape(tl.join(low, high), (GROUPS, N)))
+    at = (page * (PAGE // 4) + S * D // 8 + place // 2)[:, None] + group[None, :] * (S // 2)
+    scale = load_halves(words, at, (place % 2)[:, None], exists[:, None])
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, GROUPS, GROUP // 2)), (N, B))
     return from_nibbles(packed, scale, DOT)
 
@@ -194,4 +228,4 @@ def load_vectors(
         numbers = tl.load(x + page * PAGE + place * D + d, mask=exists, other=0)
     else:
         numbers = tl.load(x + page * PAGE + place * D + d)
-    return from_fp8(numbers, DOT, True) if numbers.dtype == tl.uint8 else numbers.to(DOT)
+    return from_fp8(numbers, DOT) if numbers.dtype == tl.uint8 else numbers.to(DOT)
