@@ -7,6 +7,7 @@
     python tools/gpu.py prompts evict           attention of a prompt with and without scores; the choice of victims
     python tools/gpu.py experts states          layers of experts; convolutions and linear attention
     python tools/gpu.py weights                 linear layers with quantized weights
+    python tools/gpu.py options                 decode attention compiled in other ways
     python tools/gpu.py step                    a decode step at 1, 32 and 128 requests, with and without overlap
     python tools/gpu.py decode --model random:mpt-7b
     python tools/gpu.py speculate --model random:llama-3.1-8b
@@ -61,6 +62,7 @@ def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
         "weights": weights.bench_weights,
         "experts": experts.bench_experts,
         "states": states.bench_states,
+        "options": attention.bench_options,
     }
     return parts[name](KernelBench(torch.device(args.device), args.quick, args.compile_only))
 

@@ -70,6 +70,9 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     assert all(line["mma"] for line in lines if line["kernel"] in with_products), "products without tensor cores"
     not_fused = ("write", "convolve", "attend_linearly")
     assert not any(line["fused"] for line in lines if line["kernel"] in not_fused), "rounded once, not twice"
+    decode = [line for line in lines if line["kernel"] == "attention_decode"]
+    assert all(line["loop"] * line["num_warps"] <= 2000 for line in decode), "instructions of a block of slots"
+    assert all(line["spills"] <= 16 for line in decode)
     packed = [line for line in lines if line["kernel"].startswith("multiply_packed")]
     assert {line["FORMAT"] for line in packed} == {"int4", "e2m1"}  # the others: tools/gpu.py compile
     assert not any(line["spills"] for line in packed)

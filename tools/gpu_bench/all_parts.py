@@ -19,6 +19,7 @@ from tools.gpu_bench.timing import Line
 
 TESTS = (
     "tests/kernels/test_triton.py",
+    "tests/kernels/test_triton_decode.py",
     "tests/kernels/test_prefill.py",
     "tests/kernels/test_triton_weights.py",
     "tests/kernels/test_triton_experts.py",
@@ -35,7 +36,7 @@ TESTS = (
     "tests/invariants/test_fake_device.py",
 )
 FAILED = re.compile(r"\b(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$")
-KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states")
+KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states", "options")
 SHORTEST = 10  # seconds: a part that has less left does not start
 LONGEST_LINES = 20  # of the end of a part's output that is no result
 
@@ -88,6 +89,7 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
         "speculate": Part([*bench, *short, "speculate"], 60),
         "experts": Part([*bench, "experts"], 35),
         "states": Part([*bench, "states"], 25),
+        "options": Part([*bench, "options"], 60),
         "peer": Part([*bench, *small, "peer"], 45),
     }
     if device == "cpu":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,10 @@ from tools.gpu_bench.cases import (
 from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
 POOLS = {"bf16": BF16, "int8": torch.int8, "k8v4": torch.uint8, "int4": INT4, "fp8": FP8}
+OTHER_OPTIONS = [  # how a launch may be compiled
+    {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
+    for warps, stages, registers in ((2, 3, 168), (2, 5, 168), (4, 3, 96), (4, 5, 96), (4, 3, 128))
+]
 MEMORY = 2**30  # bytes of K and V of a step, more than the caches of a GPU hold
 
 
@@ -74,6 +79,29 @@ def torch_attention(inputs: AttentionInputs) -> Callable[[], Tensor]:
     slots = inputs.tables.max_pages * inputs.kv.page_size
     k, v = (torch.randn(B, G, slots, D, device=q.device, dtype=BF16) for _ in range(2))
     return lambda: F.scaled_dot_product_attention(q[:, :, None], k, v, enable_gqa=H > G)
+
+
+def bench_options(bench: KernelBench) -> Iterator[Line]:
+    """Time decode attention compiled in other ways, and with one split a program, beside what the engine does."""
+    from retain.kernels.triton import attention
+
+    slots, sizes = (128, QUICK_SHAPES["llama"]) if bench.quick else (4096, SHAPES["llama"])
+    for name, dtype in POOLS.items():
+        batch = 2 if bench.quick else requests_in(MEMORY // 2, sizes, slots, dtype)
+        attend = make_inputs(sizes, slots, batch, dtype, bench.device).attend()
+        ways: dict[str, dict[str, Any]] = {"one split a program": {"ENOUGH_PROGRAMS": 2**30}}
+        for options in OTHER_OPTIONS[:1] if bench.quick else OTHER_OPTIONS:
+            way = ", ".join(f"{key} {n}" for key, n in options.items())
+            ways[way] = {"decode_options": lambda *_, options=options: options}
+        functions = {"retain": attend}
+        functions |= {way: partial(call_with, attention, changes, attend) for way, changes in ways.items()}
+        yield from compare(bench, functions, {"shape": "llama", "pool": name, "slots": slots, "batch": batch})
+
+
+def call_with(module: Any, changes: Mapping[str, Any], function: Callable[[], Any]) -> Any:
+    """Call a function while names of a module have other values."""
+    with patch.multiple(module, **changes):
+        return function()
 
 
 def bench_mass(bench: KernelBench) -> Iterator[Line]:

@@ -101,8 +101,9 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
             return done.stdout + done.stderr
 
         out = run_tool("-res-usage")
-        has_redux = "redux.sync" in kernel.asm["ptx"]  # else there is nothing to look for, which takes seconds
-        sass = run_tool("-sass") if has_redux else ""
+        # What is looked for in the instructions takes seconds.
+        has_redux, has_loop = "redux.sync" in kernel.asm["ptx"], kernel.metadata.name == "attention_decode"
+        sass = run_tool("-sass") if has_redux or has_loop else ""
     used = re.search(r"REG:(\d+) STACK:(\d+)", out)
     assert used, out
     ptx = kernel.asm["ptx"]
@@ -111,4 +112,18 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
         "mma": len(re.findall(r"\bw?g?mma\.", ptx)), "async copies": ptx.count("cp.async.c"),
         "fused": ptx.count("fma.rn.f32"),
         "conditional reductions": len(re.findall(r"@!?U?P\d\s+REDUX", sass)),
+        **({"loop": shortest_loop(sass)} if has_loop else {}),
     }  # fmt: skip
+
+
+def shortest_loop(sass: str) -> int:
+    """Return the instructions of the shortest loop that has products: that over the blocks of slots."""
+    lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(\S.*?) *;", sass)
+    indices = {int(address, 16): i for i, (address, _) in enumerate(lines)}
+    loops = []
+    for i, (_, text) in enumerate(lines):
+        target = re.search(r"BRA(?:\.\S+)? (?:\S+, )?0x([0-9a-f]+)$", text)
+        begin = indices.get(int(target[1], 16), i) if target else i
+        if any("MMA" in x for _, x in lines[begin:i]):
+            loops.append(i - begin + 1)
+    return min(loops)
