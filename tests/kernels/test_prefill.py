@@ -64,6 +64,8 @@ class Step:
         return o, kv.mass
 
 
+# Without a temperature noise is a factor of the weights. Heads that share it have it drawn for each token.
+KINDS = SCORING_KINDS | {"noise": (GUMBEL, 1.0, 1, 1.0), "noise drawn once": (GUMBEL, 1.0, 0, 0.75)}
 CASES = {
     "one query head": (CHUNKS.with_changes(R=1), "keyformer", "sum"),
     "S 64": (CHUNKS.with_changes(S=64, pages=((5, 5), (2, 2), (3, 3)), D=64, R=4, dtype=BF16), "h2o", "sum"),
@@ -84,6 +86,16 @@ CASES = {
     "fp8": (CHUNKS.with_changes(D=64, dtype=torch.float8_e4m3fn), "keyformer", "sum"),
     "k8v4": (PROMPT.with_changes(D=64, dtype=torch.uint8, alibi=True), "h2o", "sum"),
     "int4": (PROMPT.with_changes(D=64, dtype=torch.int4), "keyformer", "each"),
+    "noise, one query head": (CHUNKS.with_changes(R=1, alibi=True), "noise", "sum"),
+    "noise of 4 heads": (CHUNKS.with_changes(R=4), "noise", "sum"),
+    "noise of 4 heads, bfloat16": (PROMPT.with_changes(R=4, D=64, dtype=BF16, sinks=True), "noise", "each"),
+    "noise of 4 heads, int8": (PROMPT.with_changes(R=4, D=64, dtype=torch.int8, alibi=True), "noise", "sum"),
+    "noise of 6 heads": (PROMPT.with_changes(R=6, softcap=0.5), "noise", "each"),
+    "noise of 8 heads": (CHUNKS.with_changes(R=8, alibi=True), "noise", "each"),
+    "noise of 16 heads": (PROMPT.with_changes(R=16, fresh=(40,)), "noise", "sum"),
+    "noise of 32 heads": (PROMPT.with_changes(R=32, fresh=(20,)), "noise", "sum"),
+    "noise drawn once": (CHUNKS.with_changes(R=2, sinks=True), "noise drawn once", "each"),
+    "noise drawn once, float16": (PROMPT.with_changes(R=4, D=64, dtype=F16), "noise drawn once", "sum"),
     "window": (CHUNKS.with_changes(window=40), "h2o", "sum"),
 }
 
@@ -96,7 +108,7 @@ def tolerance(case: AttentionCase) -> float:
 def test_chunks_of_prompts_match_reference(name: str) -> None:
     """Dense or not: tables that hold the same tokens give the same outputs and masses. Unwritten slots hold NaN."""
     case, kind, columns = CASES[name]
-    C, scoring = 1 if columns == "sum" else case.R, case.build_scoring(*SCORING_KINDS[kind])
+    C, scoring = 1 if columns == "sum" else case.R, case.build_scoring(*KINDS[kind])
     expected, expected_mass = Step(case).run(reference, scoring, C)
     for is_dense in (True, False):
         o, mass = Step(case, is_dense).run(triton, scoring, C, float("nan"))

@@ -18,12 +18,13 @@ from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, p
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
-from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, mass_block
+from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, count_noises, mass_block
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
 SPLITS_OF_PROGRAM = 4  # at most, so that the longest table of a step does not keep one program busy for long
 ENOUGH_PROGRAMS = 2048  # three times what an H200 computes at once
+MASS_HEADS = 4  # query heads whose weights of prompts are added at once, at most
 MASS_SLOTS = 1024  # slots of a program that adds stored weights to masses
 
 
@@ -173,7 +174,8 @@ def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: T
         tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits,
         *_scoring_args(call), call.layer, *sums, len(q),
         M=tiles.rows_per_tile, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
-        UPDATE_MASS=scoring is not None, **_change_args(scoring), **_dot_args(kv), **_score_constants(params),
+        UPDATE_MASS=scoring is not None, **_change_args(scoring), **_noise_args(call, tiles, scoring), **_dot_args(kv),
+        **_score_constants(params),
         **_shape_args(call) | {"N": block.slots}, **_key_args(call), **_value_args(call), **pages.constants,
         num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
@@ -224,14 +226,16 @@ def _launch_prefill_mass(call: AttentionCall, scoring: PrefillScoring) -> None:
     q, kv, tables, pages, shape = call.q, call.kv, call.tables, page_args(call.kv), _shape_args(call)
     block = mass_block(q.shape[-1], shape["R"], kv)
     num_blocks = triton.cdiv(max(call.plan.max_pages, 1) * kv.page_size, block.slots)
+    heads = min(shape["R"] & -shape["R"], MASS_HEADS)
     assert call.plan.mass_buffers
     s = call.plan.mass_buffers.scoring
     prefill_mass_kernels.recompute_mass[(len(scoring.tiles), shape["G"], num_blocks)](
         q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
         *_visibility_args(tables), scoring.tiles, call.q_pos, *_score_args(call),
         s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, scoring.log_weights, len(q),
-        TT=block.rows, C=kv.mass.shape[1], DENSE=tables.dense is not None, **scoring.constants, **_dot_args(kv),
-        **_score_constants(call.params), **shape | {"N": block.slots}, **_key_args(call), **pages.constants,
+        TT=block.rows // heads, HEADS=heads, C=kv.mass.shape[1], DENSE=tables.dense is not None, **scoring.constants,
+        **_dot_args(kv), **_score_constants(call.params), **shape | {"N": block.slots}, **_key_args(call),
+        **pages.constants,
         num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
 
@@ -247,6 +251,13 @@ def _scoring_args(call: AttentionCall) -> tuple[Tensor, ...]:
 def _change_args(scoring: PrefillScoring | None) -> dict[str, int]:
     """Return the constants that say how scoring changes a softmax."""
     return scoring.constants if scoring else {"CHANGE": prefill_kernels.UNCHANGED.value, "NOISE": 0, "REDRAW": 0}
+
+
+def _noise_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring | None) -> dict[str, object]:
+    """Return how many columns of noise a product has, and its dtype: noise may be too large for float16."""
+    is_exact = call.kv.dtype == torch.float32 or triton.knobs.runtime.interpret
+    noises = count_noises(scoring, _shape_args(call)["R"], tiles.rows_per_tile) if scoring else 0
+    return {"NOISES": noises, "NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
 
 
 def _score_args(call: AttentionCall) -> tuple[Tensor, float, float]:

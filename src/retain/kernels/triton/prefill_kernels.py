@@ -5,6 +5,9 @@ that all rows of a tile see come first and need neither masks nor positions; the
 blocks of other tables are masked. A block is N slots, of one page or several.
 
 Demoted tokens have tables and pages of their own (PART): a second launch goes on from the output of the first.
+
+Noise that rows share is drawn for each token of a tile, not for each row (NOISES). The sum of a row's changed weights
+is then one of NOISES columns of a product of weights and noise, which tensor cores compute.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def attend_blocks(
     k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    NOISES: tl.constexpr, NOISE_DOT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Go on with the softmax of a tile over blocks of slots: all rows see them, or MASKED says which do.
@@ -92,10 +95,20 @@ def attend_blocks(
         if QUANTIZED and not V_GROUP:
             value_weights *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
         acc = tl.dot(value_weights.to(DOT), vs, acc * rescale[:, None], input_precision=PRECISION)
-        if CHANGE == WEIGHTS:  # behind the product, which tensor cores compute meanwhile
+        if CHANGE == WEIGHTS and NOISES:
+            factors = draw_gumbel_factors(kind, keys[None, :], slot_pos[:, None]).to(NOISE_DOT)
+            z_sum = tl.dot(w.to(NOISE_DOT), factors, z_sum * rescale[:, None], input_precision=PRECISION)
+        elif CHANGE == WEIGHTS:  # behind the product, which tensor cores compute meanwhile
             z_sum = z_sum * rescale + tl.sum(w * draw_gumbel_factors(kind, keys[:, None], slot_pos[None, :]), 1)
         row_max = new_max
     return row_max, row_sum, acc, z_max, z_sum
+
+
+@triton.jit
+def own_noise(M: tl.constexpr, R: tl.constexpr, NOISES: tl.constexpr, REDRAW: tl.constexpr):
+    """Return which noise [M, NOISES] is that of a row: its token's, or the first where all are one."""
+    own = tl.arange(0, M) // R if REDRAW else tl.arange(0, M) * 0
+    return own[:, None] == tl.arange(0, NOISES)[None, :]
 
 
 @triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "layer", "T"])
@@ -108,7 +121,8 @@ def attention_prefill(
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr,
-    CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, PRECISION: tl.constexpr,
+    CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, NOISES: tl.constexpr, NOISE_DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of M query rows of one kv head.
@@ -155,7 +169,11 @@ def attention_prefill(
     kind, keys, inverse_temperature = 0, p, slope
     if CHANGE != UNCHANGED:
         kind = tl.load(noise + b)
-        redrawn_at = tl.where(tl.load(redraw_noise + b) == 1, p, -1) if REDRAW else tl.full((1,), -1, tl.int32)
+        redrawn_at = tl.full((max(NOISES, 1),), -1, tl.int32)
+        if REDRAW:
+            at_token = m0 // R + tl.arange(0, max(NOISES, 1))
+            drawn_for = tl.load(q_pos + first + at_token, mask=at_token < tokens, other=-1) if NOISES else p
+            redrawn_at = tl.where(tl.load(redraw_noise + b) == 1, drawn_for, -1)
         keys = noise_key(tl.load(seed + b), layer, g, redrawn_at)
         inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
     if SINKS and PART != SECOND:  # as a slot without a value
@@ -176,22 +194,26 @@ def attention_prefill(
             z_sum = tl.where(z_max > float("-inf"), 1.0, 0.0)
             if CHANGE == WEIGHTS:  # relative to row_max
                 z_sum = tl.where(z_sum > 0.0, tl.exp2(z_max - finite_or_zero(row_max)), 0.0)
+    if NOISES:
+        z_sum = tl.where(own_noise(M, R, NOISES, REDRAW), z_sum[:, None], 0.0)
     table = pages + row.to(tl.int64) * page_row + g * page_head
     if DENSE:
         row_max, row_sum, acc, z_max, z_sum = attend_blocks(
             0, full, row_max, row_sum, acc, z_max, z_sum,
             q, p, slope, factor, softcap, window, is_dense, oldest, newest,
             k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
-            S, D, DP, V, VP, N, False, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
+            S, D, DP, V, VP, N, False, ALIBI, SOFTCAP, CHANGE, NOISE, NOISES, NOISE_DOT, DOT, PRECISION,
             K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
         )  # fmt: skip
     row_max, row_sum, acc, z_max, z_sum = attend_blocks(
         full, end, row_max, row_sum, acc, z_max, z_sum,
         q, p, slope, factor, softcap, window, is_dense, oldest, newest,
         k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
-        S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, DOT, PRECISION,
+        S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, NOISES, NOISE_DOT, DOT, PRECISION,
         K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
     )  # fmt: skip
+    if NOISES:
+        z_sum = tl.sum(tl.where(own_noise(M, R, NOISES, REDRAW), z_sum, 0.0), 1)
     # Loaded again, because registers that hold rows and heads over the loops would be spilled.
     m = tl.load(tiles + 6 * j + 4, volatile=True) + tl.arange(0, M)
     valid = m < tokens * R

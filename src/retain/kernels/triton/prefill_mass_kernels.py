@@ -3,6 +3,9 @@
 The weights of prefill tiles would fill the memory, so scores are computed again. A query of weight w adds
 exp2(score - lse) * w to a slot; attention_prefill has left log2(w) - lse, which a product starts from. In dense tables
 the tokens before a block see none of it and are left out, and those behind it need neither masks nor positions.
+
+The columns of a product are TT tokens of each of HEADS query heads, which share noise. So a thread that has a token of
+one head has it of the others, and draws noise once.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import triton.language as tl
 
 from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
-from retain.kernels.triton.prefill_kernels import SCORES, UNCHANGED, WEIGHTS
+from retain.kernels.triton.prefill_kernels import SCORES, WEIGHTS
 from retain.kernels.triton.quantized_loads import find_block, load_slot_scales, load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
 
@@ -20,26 +23,28 @@ from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
 @triton.jit
 def sum_weights(
     begin, end, total, keys, key_factor, slot_pos, base,
-    q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, h, T,
-    slope, factor, softcap, kind, seed, redraws, layer, g,
-    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TT: tl.constexpr, MASKED: tl.constexpr, ALIBI: tl.constexpr,
-    SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, FOLDED: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, first_head, T,
+    slopes, factor, softcap, kind, seed, redraws, layer, g,
+    D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TT: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr,
+    FOLDED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the weights of tokens `begin` to `end` of one query head to the sums [N, TT] of a block of slots.
+    """Add the weights of tokens `begin` to `end` of some query heads to the sums [N, HEADS * TT] of a block of slots.
 
     FOLDED: a factor makes exponents of products, so these start from log_weights. (Only loads that feed a product are
     asynchronous.) Noise is left out where it is a factor of a slot's sum. MASKED loads positions, and compares them.
     """
-    tt, d = tl.arange(0, TT), tl.arange(0, DP)
+    column, d = tl.arange(0, HEADS * TT), tl.arange(0, DP)
+    h = first_head + column // TT
+    slope = tl.load(slopes + h) * LOG2E if ALIBI else h
     for t0 in range(begin, end, TT):
-        t = t0 + tt
+        t = t0 + column % TT
         there = t < tokens
         qt = tl.load(
-            q + (first + t).to(tl.int64)[None, :] * q_token + h * q_head + d[:, None],
+            q + (first + t).to(tl.int64)[None, :] * q_token + h[None, :] * q_head + d[:, None],
             mask=there[None, :] & (d < D)[:, None],
             other=0.0,
-        ).to(DOT)  # [DP, TT]
+        ).to(DOT)  # [DP, HEADS * TT]
         start = tl.load(log_weights + h * T + first + t, mask=there, other=float("-inf"))
         p = first_pos + t
         if MASKED:
@@ -56,11 +61,10 @@ def sum_weights(
             if ALIBI:
                 z -= (slope * (p - base).to(tl.float32))[None, :]
         if ALIBI:
-            z += (slope * (slot_pos - base).to(tl.float32))[:, None]
-        if CHANGE != UNCHANGED:
+            z += slope[None, :] * (slot_pos - base).to(tl.float32)[:, None]
+        if CHANGE == SCORES:
             drawn_at = tl.where(redraws, p, -1) if REDRAW else tl.full((1,), -1, tl.int32)
             noise_keys = noise_key(seed, layer, g, drawn_at)
-        if CHANGE == SCORES:
             z = add_noise(z, kind, noise_keys[None, :], slot_pos[:, None], NOISE)
             z *= (1.0 / tl.load(temperature + first + t, mask=there, other=1.0))[None, :]
         if not FOLDED:
@@ -69,7 +73,11 @@ def sum_weights(
         if MASKED:
             w = tl.where((slot_pos >= 0)[:, None] & (slot_pos[:, None] <= p[None, :]), w, 0.0)
         if CHANGE == WEIGHTS and REDRAW:
-            w *= draw_gumbel_factors(kind, noise_keys[None, :], slot_pos[:, None])
+            own = t0 + tl.arange(0, TT)
+            drawn_at = tl.load(q_pos + first + own, mask=own < tokens, other=-1) if MASKED else first_pos + own
+            noise_keys = noise_key(seed, layer, g, tl.where(redraws, drawn_at, -1))
+            factors = draw_gumbel_factors(kind, noise_keys[None, :], slot_pos[:, None])  # [N, TT]
+            w = tl.reshape(tl.reshape(w, (N, HEADS, TT)) * factors[:, None, :], (N, HEADS * TT))
         if CHANGE == SCORES:
             w = tl.where((tl.load(weights + first + t, mask=there, other=0.0) < 0.0)[None, :], -w, w)
         total += w
@@ -82,8 +90,9 @@ def recompute_mass(
     windows, window_row, dense, tiles, q_pos, slopes, factor, softcap,
     weights, temperature, decay, noise, seed, redraw_noise, layer, log_weights, T,  # log_weights [H, T]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
-    TT: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DENSE: tl.constexpr,
-    DOT: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, PRECISION: tl.constexpr,
+    TT: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    DENSE: tl.constexpr, DOT: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr,
+    PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of the scored tokens of one request to the mass of N slots of one kv head.
@@ -121,27 +130,29 @@ def recompute_mass(
         sees_all = tl.minimum((tl.maximum(i * N + N - 1 - first_pos, 0) + TT - 1) // TT, num_tiles)
         diagonal = tl.where(is_dense, sees_all, num_tiles)
     kind, seed_b, redraws = tl.load(noise + b), tl.load(seed + b), tl.load(redraw_noise + b) == 1
-    at, total = mass + page * C * S + place, tl.zeros((N, TT), tl.float32)
-    for r in range(R):
-        h = g * R + r
-        slope = tl.load(slopes + h) * LOG2E if ALIBI else 0.0
+    at, total = mass + page * C * S + place, tl.zeros((N, HEADS * TT), tl.float32)
+    for r in range(0, R, HEADS):
         total = sum_weights(
             begin * TT, diagonal * TT, total, keys, key_factor, slot_pos, base,
-            q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, h, T,
-            slope, factor, softcap, kind, seed_b, redraws, layer, g,
-            D, DP, N, TT, True, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
+            q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, g * R + r, T,
+            slopes, factor, softcap, kind, seed_b, redraws, layer, g,
+            D, DP, N, TT, HEADS, True, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
         )  # fmt: skip
         if DENSE:
             total = sum_weights(
                 diagonal * TT, num_tiles * TT, total, keys, key_factor, slot_pos, base,
-                q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, h, T,
-                slope, factor, softcap, kind, seed_b, redraws, layer, g,
-                D, DP, N, TT, False, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
+                q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, g * R + r, T,
+                slopes, factor, softcap, kind, seed_b, redraws, layer, g,
+                D, DP, N, TT, HEADS, False, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
             )  # fmt: skip
-        if C > 1 or r == R - 1:
-            added = tl.sum(total, 1)
+        if C > 1 or r == R - HEADS:
+            added = tl.sum(tl.reshape(total, (N, HEADS, TT)), 2)
+            if C == 1:
+                added = tl.sum(added, 1)[:, None]
             if CHANGE == WEIGHTS and not REDRAW:
-                added *= draw_gumbel_factors(kind, noise_key(seed_b, layer, g, tl.full((1,), -1, tl.int32)), slot_pos)
-            to = at + (r * S if C > 1 else 0)
-            tl.store(to, fades * tl.load(to, mask=there, other=0.0) + added, mask=there)
-            total = tl.zeros((N, TT), tl.float32)
+                key = noise_key(seed_b, layer, g, tl.full((1,), -1, tl.int32))
+                added *= draw_gumbel_factors(kind, key, slot_pos)[:, None]
+            columns = (r + tl.arange(0, HEADS)) * S if C > 1 else tl.zeros((1,), tl.int32)
+            to = at[:, None] + columns[None, :]
+            tl.store(to, fades * tl.load(to, mask=there[:, None], other=0.0) + added, mask=there[:, None])
+            total = tl.zeros((N, HEADS * TT), tl.float32)

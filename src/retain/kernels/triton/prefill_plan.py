@@ -67,6 +67,18 @@ def mass_block(D: int, R: int, kv: KV) -> BlockSize:
     return BlockSize(64, 128, 8, 3) if R == 1 else BlockSize(32, 64, 4, 3)
 
 
+def count_noises(scoring: PrefillScoring, R: int, rows: int) -> int:
+    """Return for how many tokens a tile of so many query rows draws noise; 0 where each row draws its own.
+
+    Below 4 query heads that share noise, the columns would cost more than they save.
+    """
+    if scoring.constants["CHANGE"] != prefill_kernels.WEIGHTS.value:
+        return 0
+    if not scoring.constants["REDRAW"]:
+        return 16
+    return rows // R if R >= 4 and rows % R == 0 and rows // R >= 8 else 0  # 8 columns are the least of tensor cores
+
+
 def plan_prefill_scoring(
     scoring: AttentionScoring, starts: Sequence[int], requests: Sequence[tuple[int, int]], H: int, device: torch.device
 ) -> list[PrefillScoring]:
