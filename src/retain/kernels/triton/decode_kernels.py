@@ -26,11 +26,13 @@ from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
     even_numbers,
     find_block,
+    find_pages,
     load_nibbles,
     load_paired_scales,
     load_vectors,
     low_columns,
     odd_numbers,
+    slot_offsets,
 )
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero
 
@@ -163,32 +165,35 @@ def attention_decode(
             z_sums = tl.zeros((N, M), tl.float32)
         for i in range(part * split, tl.minimum((part + 1) * split, blocks)):
             slot = i * N + n
-            page, place = find_block(table, i, n, count // S - 1, S, N)
+            block = find_pages(table, i, n, count // S - 1, S, N)
             exists = n < N if S % N == 0 else slot < count
-            loaded = tl.load(pos + page * S + place, mask=exists & (n < tl.where(is_dense, 0, N)), other=-1)
+            loaded = tl.load(
+                pos + slot_offsets(block, n, S, N, S, 1), mask=exists & (n < tl.where(is_dense, 0, N)), other=-1
+            )
             slot_pos = tl.where(is_dense, slot, loaded)
             if K_HALVES:
-                keys_low, keys_high = load_nibbles(k, k_words, page, place, exists, S, D, K_PAGE, K_GROUP, K_DOT)
+                keys_low, keys_high = load_nibbles(k, k_words, block, n, exists, S, N, D, K_PAGE, K_GROUP, K_DOT)
                 x = tl.dot(keys_low, q_low, input_precision=PRECISION)
                 x = tl.dot(keys_high, q_high, x, input_precision=PRECISION)
             elif K_PAIRS:
-                at_k = k + (page * (K_PAGE // 2) + place * (D // 2))[:, None] + d2[None, :]
+                at_k = k + slot_offsets(block, n, S, N, K_PAGE // 2, D // 2)[:, None] + d2[None, :]
                 pairs = tl.load(at_k, mask=exists[:, None] & (d2 < D // 2)[None, :], other=0)
-                scales = load_paired_scales(k_words, page, place, exists, S, D, K_PAGE)
+                scales = load_paired_scales(k_words, block, n, exists, S, N, D, K_PAGE)
                 x = tl.dot(even_numbers(pairs, K_DOT), q_even, input_precision=PRECISION)
                 x = tl.dot(odd_numbers(pairs, K_DOT), q_odd, x, input_precision=PRECISION)
                 x *= scales[:, None]
             else:
                 if K_GROUP:
+                    page, place = find_block(table, i, n, count // S - 1, S, N)
                     keys = load_vectors(
                         k, k_scales, page[:, None], place[:, None], d[None, :], exists[:, None],
                         S, D, DP, K_PAGE, K_GROUP, False, K_DOT,
                     )  # fmt: skip
                 else:
-                    at_k = k + (page * K_PAGE + place * D)[:, None] + d[None, :]
+                    at_k = k + slot_offsets(block, n, S, N, K_PAGE, D)[:, None] + d[None, :]
                     keys = tl.load(at_k, mask=exists[:, None] & (d < D)[None, :], other=0)
                 if K_INTEGERS:
-                    scales = load_paired_scales(k_words, page, place, exists, S, D, K_PAGE)
+                    scales = load_paired_scales(k_words, block, n, exists, S, N, D, K_PAGE)
                     x = 256.0 * tl.dot(keys, q_high).to(tl.float32) + tl.dot(keys, q_low).to(tl.float32)
                     x *= scales[:, None]
                 else:
@@ -209,26 +214,27 @@ def attention_decode(
             rescale = tl.exp2(row_max - high)[None, :]
             sums = sums * rescale + w
             if V_HALVES:
-                values_low, values_high = load_nibbles(v, v_words, page, place, exists, S, V, V_PAGE, V_GROUP, V_DOT)
+                values_low, values_high = load_nibbles(v, v_words, block, n, exists, S, N, V, V_PAGE, V_GROUP, V_DOT)
                 value_weights = w.to(V_DOT)
                 acc_low = tl.dot(tl.trans(values_low), value_weights, acc_low * rescale, input_precision=PRECISION)
                 acc_high = tl.dot(tl.trans(values_high), value_weights, acc_high * rescale, input_precision=PRECISION)
             elif V_PAIRS:
-                at_v = v + (page * (V_PAGE // 2) + place * (V // 2))[None, :] + e2[:, None]
+                at_v = v + slot_offsets(block, n, S, N, V_PAGE // 2, V // 2)[None, :] + e2[:, None]
                 pairs = tl.load(at_v, mask=exists[None, :] & (e2 < V // 2)[:, None], other=0)
-                scales = load_paired_scales(v_words, page, place, exists, S, V, V_PAGE)
+                scales = load_paired_scales(v_words, block, n, exists, S, N, V, V_PAGE)
                 value_weights = (w * (scales * UNIT_8BIT)[:, None]).to(V_DOT)
                 even, odd = even_numbers(pairs, V_DOT), odd_numbers(pairs, V_DOT)
                 acc_even = tl.dot(even, value_weights, acc_even * rescale, input_precision=PRECISION)
                 acc_odd = tl.dot(odd, value_weights, acc_odd * rescale, input_precision=PRECISION)
             else:
                 if V_GROUP:
+                    page, place = find_block(table, i, n, count // S - 1, S, N)
                     values = load_vectors(
                         v, v_scales, page[None, :], place[None, :], e[:, None], exists[None, :],
                         S, V, VP, V_PAGE, V_GROUP, False, V_DOT,
                     )  # fmt: skip
                 else:
-                    at_v = v + (page * V_PAGE + place * V)[None, :] + e[:, None]
+                    at_v = v + slot_offsets(block, n, S, N, V_PAGE, V)[None, :] + e[:, None]
                     values = tl.load(at_v, mask=exists[None, :] & (e < V)[:, None], other=0).to(V_DOT)
                 acc = tl.dot(values, w.to(V_DOT), acc * rescale, input_precision=PRECISION)
             if UPDATE_MASS:

@@ -102,6 +102,39 @@ def find_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def find_pages(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
+    """Return where slots n [N] of block i lie, for `slot_offsets`: two pages, and the place of slot 0 in the first.
+
+    Blocks with slots of more than two pages have a page for each slot.
+    """
+    if S % N == 0 or S > N or N == 2 * S:
+        first = tl.load(table + i * N // S).to(tl.int64)
+        second = first
+        if S % N != 0:
+            second = tl.load(table + tl.minimum((i * N + N - 1) // S, last)).to(tl.int64)
+        start = i * N % S
+    else:
+        first = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
+        second, start = first, (i * N + n) % S - n
+    return first, second, start
+
+
+@triton.jit
+def slot_offsets(pages, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the offsets int64 [N] of slots n of WIDTH elements; a page has PAGE.
+
+    Both pages are multiplied before one is chosen: these are scalars, and what a slot needs is a choice and a sum.
+    """
+    first, second, start = pages
+    base = first * PAGE + start * WIDTH
+    if S % N != 0 and (S > N or N == 2 * S):
+        base = tl.where(n < S - start, base, second * PAGE + (start - S) * WIDTH)
+        if WIDTH % 16 == 0:  # as pages are: else a choice hides it
+            base = tl.multiple_of(base, 16)
+    return base + n * WIDTH
+
+
+@triton.jit
 def load_slot_scales(scales, page, place, there, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
     """Return the scales float32 [N] of slots of 8 bits, 0 for those that are not `there`."""
     at = page * (PAGE // 2) + S * D // 2 + place
@@ -177,25 +210,34 @@ def load_halves(words, at, is_high, exists):
 
 
 @triton.jit
-def load_paired_scales(words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+def word_offsets(pages, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr):
+    """Return the offsets int64 [N] of the words with the scales of slots n and their neighbours; a page has PAGE."""
+    first, second, start = pages
+    return slot_offsets((first, second, start // 2), n // 2, S // 2, N // 2, PAGE, 1)
+
+
+@triton.jit
+def load_paired_scales(
+    words, pages, n, exists, S: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
     """Return the scales float32 [N] of slots of 8 bits."""
-    at = page * (PAGE // 4) + S * D // 4 + place // 2
-    return load_halves(words, at, place % 2, exists).to(tl.float32)
+    at = word_offsets(pages, n, S, N, PAGE // 4) + S * D // 4
+    return load_halves(words, at, n % 2, exists).to(tl.float32)
 
 
 @triton.jit
 def load_nibbles(
-    x, words, page, place, exists, S: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, GROUP: tl.constexpr,
-    DOT: tl.constexpr,
+    x, words, pages, n, exists, S: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    GROUP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
     """Return the numbers of slots of 4 bits: low and high nibbles [N, D / 2]. See `low_columns` for their order."""
-    N: tl.constexpr = page.shape[0]
     B: tl.constexpr = D // 2
     GROUPS: tl.constexpr = D // GROUP
     b, group = tl.arange(0, B), tl.arange(0, GROUPS)
-    packed = tl.load(x + (page * PAGE + place * B)[:, None] + b[None, :], mask=exists[:, None], other=0)
-    at = (page * (PAGE // 4) + S * D // 8 + place // 2)[:, None] + group[None, :] * (S // 2)
-    scale = load_halves(words, at, (place % 2)[:, None], exists[:, None])
+    at = slot_offsets(pages, n, S, N, PAGE, B)
+    packed = tl.load(x + at[:, None] + b[None, :], mask=exists[:, None], other=0)
+    at_words = word_offsets(pages, n, S, N, PAGE // 4) + S * D // 8
+    scale = load_halves(words, at_words[:, None] + group[None, :] * (S // 2), (n % 2)[:, None], exists[:, None])
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, GROUPS, GROUP // 2)), (N, B))
     return from_nibbles(packed, scale, DOT)
 
