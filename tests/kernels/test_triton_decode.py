@@ -19,17 +19,28 @@ if not backend.unavailable_reason():
     import triton.language as tl
 
     from retain.kernels.triton import attention, quantized_loads
-    from retain.kernels.triton.attention import SPLITS_OF_PROGRAM, split_programs
-    from retain.kernels.triton.decode_kernels import to_int16
+    from retain.kernels.triton.attention import ENOUGH_PROGRAMS, MAX_SPLITS_PER_PROGRAM, programs_per_tile
+    from retain.kernels.triton.decode_kernels import quantize_queries
+    from retain.kernels.triton.quantized_loads import locate_block, slot_offsets, word_offsets
 
     @triton.jit
-    def convert(x, high, low, unit, D: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
-        """Store what to_int16 returns for x [D, M]."""
+    def quantize(x, high, low, scale, D: tl.constexpr, M: tl.constexpr):  # type: ignore[no-untyped-def]
+        """Store what quantize_queries returns for x [D, M]."""
         at = tl.arange(0, D)[:, None] * M + tl.arange(0, M)[None, :]
-        a, b, c = to_int16(tl.load(x + at))
+        a, b, c = quantize_queries(tl.load(x + at))
         tl.store(high + at, a)
         tl.store(low + at, b)
-        tl.store(unit + tl.arange(0, M), c)
+        tl.store(scale + tl.arange(0, M), c)
+
+    @triton.jit
+    def locate(  # type: ignore[no-untyped-def]
+        table, offsets, words, count, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr
+    ):
+        """Store the offsets of the slots of one block for each program."""
+        i, n = tl.program_id(0), tl.arange(0, N)
+        location = locate_block(table, i, n, count - 1, S, N)
+        tl.store(offsets + i * N + n, slot_offsets(location, n, S, N, PAGE, WIDTH))
+        tl.store(words + i * N + n, word_offsets(location, n, S, N, PAGE // 4))
 
 
 DEVICE = "cpu" if backend.is_interpreted() else "cuda"
@@ -40,11 +51,25 @@ def as_numbers(values: list[int], dtype: torch.dtype) -> list[float]:
     return torch.tensor(values, dtype=torch.uint8).view(dtype).float().tolist()
 
 
+@pytest.mark.parametrize("S", [16, 32, 48, 64, 80, 128, 160, 224])
+@pytest.mark.parametrize("N", [16, 32, 64])
+def test_blocks_find_every_slot_of_a_table(S: int, N: int) -> None:
+    count, PAGE, WIDTH = 7, 32 * S, 16
+    table = torch.randperm(100, generator=torch.Generator().manual_seed(S))[:count].int()
+    blocks = -(-count * S // N)
+    offsets, words = (torch.zeros(blocks * N, dtype=torch.int64, device=DEVICE) for _ in range(2))
+    locate[(blocks,)](table.to(DEVICE), offsets, words, count, S=S, N=N, PAGE=PAGE, WIDTH=WIDTH)
+    slot = torch.arange(count * S)
+    page, place = table[slot // S].long(), slot % S
+    assert torch.equal(offsets.cpu()[: count * S], page * PAGE + place * WIDTH)
+    assert torch.equal(words.cpu()[: count * S], page * (PAGE // 4) + place // 2)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("INT8", torch.int8), ("FP8", torch.float8_e4m3fn)])
-def test_asm_takes_the_even_and_the_odd_numbers_out_of_pairs(name: str, dtype: torch.dtype) -> None:
+def test_asm_takes_the_low_and_the_high_bytes_out_of_pairs(name: str, dtype: torch.dtype) -> None:
     for values in BYTES:
         register = sum(x << 8 * i for i, x in enumerate(values))
-        for which, start in (("EVEN", 0), ("ODD", 1)):
+        for which, start in (("LOW", 0), ("HIGH", 1)):
             (found,) = run_asm(getattr(quantized_loads, f"_{which}_{name}_TO_FLOAT16").value, register)
             assert str(floats(found, torch.float16)) == str(as_numbers(values, dtype)[start::2])  # NaN equals itself
 
@@ -67,31 +92,29 @@ def test_asm_multiplies_every_nibble_by_its_scale() -> None:
         assert numbers == [(n - 8) * s for n, s in zip(nibbles, 2 * [0.5, 2.0, -1.0, 4.0], strict=True)]
 
 
-def test_queries_are_integers_of_16_bits_times_their_unit() -> None:
+def test_queries_are_integers_of_16_bits_times_their_scale() -> None:
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0)) * 10.0 ** torch.arange(-8, 8)
     x[:, 3] = 0
     x[7, 5], x[7, 6] = float("inf"), float("nan")
     high, low = (torch.empty(x.shape, dtype=torch.int8, device=DEVICE) for _ in range(2))
-    unit = torch.empty(16, device=DEVICE)
-    convert[(1,)](x.to(DEVICE), high, low, unit, D=64, M=16)
+    scale = torch.empty(16, device=DEVICE)
+    quantize[(1,)](x.to(DEVICE), high, low, scale, D=64, M=16)
     integers = 256 * high.cpu().int() + low.cpu()
     is_finite = x.isfinite().all(0)
-    assert unit.isfinite().cpu().equal(is_finite)
-    x, integers, unit = x[:, is_finite], integers[:, is_finite], unit.cpu()[is_finite]
-    assert ((integers * unit - x).abs() <= unit * 0.501).all()
+    assert scale.isfinite().cpu().equal(is_finite)
+    x, integers, scale = x[:, is_finite], integers[:, is_finite], scale.cpu()[is_finite]
+    assert ((integers * scale - x).abs() <= scale * 0.501).all()
     assert integers.abs().amax(0).equal(torch.where(x.any(0), 127 * 256, 0).int())
 
 
-@given(st.integers(1, 10**5), st.integers(1, 64), st.data())
-def test_a_program_has_few_splits_and_a_table_has_all(tables: int, most: int, data: st.DataObject) -> None:
-    programs, splits = split_programs(tables, most), data.draw(st.integers(1, most))
-    per_program = -(-splits // programs)
-    assert 1 <= programs <= most
-    assert per_program <= SPLITS_OF_PROGRAM
-    assert programs * per_program >= splits
+@given(st.integers(1, 10**5), st.integers(1, 64))
+def test_splits_share_a_program_only_where_programs_are_many(num_tiles: int, num_splits: int) -> None:
+    programs = programs_per_tile(num_tiles, num_splits)
+    assert 1 <= programs <= num_splits <= programs * MAX_SPLITS_PER_PROGRAM
+    assert programs == num_splits or num_tiles * programs >= ENOUGH_PROGRAMS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.uint8, torch.int4, torch.float8_e4m3fn])
 @pytest.mark.parametrize("scored", [False, True])
 def test_splits_in_one_program_have_the_bits_of_splits_in_many(
     dtype: torch.dtype, scored: bool, monkeypatch: pytest.MonkeyPatch
@@ -108,6 +131,7 @@ def test_splits_in_one_program_have_the_bits_of_splits_in_many(
 
 
 @pytest.mark.parametrize("name", ["k_dim", "v_dim"])
-def test_pairs_of_8_bits_need_even_rows(name: str) -> None:
-    with pytest.raises(ValueError, match=f"an even {name} .* in int8, not 15"):
-        backend.allocate(2, 16, dtype=torch.int8, **{"k_dim": 16, "v_dim": 16} | {name: 15})
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int4, torch.float8_e4m3fn])
+def test_quantized_pools_refuse_odd_head_dims(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"an even {name} .*, not 15"):
+        backend.allocate(2, 16, dtype=dtype, **{"k_dim": 16, "v_dim": 16} | {name: 15})

@@ -1,8 +1,10 @@
 """The triton backend: the functions of `reference` as Triton kernels for NVIDIA GPUs.
 
 Layout "plain": k and v are [P, S, D], so a slot is stored as it arrives. In a pool of bfloat16 or float16, queries and
-attention weights are rounded to the pool's dtype; sums are float32. In a pool of quantized slots they are rounded to
-bfloat16, as are numbers of 4 bits times their scales. The scales of a page's slots follow its numbers.
+attention weights are rounded to the pool's dtype; sums are float32. The scales of a page's slots follow its numbers.
+Over quantized slots, prompts round queries and weights to bfloat16, as are numbers of 4 bits times their scales. Tiles
+of few rows round queries to integers of 16 bits over int8 K, and to float16 over fp8 K; weights become float16 over V
+of 8 bits.
 
 Demoted tokens are attended to by further launches of the same kernels, over their own pages and tables.
 
@@ -80,7 +82,7 @@ def allocate(
         if not 1 <= dim <= most:
             raise ValueError(f"the triton backend needs a {name} (head_dim) of 1 to {most}, not {dim}")
         if dtype in QUANTIZED_DTYPES and dim % 2:
-            raise ValueError(f"the triton backend stores an even {name} (head_dim) in {dtype_name(dtype)}, not {dim}")
+            raise ValueError(f"the triton backend needs an even {name} (head_dim) for {dtype_name(dtype)}, not {dim}")
     format = PageFormat(page_size, dtype, k_dim, v_dim, score_columns)
     k, v = (torch.zeros(num_pages, n, dtype=torch.uint8, device=device) for n in page_bytes or format.bytes)
     return _view_pool((k, v), format)

@@ -18,11 +18,11 @@ from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, p
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
-from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, count_noises, mass_block
+from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, count_noise_columns, mass_block
 
 TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOG2E = 1.4426950408889634
-SPLITS_OF_PROGRAM = 4  # at most, so that the longest table of a step does not keep one program busy for long
+MAX_SPLITS_PER_PROGRAM = 4  # so that the longest table of a step does not keep one program busy for long
 ENOUGH_PROGRAMS = 2048  # three times what an H200 computes at once
 MASS_HEADS = 4  # query heads whose weights of prompts are added at once, at most
 MASS_SLOTS = 1024  # slots of a program that adds stored weights to masses
@@ -123,7 +123,7 @@ def _launch_decode(
     sizes = tuple(x.shape[-1] for x in stored)
     shape = _shape_args(call) | plan.blocks.constants
     J, G = len(tiles.data), shape["G"]
-    decode_kernels.attention_decode[(J, G, split_programs(J * G, tiles.num_splits))](
+    decode_kernels.attention_decode[(J, G, programs_per_tile(J * G, tiles.num_splits))](
         q, *q.stride()[:2], *splits, tiles.max_rows, num_splits,
         pages.k_pairs, pages.v_pairs, pages.k_scales, pages.v_scales, pages.k_words, pages.v_words, kv.pos,
         *_table_args(tables), *_visibility_args(tables), tiles.data, call.q_pos, *_score_args(call),
@@ -136,24 +136,26 @@ def _launch_decode(
     )  # fmt: skip
 
 
-def split_programs(tables: int, num_splits: int) -> int:
-    """Return how many programs compute the splits of a table.
+def programs_per_tile(num_tiles: int, num_splits: int) -> int:
+    """Return how many programs share the splits of each of so many tiles and kv heads.
 
-    A program has a few splits, one after another, where there are more than fill a device: it looks up its tile once.
+    Up to ENOUGH_PROGRAMS there is one for each split. Beyond, a program computes several splits in turn, and reads its
+    tile and queries once.
     """
-    return max(triton.cdiv(num_splits, SPLITS_OF_PROGRAM), min(num_splits, triton.cdiv(ENOUGH_PROGRAMS, tables)))
+    fewest = triton.cdiv(num_splits, MAX_SPLITS_PER_PROGRAM)
+    return max(fewest, min(num_splits, triton.cdiv(ENOUGH_PROGRAMS, num_tiles)))
 
 
 def decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int]:
     """Return how a launch of decode tiles is compiled: for speed, chosen by counting instructions (docs/log/gpu.md).
 
     Fewer warps execute fewer instructions for a block of slots. Fewer registers for a thread let more programs run side
-    by side, which hide loads.
+    by side, which hide loads: 6 of 2 warps, 3 of 4 with 168 registers, 4 of 4 with 128.
     """
     kv, rows, D = call.kv, tiles.rows_per_tile, max(call.kv.k_dim, call.kv.v_dim)
     is_quantized = kv.dtype in QUANTIZED_DTYPES
     is_small = rows <= 16 and D <= 256 and kv.dtype != torch.float32
-    warps = 8 if D > 128 else 4
+    warps = 8 if D > 128 or (kv.dtype == torch.float32 and rows > 8) else 4
     if is_small and (is_quantized or D > 128):
         warps //= 2
     options = {"num_warps": warps, "num_stages": 3 if D <= 256 else 1}
@@ -256,8 +258,8 @@ def _change_args(scoring: PrefillScoring | None) -> dict[str, int]:
 def _noise_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring | None) -> dict[str, object]:
     """Return how many columns of noise a product has, and its dtype: noise may be too large for float16."""
     is_exact = call.kv.dtype == torch.float32 or triton.knobs.runtime.interpret
-    noises = count_noises(scoring, _shape_args(call)["R"], tiles.rows_per_tile) if scoring else 0
-    return {"NOISES": noises, "NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
+    columns = count_noise_columns(scoring, _shape_args(call)["R"], tiles.rows_per_tile) if scoring else 0
+    return {"NOISE_COLUMNS": columns, "NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
 
 
 def _score_args(call: AttentionCall) -> tuple[Tensor, float, float]:
@@ -288,7 +290,7 @@ def _value_args(call: AttentionCall) -> dict[str, int]:
 def _pad_width(width: int) -> int:
     """Return the width of rows in kernels: a power of 2, and at least two times the 16 that tensor cores need.
 
-    Rows of 8 or 4 bits are two halves, each with products of its own.
+    Rows of 8 or 4 bits are two parts, each with products of its own.
     """
     return max(int(triton.next_power_of_2(width)), 32)
 
@@ -315,7 +317,8 @@ def _dot_args(kv: KV) -> dict[str, object]:
 def _decode_dot_args(kv: KV) -> dict[str, object]:
     """Return the dtypes of the products with K and with V, and their precision.
 
-    float16 holds every number of 8 bits; an integer becomes one with fewer instructions than bfloat16.
+    float16 holds every number of 8 bits; an integer becomes one with fewer instructions than bfloat16. K of int8 is not
+    converted.
     """
     args = _dot_args(kv)
     exact = args["DOT"] == tl.float32

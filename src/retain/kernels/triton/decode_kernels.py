@@ -5,9 +5,10 @@ So K and V are read once for all of them. Splits are computed in parallel; merge
 table is split by its own length alone, so that a token's bits do not depend on the other requests. Scores are in base
 2. Blocks of N slots need not divide a page: the page of each slot is looked up.
 
-Scores are [slots, rows] and outputs [numbers, rows]: a tile has few rows, and tensor cores multiply 16 x 8. K of int8
-is not converted: queries are integers of 16 bits, multiplied as two of 8. V of 8 bits and K of fp8 are pairs of
-numbers, whose even and odd ones have products of their own.
+Slots are the rows (16) of a product of tensor cores, and query rows its columns (8), so that few query rows have little
+padding: scores are [slots, rows], and outputs [numbers, rows]. K of int8 is not converted: queries are integers of 16
+bits, multiplied as two int8, and sums are exact. V of 8 bits, K of fp8, and numbers of 4 bits are loaded as two parts
+of a row, each with products of its own (K_PART, V_PART).
 
 Demoted tokens have tables and pages of their own. Their splits follow those of the other tokens, and are merged with
 them.
@@ -24,22 +25,22 @@ import triton.language as tl
 from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
-    even_numbers,
     find_block,
-    find_pages,
+    first_columns,
     load_nibbles,
-    load_paired_scales,
+    load_scales_async,
     load_vectors,
-    low_columns,
-    odd_numbers,
+    locate_block,
     slot_offsets,
+    unpack_high_bytes,
+    unpack_low_bytes,
 )
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero
 
 MAX_SPLITS = tl.constexpr(64)  # splits of a table, at most
 NOISE_BOUND = tl.constexpr(26.0)  # in base 2: Gumbel noise of 23 bits is below 24, Gaussian below 10
 # V of 8 bits meets weights in float16. Their products with scales are this much larger, so that small ones keep bits.
-UNIT_8BIT = tl.constexpr(256.0)
+WEIGHT_FACTOR = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -50,17 +51,17 @@ def split_blocks(slots, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def to_int16(x):
-    """Return float32 rows [D, M] as integers of 16 bits times units [M]: the high bytes, the low bytes, and the units.
+def quantize_queries(x):
+    """Quantize queries float32 [D, M] to 16 bits. Return their high and low bytes int8 [D, M], and scales float32 [M].
 
-    An integer is 256 times its high byte plus its low byte, both int8.
+    A query is 256 times its high byte plus its low byte, times its scale. One that is not finite has the scale NaN.
     """
-    unit = tl.max(tl.abs(x), 0)
-    unit = tl.where(unit == 0.0, 1.0, unit) / 32512.0  # 127 * 256
-    integers = tl.floor(x / unit[None, :] + 0.5).to(tl.int32)
-    high = (integers + 128) >> 8
-    nan_or_zero = 0.0 * tl.sum(x, 0)  # no integer is NaN
-    return high.to(tl.int8), (integers - 256 * high).to(tl.int8), unit + nan_or_zero
+    scale = tl.max(tl.abs(x), 0)
+    scale = tl.where(scale == 0.0, 1.0, scale) / 32512.0  # 127 * 256
+    integers = tl.floor(x / scale[None, :] + 0.5).to(tl.int32)
+    high_byte = (integers + 128) >> 8
+    nan_or_zero = 0.0 * tl.sum(x, 0)
+    return high_byte.to(tl.int8), (integers - 256 * high_byte).to(tl.int8), scale + nan_or_zero
 
 
 @triton.jit(
@@ -84,18 +85,22 @@ def attention_decode(
 ):  # fmt: skip
     """Compute splits of the slots, one after another, for one decode tile and one kv head.
 
-    K_HALVES and V_HALVES: numbers of 4 bits are used as two halves, of low and of high nibbles. See quantized_loads.
+    K_HALVES and V_HALVES: rows of 4 bits are wide enough for two parts, of low and of high nibbles. Where k and v are
+    pairs of numbers, see page_args.
     """
-    K_INTEGERS: tl.constexpr = k.dtype.element_ty == tl.int8
+    K_INT8: tl.constexpr = k.dtype.element_ty == tl.int8
     K_PAIRS: tl.constexpr = k.dtype.element_ty == tl.uint16
     V_PAIRS: tl.constexpr = QUANTIZED and V_GROUP == 0
+    # Of so many numbers the first half is in the first part, and the second half in the other. 0: there is one part.
+    K_PART: tl.constexpr = 2 if K_PAIRS else K_GROUP if K_HALVES else 0
+    V_PART: tl.constexpr = 2 if V_PAIRS else V_GROUP if V_HALVES else 0
     j, g = tl.program_id(0), tl.program_id(1)
     b, row, first, tokens = (
         tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
     )  # fmt: skip
     count = tl.load(counts + row * count_row + g * count_head) * S
-    blocks, split = split_blocks(count, N, MIN_BLOCKS)
-    splits = tl.cdiv(blocks, split)
+    blocks, blocks_per_split = split_blocks(count, N, MIN_BLOCKS)
+    splits = tl.cdiv(blocks, blocks_per_split)
     splits_here = tl.cdiv(splits, tl.num_programs(2))
     first_split = tl.program_id(2) * splits_here
     if (tokens == 0) | (first_split >= splits):
@@ -104,27 +109,25 @@ def attention_decode(
     valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
     d, e = tl.arange(0, DP), tl.arange(0, VP)
-    d2, e2 = tl.arange(0, DP // 2), tl.arange(0, VP // 2)  # of pairs
     at_q = q + t.to(tl.int64)[None, :] * q_token + h[None, :] * q_head
     score_factor = factor + tl.zeros((M,), tl.float32)  # of products
-    if K_HALVES:
-        low = low_columns(D, K_GROUP)
-        q_low = tl.load(at_q + low[:, None], mask=valid[None, :], other=0.0).to(K_DOT)
-        q_high = tl.load(at_q + low[:, None] + K_GROUP // 2, mask=valid[None, :], other=0.0).to(K_DOT)
-    elif K_PAIRS:
-        of_row = (d2 < D // 2)[:, None] & valid[None, :]
-        q_even = tl.load(at_q + 2 * d2[:, None], mask=of_row, other=0.0).to(tl.float32)
-        q_odd = tl.load(at_q + 2 * d2[:, None] + 1, mask=of_row, other=0.0).to(tl.float32)
-        # Rows are divided by their largest numbers, because float16 has a small range.
-        unit = tl.maximum(tl.max(tl.abs(q_even), 0), tl.max(tl.abs(q_odd), 0))
-        unit = tl.where(unit == 0.0, 1.0, unit)
-        q_even, q_odd = (q_even / unit[None, :]).to(K_DOT), (q_odd / unit[None, :]).to(K_DOT)
-        score_factor *= unit
+    if K_PART:
+        columns = first_columns(DP, K_PART)[:, None]
+        in_row = (columns < D) & valid[None, :]
+        q_first = tl.load(at_q + columns, mask=in_row, other=0.0)
+        q_second = tl.load(at_q + columns + K_PART // 2, mask=in_row, other=0.0)
+        if K_PAIRS:  # queries are divided by their largest numbers, because float16 has a small range
+            q_first, q_second = q_first.to(tl.float32), q_second.to(tl.float32)
+            largest = tl.maximum(tl.max(tl.abs(q_first), 0), tl.max(tl.abs(q_second), 0))
+            largest = tl.where(largest == 0.0, 1.0, largest)
+            q_first, q_second = q_first / largest[None, :], q_second / largest[None, :]
+            score_factor *= largest
+        q_first, q_second = q_first.to(K_DOT), q_second.to(K_DOT)
     else:
         queries = tl.load(at_q + d[:, None], mask=(d < D)[:, None] & valid[None, :], other=0.0)
-        if K_INTEGERS:
-            q_high, q_low, unit = to_int16(queries.to(tl.float32))
-            score_factor *= unit
+        if K_INT8:
+            q_high_byte, q_low_byte, q_scale = quantize_queries(queries.to(tl.float32))
+            score_factor *= q_scale
         else:
             queries = queries.to(K_DOT)
     p = tl.load(q_pos + t, mask=valid, other=-1)  # padding rows see nothing
@@ -152,36 +155,34 @@ def attention_decode(
             is_changed = draws_noise(kind) | (inverse_temperature != 1.0)
     table = pages + row.to(tl.int64) * page_row + g * page_head
     n = tl.arange(0, N)
-    for part in range(first_split, tl.minimum(first_split + splits_here, splits)):
+    for split in range(first_split, tl.minimum(first_split + splits_here, splits)):
         row_max = tl.full((M,), float("-inf"), tl.float32)
         sums = tl.zeros((N, M), tl.float32)  # summed over the slots once, behind the loop
-        if V_HALVES:
-            acc_low, acc_high = tl.zeros((V // 2, M), tl.float32), tl.zeros((V // 2, M), tl.float32)
-        elif V_PAIRS:
-            acc_even, acc_odd = tl.zeros((VP // 2, M), tl.float32), tl.zeros((VP // 2, M), tl.float32)
+        if V_PART:
+            acc_first, acc_second = tl.zeros((VP // 2, M), tl.float32), tl.zeros((VP // 2, M), tl.float32)
         else:
             acc = tl.zeros((VP, M), tl.float32)
         if UPDATE_MASS and NOISE != PLAIN:
             z_sums = tl.zeros((N, M), tl.float32)
-        for i in range(part * split, tl.minimum((part + 1) * split, blocks)):
+        for i in range(split * blocks_per_split, tl.minimum((split + 1) * blocks_per_split, blocks)):
             slot = i * N + n
-            block = find_pages(table, i, n, count // S - 1, S, N)
+            location = locate_block(table, i, n, count // S - 1, S, N)
             exists = n < N if S % N == 0 else slot < count
-            loaded = tl.load(
-                pos + slot_offsets(block, n, S, N, S, 1), mask=exists & (n < tl.where(is_dense, 0, N)), other=-1
-            )
+            reads_pos = exists & (n < tl.where(is_dense, 0, N))  # no positions are loaded where the table is dense
+            loaded = tl.load(pos + slot_offsets(location, n, S, N, S, 1), mask=reads_pos, other=-1)
             slot_pos = tl.where(is_dense, slot, loaded)
-            if K_HALVES:
-                keys_low, keys_high = load_nibbles(k, k_words, block, n, exists, S, N, D, K_PAGE, K_GROUP, K_DOT)
-                x = tl.dot(keys_low, q_low, input_precision=PRECISION)
-                x = tl.dot(keys_high, q_high, x, input_precision=PRECISION)
-            elif K_PAIRS:
-                at_k = k + slot_offsets(block, n, S, N, K_PAGE // 2, D // 2)[:, None] + d2[None, :]
-                pairs = tl.load(at_k, mask=exists[:, None] & (d2 < D // 2)[None, :], other=0)
-                scales = load_paired_scales(k_words, block, n, exists, S, N, D, K_PAGE)
-                x = tl.dot(even_numbers(pairs, K_DOT), q_even, input_precision=PRECISION)
-                x = tl.dot(odd_numbers(pairs, K_DOT), q_odd, x, input_precision=PRECISION)
-                x *= scales[:, None]
+            if K_PART:
+                if K_PAIRS:
+                    c = tl.arange(0, DP // 2)
+                    at_k = k + slot_offsets(location, n, S, N, K_PAGE // 2, D // 2)[:, None] + c[None, :]
+                    pairs = tl.load(at_k, mask=exists[:, None] & (c < D // 2)[None, :], other=0)
+                    keys_first, keys_second = unpack_low_bytes(pairs, K_DOT), unpack_high_bytes(pairs, K_DOT)
+                else:
+                    keys_first, keys_second = load_nibbles(
+                        k, k_words, location, n, exists, S, N, D, K_PAGE, K_GROUP, K_DOT
+                    )
+                x = tl.dot(keys_first, q_first, input_precision=PRECISION)
+                x = tl.dot(keys_second, q_second, x, input_precision=PRECISION)
             else:
                 if K_GROUP:
                     page, place = find_block(table, i, n, count // S - 1, S, N)
@@ -190,14 +191,14 @@ def attention_decode(
                         S, D, DP, K_PAGE, K_GROUP, False, K_DOT,
                     )  # fmt: skip
                 else:
-                    at_k = k + slot_offsets(block, n, S, N, K_PAGE, D)[:, None] + d[None, :]
+                    at_k = k + slot_offsets(location, n, S, N, K_PAGE, D)[:, None] + d[None, :]
                     keys = tl.load(at_k, mask=exists[:, None] & (d < D)[None, :], other=0)
-                if K_INTEGERS:
-                    scales = load_paired_scales(k_words, block, n, exists, S, N, D, K_PAGE)
-                    x = 256.0 * tl.dot(keys, q_high).to(tl.float32) + tl.dot(keys, q_low).to(tl.float32)
-                    x *= scales[:, None]
+                if K_INT8:
+                    x = 256.0 * tl.dot(keys, q_high_byte).to(tl.float32) + tl.dot(keys, q_low_byte).to(tl.float32)
                 else:
                     x = tl.dot(keys.to(K_DOT), queries, input_precision=PRECISION)
+            if QUANTIZED and K_GROUP == 0:
+                x *= load_scales_async(k_words, location, n, exists, S, N, D, K_PAGE)[:, None]
             # Rounded once, here: as part of the exponent it would make weights of 1 inexact.
             x *= score_factor[None, :]
             if SOFTCAP:
@@ -209,23 +210,27 @@ def attention_decode(
             )
             x = tl.where(seen, x, float("-inf"))
             new_max = tl.maximum(row_max, tl.max(x, 0))
-            high = finite_or_zero(new_max)
-            w = tl.exp2(x - high[None, :])
-            rescale = tl.exp2(row_max - high)[None, :]
+            finite_max = finite_or_zero(new_max)
+            w = tl.exp2(x - finite_max[None, :])
+            rescale = tl.exp2(row_max - finite_max)[None, :]
             sums = sums * rescale + w
-            if V_HALVES:
-                values_low, values_high = load_nibbles(v, v_words, block, n, exists, S, N, V, V_PAGE, V_GROUP, V_DOT)
-                value_weights = w.to(V_DOT)
-                acc_low = tl.dot(tl.trans(values_low), value_weights, acc_low * rescale, input_precision=PRECISION)
-                acc_high = tl.dot(tl.trans(values_high), value_weights, acc_high * rescale, input_precision=PRECISION)
-            elif V_PAIRS:
-                at_v = v + slot_offsets(block, n, S, N, V_PAGE // 2, V // 2)[None, :] + e2[:, None]
-                pairs = tl.load(at_v, mask=exists[None, :] & (e2 < V // 2)[:, None], other=0)
-                scales = load_paired_scales(v_words, block, n, exists, S, N, V, V_PAGE)
-                value_weights = (w * (scales * UNIT_8BIT)[:, None]).to(V_DOT)
-                even, odd = even_numbers(pairs, V_DOT), odd_numbers(pairs, V_DOT)
-                acc_even = tl.dot(even, value_weights, acc_even * rescale, input_precision=PRECISION)
-                acc_odd = tl.dot(odd, value_weights, acc_odd * rescale, input_precision=PRECISION)
+            value_weights = w
+            if V_PART:
+                if V_PAIRS:
+                    c = tl.arange(0, VP // 2)
+                    at_v = v + slot_offsets(location, n, S, N, V_PAGE // 2, V // 2)[None, :] + c[:, None]
+                    pairs = tl.load(at_v, mask=exists[None, :] & (c < V // 2)[:, None], other=0)
+                    values_first, values_second = unpack_low_bytes(pairs, V_DOT), unpack_high_bytes(pairs, V_DOT)
+                    scales = load_scales_async(v_words, location, n, exists, S, N, V, V_PAGE)
+                    value_weights = w * (scales * WEIGHT_FACTOR)[:, None]
+                else:
+                    values_first, values_second = load_nibbles(
+                        v, v_words, location, n, exists, S, N, V, V_PAGE, V_GROUP, V_DOT
+                    )
+                    values_first, values_second = tl.trans(values_first), tl.trans(values_second)
+                value_weights = value_weights.to(V_DOT)
+                acc_first = tl.dot(values_first, value_weights, acc_first * rescale, input_precision=PRECISION)
+                acc_second = tl.dot(values_second, value_weights, acc_second * rescale, input_precision=PRECISION)
             else:
                 if V_GROUP:
                     page, place = find_block(table, i, n, count // S - 1, S, N)
@@ -234,9 +239,9 @@ def attention_decode(
                         S, V, VP, V_PAGE, V_GROUP, False, V_DOT,
                     )  # fmt: skip
                 else:
-                    at_v = v + slot_offsets(block, n, S, N, V_PAGE, V)[None, :] + e[:, None]
+                    at_v = v + slot_offsets(location, n, S, N, V_PAGE, V)[None, :] + e[:, None]
                     values = tl.load(at_v, mask=exists[None, :] & (e < V)[:, None], other=0).to(V_DOT)
-                acc = tl.dot(values, w.to(V_DOT), acc * rescale, input_precision=PRECISION)
+                acc = tl.dot(values, value_weights.to(V_DOT), acc * rescale, input_precision=PRECISION)
             if UPDATE_MASS:
                 reference = new_max
                 if NOISE != PLAIN:
@@ -244,25 +249,24 @@ def attention_decode(
                     reference = tl.where(is_changed, (new_max + NOISE_BOUND) * inverse_temperature, new_max)
                     changed = changed * inverse_temperature[None, :] - finite_or_zero(reference)[None, :]
                     w = tl.where(is_changed[None, :], tl.exp2(changed), w)
-                    z_rescale = tl.exp2((row_max - high) * inverse_temperature)[None, :]
+                    z_rescale = tl.exp2((row_max - finite_max) * inverse_temperature)[None, :]
                     z_sums = z_sums * tl.where(is_changed[None, :], z_rescale, rescale) + w
                 # Rows of weight 0 are stored, too, but accumulate_mass does not read them.
                 to = split_weights + at_row[None, :] * max_slots + slot[:, None]
                 tl.store(to, w.to(split_weights.dtype.element_ty), mask=exists[:, None] & (valid & scored)[None, :])
                 tl.store(block_max + at_row * num_blocks + i, reference, mask=valid & scored)
             row_max = new_max
-        at = ((j * G + g) * num_splits + part) * width + m
+        at = ((j * G + g) * num_splits + split) * width + m
         tl.store(split_max + at, row_max, mask=valid)
         tl.store(split_sum + at, tl.sum(sums, 0), mask=valid)
         to = split_out + at.to(tl.int64)[None, :] * V
-        if V_HALVES:
-            low = low_columns(V, V_GROUP)
-            tl.store(to + low[:, None], acc_low, mask=valid[None, :])
-            tl.store(to + low[:, None] + V_GROUP // 2, acc_high, mask=valid[None, :])
-        elif V_PAIRS:
-            of_row = (e2 < V // 2)[:, None] & valid[None, :]
-            tl.store(to + 2 * e2[:, None], acc_even / UNIT_8BIT, mask=of_row)
-            tl.store(to + 2 * e2[:, None] + 1, acc_odd / UNIT_8BIT, mask=of_row)
+        if V_PART:
+            columns = first_columns(VP, V_PART)[:, None]
+            in_row = (columns < V) & valid[None, :]
+            if V_PAIRS:
+                acc_first, acc_second = acc_first / WEIGHT_FACTOR, acc_second / WEIGHT_FACTOR
+            tl.store(to + columns, acc_first, mask=in_row)
+            tl.store(to + columns + V_PART // 2, acc_second, mask=in_row)
         else:
             tl.store(to + e[:, None], acc, mask=(e < V)[:, None] & valid[None, :])
         if UPDATE_MASS and NOISE != PLAIN:  # the second half of the buffers

@@ -31,8 +31,8 @@ class PageArgs:
     v_scales: Tensor
     k_words: Tensor  # the same memory as int32: pairs of scales
     v_words: Tensor
-    k_pairs: Tensor  # K of fp8 as pairs of numbers, uint16; else k
-    v_pairs: Tensor  # V of fp8 as uint16, of int8 as int16; else v
+    k_pairs: Tensor  # K of fp8 as pairs of numbers, uint16; else k: K of int8 is not converted
+    v_pairs: Tensor  # V of fp8 as pairs, uint16, of int8 as int16; else v
     constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements from page to page; QUANTIZED; K_GROUP, V_GROUP
     halves: dict[str, bool]  # K_HALVES, V_HALVES: whether a row's bytes are wide enough for products of their own
 

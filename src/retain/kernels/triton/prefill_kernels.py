@@ -6,8 +6,8 @@ blocks of other tables are masked. A block is N slots, of one page or several.
 
 Demoted tokens have tables and pages of their own (PART): a second launch goes on from the output of the first.
 
-Noise that rows share is drawn for each token of a tile, not for each row (NOISES). The sum of a row's changed weights
-is then one of NOISES columns of a product of weights and noise, which tensor cores compute.
+Gumbel noise without a temperature is a factor of weights. Where rows share it, it is drawn for each token of a tile,
+not for each row: the sum of a row's changed weights is a column of a product of weights and noise (NOISE_COLUMNS).
 """
 
 from __future__ import annotations
@@ -33,13 +33,14 @@ def attend_blocks(
     k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
     S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, N: tl.constexpr,
     MASKED: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr,
-    NOISES: tl.constexpr, NOISE_DOT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    NOISE_COLUMNS: tl.constexpr, NOISE_DOT: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Go on with the softmax of a tile over blocks of slots: all rows see them, or MASKED says which do.
 
     Products are scores but for `unit`, which costs nothing as part of the exponent. Biases are relative to a position
-    nearby. Changed WEIGHTS have the sum z_sum relative to row_max, those of changed SCORES relative to z_max.
+    nearby. Changed WEIGHTS have the sum z_sum relative to row_max, those of changed SCORES relative to z_max. With
+    NOISE_COLUMNS z_sum is [M, NOISE_COLUMNS].
     """
     CAPPED: tl.constexpr = SOFTCAP or (QUANTIZED and not K_GROUP)  # products that `unit` cannot make scores
     n, d, e = tl.arange(0, N), tl.arange(0, DP), tl.arange(0, VP)
@@ -95,7 +96,7 @@ def attend_blocks(
         if QUANTIZED and not V_GROUP:
             value_weights *= load_slot_scales(v_scales, page, place, there, S, V, V_PAGE)[None, :]
         acc = tl.dot(value_weights.to(DOT), vs, acc * rescale[:, None], input_precision=PRECISION)
-        if CHANGE == WEIGHTS and NOISES:
+        if CHANGE == WEIGHTS and NOISE_COLUMNS:
             factors = draw_gumbel_factors(kind, keys[None, :], slot_pos[:, None]).to(NOISE_DOT)
             z_sum = tl.dot(w.to(NOISE_DOT), factors, z_sum * rescale[:, None], input_precision=PRECISION)
         elif CHANGE == WEIGHTS:  # behind the product, which tensor cores compute meanwhile
@@ -105,10 +106,13 @@ def attend_blocks(
 
 
 @triton.jit
-def own_noise(M: tl.constexpr, R: tl.constexpr, NOISES: tl.constexpr, REDRAW: tl.constexpr):
-    """Return which noise [M, NOISES] is that of a row: its token's, or the first where all are one."""
+def own_noise(M: tl.constexpr, R: tl.constexpr, NOISE_COLUMNS: tl.constexpr, REDRAW: tl.constexpr):
+    """Return a mask bool [M, NOISE_COLUMNS]: the column of each row's noise, the first where it is drawn once.
+
+    Tiles begin at a token, because R divides M.
+    """
     own = tl.arange(0, M) // R if REDRAW else tl.arange(0, M) * 0
-    return own[:, None] == tl.arange(0, NOISES)[None, :]
+    return own[:, None] == tl.arange(0, NOISE_COLUMNS)[None, :]
 
 
 @triton.jit(do_not_specialize=[*TABLE_ADDRESSES, "layer", "T"])
@@ -121,8 +125,8 @@ def attention_prefill(
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr,
-    CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, NOISES: tl.constexpr, NOISE_DOT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr, NOISE_COLUMNS: tl.constexpr,
+    NOISE_DOT: tl.constexpr, PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile of M query rows of one kv head.
@@ -169,10 +173,10 @@ def attention_prefill(
     kind, keys, inverse_temperature = 0, p, slope
     if CHANGE != UNCHANGED:
         kind = tl.load(noise + b)
-        redrawn_at = tl.full((max(NOISES, 1),), -1, tl.int32)
+        redrawn_at = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
         if REDRAW:
-            at_token = m0 // R + tl.arange(0, max(NOISES, 1))
-            drawn_for = tl.load(q_pos + first + at_token, mask=at_token < tokens, other=-1) if NOISES else p
+            at_token = m0 // R + tl.arange(0, max(NOISE_COLUMNS, 1))
+            drawn_for = tl.load(q_pos + first + at_token, mask=at_token < tokens, other=-1) if NOISE_COLUMNS else p
             redrawn_at = tl.where(tl.load(redraw_noise + b) == 1, drawn_for, -1)
         keys = noise_key(tl.load(seed + b), layer, g, redrawn_at)
         inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
@@ -194,26 +198,26 @@ def attention_prefill(
             z_sum = tl.where(z_max > float("-inf"), 1.0, 0.0)
             if CHANGE == WEIGHTS:  # relative to row_max
                 z_sum = tl.where(z_sum > 0.0, tl.exp2(z_max - finite_or_zero(row_max)), 0.0)
-    if NOISES:
-        z_sum = tl.where(own_noise(M, R, NOISES, REDRAW), z_sum[:, None], 0.0)
+    if NOISE_COLUMNS:
+        z_sum = tl.where(own_noise(M, R, NOISE_COLUMNS, REDRAW), z_sum[:, None], 0.0)
     table = pages + row.to(tl.int64) * page_row + g * page_head
     if DENSE:
         row_max, row_sum, acc, z_max, z_sum = attend_blocks(
             0, full, row_max, row_sum, acc, z_max, z_sum,
             q, p, slope, factor, softcap, window, is_dense, oldest, newest,
             k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
-            S, D, DP, V, VP, N, False, ALIBI, SOFTCAP, CHANGE, NOISE, NOISES, NOISE_DOT, DOT, PRECISION,
+            S, D, DP, V, VP, N, False, ALIBI, SOFTCAP, CHANGE, NOISE, NOISE_COLUMNS, NOISE_DOT, DOT, PRECISION,
             K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
         )  # fmt: skip
     row_max, row_sum, acc, z_max, z_sum = attend_blocks(
         full, end, row_max, row_sum, acc, z_max, z_sum,
         q, p, slope, factor, softcap, window, is_dense, oldest, newest,
         k, v, k_scales, v_scales, pos, table, count, kind, keys, inverse_temperature,
-        S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, NOISES, NOISE_DOT, DOT, PRECISION,
+        S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, NOISE_COLUMNS, NOISE_DOT, DOT, PRECISION,
         K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
     )  # fmt: skip
-    if NOISES:
-        z_sum = tl.sum(tl.where(own_noise(M, R, NOISES, REDRAW), z_sum, 0.0), 1)
+    if NOISE_COLUMNS:
+        z_sum = tl.sum(tl.where(own_noise(M, R, NOISE_COLUMNS, REDRAW), z_sum, 0.0), 1)
     # Loaded again, because registers that hold rows and heads over the loops would be spilled.
     m = tl.load(tiles + 6 * j + 4, volatile=True) + tl.arange(0, M)
     valid = m < tokens * R

@@ -4,8 +4,9 @@ The weights of prefill tiles would fill the memory, so scores are computed again
 exp2(score - lse) * w to a slot; attention_prefill has left log2(w) - lse, which a product starts from. In dense tables
 the tokens before a block see none of it and are left out, and those behind it need neither masks nor positions.
 
-The columns of a product are TT tokens of each of HEADS query heads, which share noise. So a thread that has a token of
-one head has it of the others, and draws noise once.
+The columns of a product are TT tokens of each of HEADS query heads, which share noise. Tensor cores give a thread every
+eighth column, and TT is mostly a multiple of 8: a thread that has a token of one head has it of the others, and draws
+noise once.
 """
 
 from __future__ import annotations

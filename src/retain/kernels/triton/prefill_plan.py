@@ -20,7 +20,7 @@ from retain.kernels.triton import noise, prefill_kernels
 class BlockSize:
     """What a program of a kernel works on together, all powers of 2, and how it is compiled."""
 
-    rows: int  # query rows of a tile, or tokens whose weights are added at once
+    rows: int  # query rows of a tile, or products of tokens and heads whose weights are added at once
     slots: int
     num_warps: int
     num_stages: int
@@ -67,16 +67,17 @@ def mass_block(D: int, R: int, kv: KV) -> BlockSize:
     return BlockSize(64, 128, 8, 3) if R == 1 else BlockSize(32, 64, 4, 3)
 
 
-def count_noises(scoring: PrefillScoring, R: int, rows: int) -> int:
-    """Return for how many tokens a tile of so many query rows draws noise; 0 where each row draws its own.
+def count_noise_columns(scoring: PrefillScoring, R: int, rows: int) -> int:
+    """Return the columns of noise of a tile of so many rows: one for each token, or 0 where each row draws its own.
 
-    Below 4 query heads that share noise, the columns would cost more than they save.
+    Of noise that is drawn once, the first of 16 is used: with 8, the least of tensor cores, Triton 3.6 spills. Below 4
+    query heads that share noise, columns would cost more than they save.
     """
     if scoring.constants["CHANGE"] != prefill_kernels.WEIGHTS.value:
         return 0
     if not scoring.constants["REDRAW"]:
         return 16
-    return rows // R if R >= 4 and rows % R == 0 and rows // R >= 8 else 0  # 8 columns are the least of tensor cores
+    return rows // R if R >= 4 and rows % R == 0 and rows // R >= 8 else 0
 
 
 def plan_prefill_scoring(

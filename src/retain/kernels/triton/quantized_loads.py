@@ -4,9 +4,9 @@ Bytes are loaded once, 16 at a time, and asynchronously. Two scales are loaded a
 bytes cannot be asynchronous. Integers become floats by bit patterns, not by conversions, which run at a fraction of the
 speed: 0x6400 | n is 1024 + n in float16, 0x4300 | n is 128 + n in bfloat16.
 
-Decode tiles load two numbers of 8 bits as one of 16. So every element has 16 bits, before and behind a conversion, and
-tensor cores take what a thread has loaded from shared memory and converted itself. Bytes would have to be exchanged
-between threads, or loaded one by one: Hopper transposes nothing smaller than 16 bits.
+Decode tiles load V of 8 bits, and K of fp8, as pairs: two numbers in an element of 16 bits. Hopper transposes nothing
+smaller when it loads from shared memory, and V must be transposed. A pair that becomes two tiles of float16 keeps the
+layout in which it was loaded, so no thread exchanges what it has converted. K of int8 is multiplied as it is.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-# Two pairs of int8 in a register to their even, or odd, numbers in float16. lop3 of 0x6a is (a & b) ^ c, which sets the
+# Two pairs of int8 in a register to their low, or high, bytes in float16. lop3 of 0x6a is (a & b) ^ c, which sets the
 # bits of 1024 and flips the sign bit of the integers: that makes them 128 too high.
-_EVEN_INT8_TO_FLOAT16 = tl.constexpr("""{
+_LOW_INT8_TO_FLOAT16 = tl.constexpr("""{
 .reg .b32 x, offset;
 mov.b32 offset, 0x64806480;
 lop3.b32 x, $1, 0x00ff00ff, offset, 0x6a;
 sub.rn.f16x2 $0, x, offset;
 }""")
-_ODD_INT8_TO_FLOAT16 = tl.constexpr("""{
+_HIGH_INT8_TO_FLOAT16 = tl.constexpr("""{
 .reg .b32 x, offset;
 mov.b32 offset, 0x64806480;
 shr.u32 x, $1, 8;
 lop3.b32 x, x, 0x00ff00ff, offset, 0x6a;
 sub.rn.f16x2 $0, x, offset;
 }""")
-# Two pairs of bytes of e4m3 in a register to their even, or odd, numbers in float16, from sm_89 on.
-_EVEN_FP8_TO_FLOAT16 = tl.constexpr("""{
+# Two pairs of bytes of e4m3 in a register to their low, or high, bytes in float16, from sm_89 on.
+_LOW_FP8_TO_FLOAT16 = tl.constexpr("""{
 .reg .b32 x;
-.reg .b16 even, unused;
+.reg .b16 low, unused;
 prmt.b32 x, $1, 0, 0x4420;
-mov.b32 {even, unused}, x;
-cvt.rn.f16x2.e4m3x2 $0, even;
+mov.b32 {low, unused}, x;
+cvt.rn.f16x2.e4m3x2 $0, low;
 }""")
-_ODD_FP8_TO_FLOAT16 = tl.constexpr("""{
+_HIGH_FP8_TO_FLOAT16 = tl.constexpr("""{
 .reg .b32 x;
-.reg .b16 odd, unused;
+.reg .b16 high, unused;
 prmt.b32 x, $1, 0, 0x4431;
-mov.b32 {odd, unused}, x;
-cvt.rn.f16x2.e4m3x2 $0, odd;
+mov.b32 {high, unused}, x;
+cvt.rn.f16x2.e4m3x2 $0, high;
 }""")
 # Four bytes of e4m3 in a register to four float16, from sm_89 on.
 _FP8_TO_FLOAT16 = tl.constexpr("""{
@@ -86,26 +86,10 @@ def find_slots(table, slot, count, S: tl.constexpr):
 
 
 @triton.jit
-def find_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
-    """Return the pages int64 [N] of slots n of block i, and their places in them; page `last` ends the table."""
-    if S % N == 0:
-        page = tl.zeros_like(n).to(tl.int64) + tl.load(table + i * N // S)
-        place = i * N % S + n
-    elif N == 2 * S:  # two scalars are faster than a page for each slot
-        second = tl.load(table + tl.minimum(2 * i + 1, last))
-        page = tl.where(n < S, tl.load(table + 2 * i), second).to(tl.int64)
-        place = n % S
-    else:
-        page = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
-        place = (i * N + n) % S
-    return page, place
+def locate_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
+    """Return the location of slots n [N] of block i: its first page, its second, and the place of slot 0 in the first.
 
-
-@triton.jit
-def find_pages(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
-    """Return where slots n [N] of block i lie, for `slot_offsets`: two pages, and the place of slot 0 in the first.
-
-    Blocks with slots of more than two pages have a page for each slot.
+    Page `last` ends the table. Blocks of several small pages, of sizes that N is not twice, have these for each slot.
     """
     if S % N == 0 or S > N or N == 2 * S:
         first = tl.load(table + i * N // S).to(tl.int64)
@@ -120,16 +104,27 @@ def find_pages(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def slot_offsets(pages, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr):
-    """Return the offsets int64 [N] of slots n of WIDTH elements; a page has PAGE.
+def find_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
+    """Return the pages int64 [N] of slots n of block i, and their places in them; page `last` ends the table."""
+    first, second, start = locate_block(table, i, n, last, S, N)
+    page, place = first + tl.zeros_like(n), start + n
+    if S % N != 0 and (S > N or N == 2 * S):
+        page, place = tl.where(place < S, first, second), place % S
+    return page, place
 
-    Both pages are multiplied before one is chosen: these are scalars, and what a slot needs is a choice and a sum.
+
+@triton.jit
+def slot_offsets(location, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr, WIDTH: tl.constexpr):
+    """Return the offsets int64 [N] of slots n of WIDTH elements, where pages are PAGE elements apart.
+
+    Both pages are multiplied before one is chosen: these are scalars, and a slot costs a choice and a sum.
     """
-    first, second, start = pages
+    first, second, start = location
     base = first * PAGE + start * WIDTH
     if S % N != 0 and (S > N or N == 2 * S):
         base = tl.where(n < S - start, base, second * PAGE + (start - S) * WIDTH)
-        if WIDTH % 16 == 0:  # as pages are: else a choice hides it
+        if WIDTH % 16 == 0:  # the compiler loses the alignment at the choice, and would load single bytes (Triton 3.9)
+            tl.static_assert(PAGE % 16 == 0)
             base = tl.multiple_of(base, 16)
     return base + n * WIDTH
 
@@ -148,26 +143,29 @@ def run_on_pairs(asm: tl.constexpr, pairs):
 
 
 @triton.jit
-def even_numbers(pairs, DOT: tl.constexpr):
-    """Return the numbers in the low bytes of pairs as floats of DOT: int8 of int16, e4m3 of uint16."""
+def unpack_low_bytes(pairs, DOT: tl.constexpr):
+    """Return the numbers in the low bytes of pairs as floats of DOT: int8 of int16, e4m3 of uint16.
+
+    The interpreter computes in float32, and runs no assembly.
+    """
     if pairs.dtype == tl.int16:
         if DOT == tl.float16:
-            return run_on_pairs(_EVEN_INT8_TO_FLOAT16, pairs)
+            return run_on_pairs(_LOW_INT8_TO_FLOAT16, pairs)
         return pairs.to(tl.int8).to(DOT)
     if DOT == tl.float16 and cuda_capability_geq(8, 9):
-        return run_on_pairs(_EVEN_FP8_TO_FLOAT16, pairs)
+        return run_on_pairs(_LOW_FP8_TO_FLOAT16, pairs)
     return from_fp8(pairs.to(tl.uint8), DOT)
 
 
 @triton.jit
-def odd_numbers(pairs, DOT: tl.constexpr):
-    """Return the numbers in the high bytes of pairs as floats of DOT."""
+def unpack_high_bytes(pairs, DOT: tl.constexpr):
+    """Return the numbers in the high bytes of pairs as floats of DOT; see `unpack_low_bytes`."""
     if pairs.dtype == tl.int16:
         if DOT == tl.float16:
-            return run_on_pairs(_ODD_INT8_TO_FLOAT16, pairs)
+            return run_on_pairs(_HIGH_INT8_TO_FLOAT16, pairs)
         return (pairs >> 8).to(DOT)
     if DOT == tl.float16 and cuda_capability_geq(8, 9):
-        return run_on_pairs(_ODD_FP8_TO_FLOAT16, pairs)
+        return run_on_pairs(_HIGH_FP8_TO_FLOAT16, pairs)
     return from_fp8((pairs >> 8).to(tl.uint8), DOT)
 
 
@@ -203,48 +201,54 @@ def from_nibbles(packed, scale, DOT: tl.constexpr):
 
 
 @triton.jit
-def load_halves(words, at, is_high, exists):
+def load_word_halves(words, at, is_high, exists):
     """Return the bfloat16 in the low halves of words, or in the high ones where `is_high` is 1; 0 where none is."""
     x = tl.load(words + at, mask=exists, other=0)
     return (x >> 16 * is_high).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
-def word_offsets(pages, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr):
-    """Return the offsets int64 [N] of the words with the scales of slots n and their neighbours; a page has PAGE."""
-    first, second, start = pages
+def word_offsets(location, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr):
+    """Return the offsets int64 [N] of words: the scales of slot n and of its neighbour. Pages are PAGE words apart.
+
+    The place of slot 0 is even, because S and N are multiples of 16.
+    """
+    first, second, start = location
     return slot_offsets((first, second, start // 2), n // 2, S // 2, N // 2, PAGE, 1)
 
 
 @triton.jit
-def load_paired_scales(
-    words, pages, n, exists, S: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
+def load_scales_async(
+    words, location, n, exists, S: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr
 ):  # fmt: skip
-    """Return the scales float32 [N] of slots of 8 bits."""
-    at = word_offsets(pages, n, S, N, PAGE // 4) + S * D // 4
-    return load_halves(words, at, n % 2, exists).to(tl.float32)
+    """Return the scales float32 [N] of slots of 8 bits, as halves of words: loads of 2 bytes cannot be asynchronous."""
+    at = word_offsets(location, n, S, N, PAGE // 4) + S * D // 4
+    return load_word_halves(words, at, n % 2, exists).to(tl.float32)
 
 
 @triton.jit
 def load_nibbles(
-    x, words, pages, n, exists, S: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
+    x, words, location, n, exists, S: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     GROUP: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Return the numbers of slots of 4 bits: low and high nibbles [N, D / 2]. See `low_columns` for their order."""
+    """Return the numbers of slots of 4 bits: low and high nibbles [N, D / 2]. See `first_columns` for their order."""
     B: tl.constexpr = D // 2
     GROUPS: tl.constexpr = D // GROUP
     b, group = tl.arange(0, B), tl.arange(0, GROUPS)
-    at = slot_offsets(pages, n, S, N, PAGE, B)
+    at = slot_offsets(location, n, S, N, PAGE, B)
     packed = tl.load(x + at[:, None] + b[None, :], mask=exists[:, None], other=0)
-    at_words = word_offsets(pages, n, S, N, PAGE // 4) + S * D // 8
-    scale = load_halves(words, at_words[:, None] + group[None, :] * (S // 2), (n % 2)[:, None], exists[:, None])
+    at_words = word_offsets(location, n, S, N, PAGE // 4) + S * D // 8
+    scale = load_word_halves(words, at_words[:, None] + group[None, :] * (S // 2), (n % 2)[:, None], exists[:, None])
     scale = tl.reshape(tl.broadcast_to(scale[:, :, None], (N, GROUPS, GROUP // 2)), (N, B))
     return from_nibbles(packed, scale, DOT)
 
 
 @triton.jit
-def low_columns(D: tl.constexpr, GROUP: tl.constexpr):
-    """Return which numbers of a slot are in the low nibbles of its bytes; the high ones are half a group behind."""
+def first_columns(D: tl.constexpr, GROUP: tl.constexpr):
+    """Return which of D numbers are in the first halves of groups: those in low nibbles, or with groups of 2 the even.
+
+    The number of the second part is half a group further on.
+    """
     byte = tl.arange(0, D // 2)
     return byte // (GROUP // 2) * GROUP + byte % (GROUP // 2)
 
