@@ -71,8 +71,16 @@ def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     not_fused = ("write", "convolve", "attend_linearly")
     assert not any(line["fused"] for line in lines if line["kernel"] in not_fused), "rounded once, not twice"
     decode = [line for line in lines if line["kernel"] == "attention_decode"]
-    assert all(line["loop"] * line["num_warps"] <= 2000 for line in decode), "instructions of a block of slots"
-    assert all(line["spills"] <= 16 for line in decode)
+    assert all(line["block"] and line["spills"] <= 32 for line in decode)
+    # Instructions for 64 slots of a pool, by the dtypes of K and V as kernels see them, of one token of Llama's heads.
+    most = {
+        ("bfloat16", "bfloat16"): 1150, ("int8", "int16"): 1200, ("int8", "uint8"): 1750, ("uint8", "uint8"): 2200,
+        ("uint16", "uint16"): 1350,
+    }  # fmt: skip
+    of_llama = [line for line in decode if line["D"] == 128 and line["M"] == 8 and not line["UPDATE_MASS"]]
+    assert {(line["k"], line["v"]) for line in of_llama} == most.keys()
+    assert all(line["block"] * line["num_warps"] <= most[line["k"], line["v"]] for line in of_llama)
+    assert {line["NOISE_COLUMNS"] for line in lines if line["kernel"] == "attention_prefill"} == {0, 16, 32}
     packed = [line for line in lines if line["kernel"].startswith("multiply_packed")]
     assert {line["FORMAT"] for line in packed} == {"int4", "e2m1"}  # the others: tools/gpu.py compile
     assert not any(line["spills"] for line in packed)

@@ -30,7 +30,7 @@ from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 POOLS = {"bf16": BF16, "int8": torch.int8, "k8v4": torch.uint8, "int4": INT4, "fp8": FP8}
 OTHER_OPTIONS = [  # how a launch may be compiled
     {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
-    for warps, stages, registers in ((2, 3, 168), (2, 5, 168), (4, 3, 96), (4, 5, 96), (4, 3, 128))
+    for warps, stages, registers in ((4, 3, 96), (2, 3, 168), (2, 5, 168), (4, 5, 96), (4, 3, 128))
 ]
 MEMORY = 2**30  # bytes of K and V of a step, more than the caches of a GPU hold
 
@@ -95,6 +95,10 @@ def bench_options(bench: KernelBench) -> Iterator[Line]:
             ways[way] = {"decode_options": lambda *_, options=options: options}
         functions = {"retain": attend}
         functions |= {way: partial(call_with, attention, changes, attend) for way, changes in ways.items()}
+        expected = attend().double()
+        for way, function in functions.items():
+            found = check(lambda function=function, expected=expected: [relative_difference(function(), expected)])
+            yield {"case": way, "pool": name, **found}
         yield from compare(bench, functions, {"shape": "llama", "pool": name, "slots": slots, "batch": batch})
 
 

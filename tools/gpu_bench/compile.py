@@ -13,6 +13,7 @@ from tools.gpu_bench.launches import (
     LAUNCH_CASES,
     STATE_CASES,
     launch_kernels,
+    launch_llama_attention,
     launch_state_kernels,
     launch_step_kernels,
 )
@@ -50,11 +51,13 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
                 "kernel": self.fn.__name__,
                 **kernel_usage(kernel, Path(triton.__file__).parent),
                 **kernel_constants(more),
+                **pool_dtypes(dict(zip(self.arg_names, args, strict=False))),
             }
 
     JITFunction.run = only_compile
     for case in LAUNCH_CASES[: 6 if quick else None]:
         launch_kernels(*case, quick)
+    launch_llama_attention(quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)
     for kind, dtype in QUICK_WEIGHT_CASES if quick else WEIGHT_CASES:
@@ -71,6 +74,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "H",
         "M",
         "R",
+        "S",
         "PART",
         "UPDATE_MASS",
         "NOISE",
@@ -78,6 +82,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "DEMOTED_S",
         "N",
         "CHANGE",
+        "NOISE_COLUMNS",
         "SOFTCAP",
         "SINKS",
         "FORMAT",
@@ -87,6 +92,11 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "num_warps",
     )
     return {k: v for k, v in options.items() if k in names}
+
+
+def pool_dtypes(args: dict[str, Any]) -> Line:
+    """Return the dtypes of K and V as a kernel sees them: pairs of 8 bits are int16, or uint16 for floats."""
+    return {name: str(args[name].dtype).removeprefix("torch.") for name in ("k", "v") if name in args}
 
 
 def kernel_usage(kernel: Any, triton: Path) -> Line:
@@ -112,18 +122,20 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
         "mma": len(re.findall(r"\bw?g?mma\.", ptx)), "async copies": ptx.count("cp.async.c"),
         "fused": ptx.count("fma.rn.f32"),
         "conditional reductions": len(re.findall(r"@!?U?P\d\s+REDUX", sass)),
-        **({"loop": shortest_loop(sass)} if has_loop else {}),
+        **(count_instructions(sass) if has_loop else {}),
     }  # fmt: skip
 
 
-def shortest_loop(sass: str) -> int:
-    """Return the instructions of the shortest loop that has products: that over the blocks of slots."""
+def count_instructions(sass: str) -> Line:
+    """Return the instructions of a warp of decode attention: for a block, and what a split and a program add."""
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(\S.*?) *;", sass)
     indices = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     loops = []
     for i, (_, text) in enumerate(lines):
         target = re.search(r"BRA(?:\.\S+)? (?:\S+, )?0x([0-9a-f]+)$", text)
         begin = indices.get(int(target[1], 16), i) if target else i
-        if any("MMA" in x for _, x in lines[begin:i]):
+        # HFMA2.MMA is no product of tensor cores: it loads constants.
+        if any(re.search(r"\b[HIQ]G?MMA\b", x) for _, x in lines[begin:i]):
             loops.append(i - begin + 1)
-    return min(loops)
+    block, split = min(loops, default=0), max(loops, default=0)
+    return {"block": block, "split": split - block, "program": len(lines) - split}

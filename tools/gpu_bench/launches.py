@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from tools.gpu_bench.cases import BF16, FP8, INT4, demoted_pages, keyformer_scoring
+from tools.gpu_bench.cases import BF16, FP8, INT4, demoted_pages, keyformer_scoring, make_inputs
 
 # D, R, dtype, fresh tokens of each request, with masses, ALiBi instead of rope, with demoted tokens
 LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, bool]] = [
@@ -91,6 +91,17 @@ def launch_kernels(
     triton.punch(kv, lists, torch.zeros(B, 1, G, 16, dtype=torch.int32), 16)
     if not (quick and with_masses):
         launch_program(kv, tables, R, slopes, q_dtype)
+
+
+def launch_llama_attention(quick: bool) -> None:
+    """Launch attention of Llama's heads: a token over each pool in the engine's pages, and prompts with noise."""
+    cpu = torch.device("cpu")
+    for dtype in (BF16, torch.int8, torch.uint8, INT4, FP8):
+        make_inputs((8, 2, 128), 512, 2, dtype, cpu).attend()()
+    for heads in (8,) if quick else (8, 2):  # 4 query heads share a kv head, or none
+        for redraws in (True, False):
+            inputs = make_inputs((heads, 2, 128), 512, 1, BF16, cpu, tokens=512, holes=0)
+            inputs.attend(keyformer_scoring(512, 1, temperature=1.0, redraws=redraws))()
 
 
 def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:

@@ -258,7 +258,9 @@ def _change_args(scoring: PrefillScoring | None) -> dict[str, int]:
 def _noise_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring | None) -> dict[str, object]:
     """Return how many columns of noise a product has, and its dtype: noise may be too large for float16."""
     is_exact = call.kv.dtype == torch.float32 or triton.knobs.runtime.interpret
-    columns = count_noise_columns(scoring, _shape_args(call)["R"], tiles.rows_per_tile) if scoring else 0
+    columns = (
+        count_noise_columns(scoring, _shape_args(call)["R"], tiles.rows_per_tile, call.kv.device) if scoring else 0
+    )
     return {"NOISE_COLUMNS": columns, "NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -67,17 +68,26 @@ def mass_block(D: int, R: int, kv: KV) -> BlockSize:
     return BlockSize(64, 128, 8, 3) if R == 1 else BlockSize(32, 64, 4, 3)
 
 
-def count_noise_columns(scoring: PrefillScoring, R: int, rows: int) -> int:
+def count_noise_columns(scoring: PrefillScoring, R: int, rows: int, device: torch.device) -> int:
     """Return the columns of noise of a tile of so many rows: one for each token, or 0 where each row draws its own.
+
+    Columns take shared memory: a tile of bfloat16 needs 102 to 108 KB with them, where sm_86, 89 and 120 have 99 KB.
 
     Of noise that is drawn once, the first of 16 is used: with 8, the least of tensor cores, Triton 3.6 spills. Below 4
     query heads that share noise, columns would cost more than they save.
     """
-    if scoring.constants["CHANGE"] != prefill_kernels.WEIGHTS.value:
+    if scoring.constants["CHANGE"] != prefill_kernels.WEIGHTS.value or not _has_large_shared_memory(device):
         return 0
     if not scoring.constants["REDRAW"]:
         return 16
     return rows // R if R >= 4 and rows % R == 0 and rows // R >= 8 else 0
+
+
+def _has_large_shared_memory(device: torch.device) -> bool:
+    if device.type != "cuda":  # the interpreter, or a device that is compiled for
+        return True
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stubs lack this one
+    return bool(properties.shared_memory_per_block_optin >= 2**17)
 
 
 def plan_prefill_scoring(

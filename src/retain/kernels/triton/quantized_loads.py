@@ -91,11 +91,16 @@ def locate_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
 
     Page `last` ends the table. Blocks of several small pages, of sizes that N is not twice, have these for each slot.
     """
-    if S % N == 0 or S > N or N == 2 * S:
+    if S % N == 0:
         first = tl.load(table + i * N // S).to(tl.int64)
-        second = first
-        if S % N != 0:
-            second = tl.load(table + tl.minimum((i * N + N - 1) // S, last)).to(tl.int64)
+        second, start = first, i * N % S
+    elif N == 2 * S:
+        first = tl.load(table + 2 * i).to(tl.int64)
+        second = tl.load(table + tl.minimum(2 * i + 1, last)).to(tl.int64)
+        start = i * 0
+    elif S > N:
+        first = tl.load(table + i * N // S).to(tl.int64)
+        second = tl.load(table + tl.minimum((i * N + N - 1) // S, last)).to(tl.int64)
         start = i * N % S
     else:
         first = tl.load(table + tl.minimum((i * N + n) // S, last)).to(tl.int64)
