@@ -112,8 +112,8 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
 
         out = run_tool("-res-usage")
         # What is looked for in the instructions takes seconds.
-        has_redux, has_loop = "redux.sync" in kernel.asm["ptx"], kernel.metadata.name == "attention_decode"
-        sass = run_tool("-sass") if has_redux or has_loop else ""
+        has_redux, is_decode = "redux.sync" in kernel.asm["ptx"], kernel.metadata.name == "attention_decode"
+        sass = run_tool("-sass") if has_redux or is_decode else ""
     used = re.search(r"REG:(\d+) STACK:(\d+)", out)
     assert used, out
     ptx = kernel.asm["ptx"]
@@ -122,7 +122,7 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
         "mma": len(re.findall(r"\bw?g?mma\.", ptx)), "async copies": ptx.count("cp.async.c"),
         "fused": ptx.count("fma.rn.f32"),
         "conditional reductions": len(re.findall(r"@!?U?P\d\s+REDUX", sass)),
-        **(count_instructions(sass) if has_loop else {}),
+        **(count_instructions(sass) if is_decode else {}),
     }  # fmt: skip
 
 

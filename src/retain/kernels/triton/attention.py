@@ -153,15 +153,15 @@ def decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int]:
     by side, which hide loads: 6 of 2 warps, 3 of 4 with 168 registers, 4 of 4 with 128.
     """
     kv, rows, D = call.kv, tiles.rows_per_tile, max(call.kv.k_dim, call.kv.v_dim)
-    is_quantized = kv.dtype in QUANTIZED_DTYPES
-    is_small = rows <= 16 and D <= 256 and kv.dtype != torch.float32
-    warps = 8 if D > 128 or (kv.dtype == torch.float32 and rows > 8) else 4
-    if is_small and (is_quantized or D > 128):
-        warps //= 2
-    options = {"num_warps": warps, "num_stages": 3 if D <= 256 else 1}
-    if is_small and not (is_quantized and rows > 8):
-        options["maxnreg"] = 168 if is_quantized or D > 128 or rows > 8 else 128
-    return options
+    options = {"num_stages": 3 if D <= 256 else 1}
+    if kv.dtype == torch.float32:
+        return options | {"num_warps": 8 if D > 128 or rows > 8 else 4}
+    if rows > 16 or D > 256:
+        return options | {"num_warps": 8 if D > 128 else 4}
+    if kv.dtype in QUANTIZED_DTYPES:
+        limit = {"maxnreg": 168} if rows <= 8 else {}
+        return options | limit | {"num_warps": 4 if D > 128 else 2}
+    return options | {"num_warps": 4, "maxnreg": 168 if D > 128 or rows > 8 else 128}
 
 
 def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: Tensor, part: int) -> None:
@@ -176,7 +176,7 @@ def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: T
         tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits,
         *_scoring_args(call), call.layer, *sums, len(q),
         M=tiles.rows_per_tile, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
-        UPDATE_MASS=scoring is not None, **_change_args(scoring), **_noise_args(call, tiles, scoring), **_dot_args(kv),
+        UPDATE_MASS=scoring is not None, **_change_args(call, tiles, scoring), **_dot_args(kv),
         **_score_constants(params),
         **_shape_args(call) | {"N": block.slots}, **_key_args(call), **_value_args(call), **pages.constants,
         num_warps=block.num_warps, num_stages=block.num_stages,
@@ -250,18 +250,14 @@ def _scoring_args(call: AttentionCall) -> tuple[Tensor, ...]:
     return s.weights, s.temperature, s.noise, s.seed, s.redraw_noise
 
 
-def _change_args(scoring: PrefillScoring | None) -> dict[str, int]:
-    """Return the constants that say how scoring changes a softmax."""
-    return scoring.constants if scoring else {"CHANGE": prefill_kernels.UNCHANGED.value, "NOISE": 0, "REDRAW": 0}
-
-
-def _noise_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring | None) -> dict[str, object]:
-    """Return how many columns of noise a product has, and its dtype: noise may be too large for float16."""
+def _change_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring | None) -> dict[str, object]:
+    """Return the constants that say how scoring changes a softmax. Noise may be too large for products in float16."""
     is_exact = call.kv.dtype == torch.float32 or triton.knobs.runtime.interpret
-    columns = (
-        count_noise_columns(scoring, _shape_args(call)["R"], tiles.rows_per_tile, call.kv.device) if scoring else 0
-    )
-    return {"NOISE_COLUMNS": columns, "NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
+    noise_dot = {"NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
+    if scoring is None:
+        return noise_dot | {"CHANGE": prefill_kernels.UNCHANGED.value, "NOISE": 0, "REDRAW": 0, "NOISE_COLUMNS": 0}
+    columns = count_noise_columns(scoring, _shape_args(call)["R"], tiles.rows_per_tile, call.kv.device)
+    return noise_dot | scoring.constants | {"NOISE_COLUMNS": columns}
 
 
 def _score_args(call: AttentionCall) -> tuple[Tensor, float, float]:

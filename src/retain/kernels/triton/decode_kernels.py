@@ -32,8 +32,7 @@ from retain.kernels.triton.quantized_loads import (
     load_vectors,
     locate_block,
     slot_offsets,
-    unpack_high_bytes,
-    unpack_low_bytes,
+    unpack_bytes,
 )
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero
 
@@ -45,9 +44,10 @@ WEIGHT_FACTOR = tl.constexpr(256.0)
 
 @triton.jit
 def split_blocks(slots, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
-    """Return the blocks of a table of so many slots, and the blocks in each of its splits."""
+    """Return the blocks of a table of so many slots, the blocks in each of its splits, and its splits."""
     blocks = (slots + N - 1) // N
-    return blocks, tl.maximum(MIN_BLOCKS, (blocks + MAX_SPLITS - 1) // MAX_SPLITS)
+    blocks_per_split = tl.maximum(MIN_BLOCKS, (blocks + MAX_SPLITS - 1) // MAX_SPLITS)
+    return blocks, blocks_per_split, tl.cdiv(blocks, blocks_per_split)
 
 
 @triton.jit
@@ -99,8 +99,7 @@ def attention_decode(
         tl.load(tiles + 6 * j), tl.load(tiles + 6 * j + 1), tl.load(tiles + 6 * j + 2), tl.load(tiles + 6 * j + 3)
     )  # fmt: skip
     count = tl.load(counts + row * count_row + g * count_head) * S
-    blocks, blocks_per_split = split_blocks(count, N, MIN_BLOCKS)
-    splits = tl.cdiv(blocks, blocks_per_split)
+    blocks, blocks_per_split, splits = split_blocks(count, N, MIN_BLOCKS)
     splits_here = tl.cdiv(splits, tl.num_programs(2))
     first_split = tl.program_id(2) * splits_here
     if (tokens == 0) | (first_split >= splits):
@@ -176,7 +175,7 @@ def attention_decode(
                     c = tl.arange(0, DP // 2)
                     at_k = k + slot_offsets(location, n, S, N, K_PAGE // 2, D // 2)[:, None] + c[None, :]
                     pairs = tl.load(at_k, mask=exists[:, None] & (c < D // 2)[None, :], other=0)
-                    keys_first, keys_second = unpack_low_bytes(pairs, K_DOT), unpack_high_bytes(pairs, K_DOT)
+                    keys_first, keys_second = unpack_bytes(pairs, False, K_DOT), unpack_bytes(pairs, True, K_DOT)
                 else:
                     keys_first, keys_second = load_nibbles(
                         k, k_words, location, n, exists, S, N, D, K_PAGE, K_GROUP, K_DOT
@@ -220,7 +219,7 @@ def attention_decode(
                     c = tl.arange(0, VP // 2)
                     at_v = v + slot_offsets(location, n, S, N, V_PAGE // 2, V // 2)[None, :] + c[:, None]
                     pairs = tl.load(at_v, mask=exists[None, :] & (c < V // 2)[:, None], other=0)
-                    values_first, values_second = unpack_low_bytes(pairs, V_DOT), unpack_high_bytes(pairs, V_DOT)
+                    values_first, values_second = unpack_bytes(pairs, False, V_DOT), unpack_bytes(pairs, True, V_DOT)
                     scales = load_scales_async(v_words, location, n, exists, S, N, V, V_PAGE)
                     value_weights = w * (scales * WEIGHT_FACTOR)[:, None]
                 else:

@@ -15,8 +15,8 @@ CHUNK = tl.constexpr(8)  # splits that are added at once: as many for any reques
 @triton.jit
 def count_splits(counts, S: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.constexpr):
     """Return the splits of a table."""
-    blocks, split = split_blocks(tl.load(counts) * S, N, MIN_BLOCKS)
-    return (blocks + split - 1) // split
+    _, _, splits = split_blocks(tl.load(counts) * S, N, MIN_BLOCKS)
+    return splits
 
 
 @triton.jit

@@ -48,7 +48,7 @@ def page_args(kv: KV) -> PageArgs:
     k_words, v_words = (x.view(torch.int32) if is_quantized else x for x in (kv.k, kv.v))
     pair_dtypes = {torch.int8: torch.int16, FP8: torch.uint16}
     k_pairs = kv.k.view(torch.uint16) if kv.dtype == FP8 else kv.k
-    v_pairs = kv.v.view(pair_dtypes.get(kv.v.dtype, kv.v.dtype))
+    v_pairs = kv.v.view(pair_dtypes[kv.v.dtype]) if kv.v.dtype in pair_dtypes else kv.v
     constants = {
         "K_PAGE": kv.k.stride(0),
         "V_PAGE": kv.v.stride(0),

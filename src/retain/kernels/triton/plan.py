@@ -99,9 +99,8 @@ def decode_blocks(kv: KV) -> DecodeBlocks:
     Splits of quantized slots have twice as many, which are as many bytes. Exact products of float32 keep their operands
     in registers: blocks have half as many bytes.
     """
-    n = max(
-        (2**13 if kv.dtype == torch.float32 else 2**14) // (triton.next_power_of_2(kv.k_dim) * kv.dtype.itemsize), 16
-    )
+    size = 2**13 if kv.dtype == torch.float32 else 2**14
+    n = max(size // (triton.next_power_of_2(kv.k_dim) * kv.dtype.itemsize), 16)
     return DecodeBlocks(min(n, 64), 8 if kv.dtype in QUANTIZED_DTYPES else 4)
 
 

@@ -173,11 +173,14 @@ def attention_prefill(
     kind, keys, inverse_temperature = 0, p, slope
     if CHANGE != UNCHANGED:
         kind = tl.load(noise + b)
-        redrawn_at = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
         if REDRAW:
-            at_token = m0 // R + tl.arange(0, max(NOISE_COLUMNS, 1))
-            drawn_for = tl.load(q_pos + first + at_token, mask=at_token < tokens, other=-1) if NOISE_COLUMNS else p
+            drawn_for = p
+            if NOISE_COLUMNS:
+                token = m0 // R + tl.arange(0, NOISE_COLUMNS)
+                drawn_for = tl.load(q_pos + first + token, mask=token < tokens, other=-1)
             redrawn_at = tl.where(tl.load(redraw_noise + b) == 1, drawn_for, -1)
+        else:
+            redrawn_at = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
         keys = noise_key(tl.load(seed + b), layer, g, redrawn_at)
         inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
     if SINKS and PART != SECOND:  # as a slot without a value

@@ -15,36 +15,35 @@ import triton
 import triton.language as tl
 from triton.language.target_info import cuda_capability_geq
 
-# Two pairs of int8 in a register to their low, or high, bytes in float16. lop3 of 0x6a is (a & b) ^ c, which sets the
-# bits of 1024 and flips the sign bit of the integers: that makes them 128 too high.
-_LOW_INT8_TO_FLOAT16 = tl.constexpr("""{
+
+def _int8_to_float16(shift: int) -> tl.constexpr:
+    """Return code that makes float16 of one int8 of each of two pairs in a register, those `shift` bits up.
+
+    lop3 of 0x6a is (a & b) ^ c, which sets the bits of 1024 and flips the sign bit of the integers: that makes them 128
+    too high.
+    """
+    return tl.constexpr(f"""{{
 .reg .b32 x, offset;
 mov.b32 offset, 0x64806480;
-lop3.b32 x, $1, 0x00ff00ff, offset, 0x6a;
-sub.rn.f16x2 $0, x, offset;
-}""")
-_HIGH_INT8_TO_FLOAT16 = tl.constexpr("""{
-.reg .b32 x, offset;
-mov.b32 offset, 0x64806480;
-shr.u32 x, $1, 8;
+shr.u32 x, $1, {shift};
 lop3.b32 x, x, 0x00ff00ff, offset, 0x6a;
 sub.rn.f16x2 $0, x, offset;
-}""")
-# Two pairs of bytes of e4m3 in a register to their low, or high, bytes in float16, from sm_89 on.
-_LOW_FP8_TO_FLOAT16 = tl.constexpr("""{
+}}""")
+
+
+def _fp8_to_float16(selector: int) -> tl.constexpr:
+    """Return code that makes float16 of one byte of e4m3 of each of two pairs in a register, from sm_89 on."""
+    return tl.constexpr(f"""{{
 .reg .b32 x;
-.reg .b16 low, unused;
-prmt.b32 x, $1, 0, 0x4420;
-mov.b32 {low, unused}, x;
-cvt.rn.f16x2.e4m3x2 $0, low;
-}""")
-_HIGH_FP8_TO_FLOAT16 = tl.constexpr("""{
-.reg .b32 x;
-.reg .b16 high, unused;
-prmt.b32 x, $1, 0, 0x4431;
-mov.b32 {high, unused}, x;
-cvt.rn.f16x2.e4m3x2 $0, high;
-}""")
+.reg .b16 chosen, unused;
+prmt.b32 x, $1, 0, {selector:#x};
+mov.b32 {{chosen, unused}}, x;
+cvt.rn.f16x2.e4m3x2 $0, chosen;
+}}""")
+
+
+_LOW_INT8_TO_FLOAT16, _HIGH_INT8_TO_FLOAT16 = _int8_to_float16(0), _int8_to_float16(8)
+_LOW_FP8_TO_FLOAT16, _HIGH_FP8_TO_FLOAT16 = _fp8_to_float16(0x4420), _fp8_to_float16(0x4431)
 # Four bytes of e4m3 in a register to four float16, from sm_89 on.
 _FP8_TO_FLOAT16 = tl.constexpr("""{
 .reg .b16 a, b;
@@ -85,6 +84,12 @@ def find_slots(table, slot, count, S: tl.constexpr):
     return tl.load(table + slot // S, mask=exists, other=0).to(tl.int64), slot % S, exists
 
 
+@triton.constexpr_function
+def has_two_pages(S, N):
+    """Return whether the N slots of a block are in two pages of S slots at most, and not always in one."""
+    return S % N != 0 and (S > N or N == 2 * S)
+
+
 @triton.jit
 def locate_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
     """Return the location of slots n [N] of block i: its first page, its second, and the place of slot 0 in the first.
@@ -113,7 +118,7 @@ def find_block(table, i, n, last, S: tl.constexpr, N: tl.constexpr):
     """Return the pages int64 [N] of slots n of block i, and their places in them; page `last` ends the table."""
     first, second, start = locate_block(table, i, n, last, S, N)
     page, place = first + tl.zeros_like(n), start + n
-    if S % N != 0 and (S > N or N == 2 * S):
+    if has_two_pages(S, N):
         page, place = tl.where(place < S, first, second), place % S
     return page, place
 
@@ -126,7 +131,7 @@ def slot_offsets(location, n, S: tl.constexpr, N: tl.constexpr, PAGE: tl.constex
     """
     first, second, start = location
     base = first * PAGE + start * WIDTH
-    if S % N != 0 and (S > N or N == 2 * S):
+    if has_two_pages(S, N):
         base = tl.where(n < S - start, base, second * PAGE + (start - S) * WIDTH)
         if WIDTH % 16 == 0:  # the compiler loses the alignment at the choice, and would load single bytes (Triton 3.9)
             tl.static_assert(PAGE % 16 == 0)
@@ -148,30 +153,18 @@ def run_on_pairs(asm: tl.constexpr, pairs):
 
 
 @triton.jit
-def unpack_low_bytes(pairs, DOT: tl.constexpr):
-    """Return the numbers in the low bytes of pairs as floats of DOT: int8 of int16, e4m3 of uint16.
+def unpack_bytes(pairs, HIGH: tl.constexpr, DOT: tl.constexpr):
+    """Return the low or the high bytes of pairs as floats of DOT: int8 of int16, e4m3 of uint16.
 
     The interpreter computes in float32, and runs no assembly.
     """
     if pairs.dtype == tl.int16:
         if DOT == tl.float16:
-            return run_on_pairs(_LOW_INT8_TO_FLOAT16, pairs)
-        return pairs.to(tl.int8).to(DOT)
+            return run_on_pairs(_HIGH_INT8_TO_FLOAT16 if HIGH else _LOW_INT8_TO_FLOAT16, pairs)
+        return (pairs >> 8 * HIGH).to(tl.int8).to(DOT)
     if DOT == tl.float16 and cuda_capability_geq(8, 9):
-        return run_on_pairs(_LOW_FP8_TO_FLOAT16, pairs)
-    return from_fp8(pairs.to(tl.uint8), DOT)
-
-
-@triton.jit
-def unpack_high_bytes(pairs, DOT: tl.constexpr):
-    """Return the numbers in the high bytes of pairs as floats of DOT; see `unpack_low_bytes`."""
-    if pairs.dtype == tl.int16:
-        if DOT == tl.float16:
-            return run_on_pairs(_HIGH_INT8_TO_FLOAT16, pairs)
-        return (pairs >> 8).to(DOT)
-    if DOT == tl.float16 and cuda_capability_geq(8, 9):
-        return run_on_pairs(_HIGH_FP8_TO_FLOAT16, pairs)
-    return from_fp8((pairs >> 8).to(tl.uint8), DOT)
+        return run_on_pairs(_HIGH_FP8_TO_FLOAT16 if HIGH else _LOW_FP8_TO_FLOAT16, pairs)
+    return from_fp8((pairs >> 8 * HIGH).to(tl.uint8), DOT)
 
 
 @triton.jit
