@@ -16,6 +16,7 @@ from retain import LLM
 from retain.server.auth import ApiKeys
 from retain.server.config import Limits, ServerConfig
 from retain.server.launch import GracefulServer, serve
+from retain.server.openai.chat_dialect import ChatDialect
 from tests.helpers.browser import Browser
 
 API_KEYS = {"ann": "sk-ann-0123456789", "bob": "sk-bob-0123456789"}
@@ -123,7 +124,7 @@ def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[No
     service, tokenizer = server.service, server.service.llm.tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(template))
-        patch.setattr(service, "tool_format", service._detect_tool_format())
+        patch.setattr(service, "dialect", ChatDialect.read(tokenizer))
         yield
 
 

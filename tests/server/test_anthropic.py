@@ -12,6 +12,7 @@ from retain.server.anthropic.conversion import to_chat_request
 from retain.server.anthropic.protocol import MessagesRequest
 from retain.server.anthropic.routes import prepare_message
 from retain.server.auth import ANONYMOUS
+from retain.server.openai.chat_dialect import ChatDialect
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.prompt_comparison import PromptFingerprints
 from retain.server.tool_format import ChatOutput, ParsedToolCall
@@ -197,7 +198,7 @@ def test_tool_choice_forces_a_call(client, server, tool_choice, monkeypatch):
     """SmolLM2, because a random model would write blanks into the JSON for ever."""
     service, tokenizer = server.service, server.service.llm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(HERMES))
-    monkeypatch.setattr(service, "tool_format", service._detect_tool_format())
+    monkeypatch.setattr(service, "dialect", ChatDialect.read(service.llm.tokenizer))
     fields = {"tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 80}
     message = ask(client, **fields)
     (call,) = message.content

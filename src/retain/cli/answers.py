@@ -33,7 +33,7 @@ def prepare_chat(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]]) -> Ch
     parser = found.create_parser((), prompt) if found else None
     if not found or not parser:
         return ChatPrompt(ids)
-    return ChatPrompt(ids, parser, tokenizer.find_tokens(found.special_tokens))
+    return ChatPrompt(ids, parser, frozenset(tokenizer.find_special_tokens(found.markers).values()))
 
 
 class AnswerWriter:

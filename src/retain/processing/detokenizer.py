@@ -12,6 +12,7 @@ from copy import copy
 
 from tokenizers import Tokenizer as Core
 
+from retain.processing.reasoning import Part, Reasoning
 from retain.processing.stop_strings import StopStrings, StopStringSearch
 
 MAX_CHARACTER_BYTES = 4  # in UTF-8
@@ -101,7 +102,7 @@ class IncrementalDetokenizer:
     The joined results of `add_token` and `flush`, up to the first stop string, are what the answer adds to the text of
     the `preceding` tokens, its prompt: an answer in the middle of a text keeps its first space, and completes a
     character that the prompt began. The first stop string is the one that is complete first, of those that the first
-    `min_tokens` tokens do not complete.
+    `min_tokens` tokens do not complete. Stop strings are searched behind the `reasoning`, if the text may have any.
     """
 
     def __init__(
@@ -110,11 +111,13 @@ class IncrementalDetokenizer:
         stop: StopStrings | None = None,
         preceding: Sequence[int] = (),
         min_tokens: int = 0,
+        reasoning: Reasoning | None = None,
     ):
         self._token_bytes = token_bytes
         self._num_tokens = 0
         self._min_tokens = min_tokens
         self._stop_search = StopStringSearch(stop or StopStrings())
+        self._splitter = reasoning.create_splitter() if reasoning else None
         self._utf8_decoder = codecs.getincrementaldecoder("utf-8")(token_bytes.errors)
         self._utf8_decoder.decode(token_bytes.last_bytes(preceding))  # keeps what is incomplete, and no more
         self._strip_space = token_bytes.strip_space and token_bytes.starts_text(preceding)
@@ -147,16 +150,29 @@ class IncrementalDetokenizer:
         """End the answer, and return the text that was held back."""
         if self.stopped:
             return ""
-        rest = self._append_text(self._utf8_decoder.decode(b"", final=True))
-        held = self._stop_search.flush()
+        rest = self._append_text(self._utf8_decoder.decode(b"", final=True), finished=True)
+        held = "" if self.stopped else self._stop_search.flush()
         self._text_parts.append(held)
         return rest + held
 
-    def _append_text(self, text: str) -> str:
+    def _append_text(self, text: str, finished: bool = False) -> str:
         text = replace_invalid(text)
         if self._strip_space and text:
             self._strip_space = False
             text = text.removeprefix(" ")
-        text = self._stop_search.add(text, may_stop=self._num_tokens > self._min_tokens)
+        text = self._search_answer(text, finished) if self._splitter else self._search(text)
         self._text_parts.append(text)
         return text
+
+    def _search_answer(self, text: str, finished: bool) -> str:
+        """Add text that may be reasoning, which no stop string ends. Returns what is certainly shown."""
+        assert self._splitter
+        shown = []
+        for part, piece in self._splitter.feed(text, finished):
+            shown.append(self._search(piece) if part is Part.ANSWER else piece)
+            if self.stopped:
+                break
+        return "".join(shown)
+
+    def _search(self, text: str) -> str:
+        return self._stop_search.add(text, may_stop=self._num_tokens > self._min_tokens)

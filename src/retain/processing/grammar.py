@@ -18,6 +18,7 @@ from torch import Tensor
 from retain.kernels.transfers import to_device
 from retain.plugins import needs_extra
 from retain.processing.json_schema import Schema, drop_unmatchable
+from retain.processing.lark import name_special_token
 from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_width
 from retain.processing.tokenizer import Tokenizer
 
@@ -173,6 +174,8 @@ class _TokenizerAdapter:
         self.eos_token_id = min(tokenizer.stop_token_ids, default=0)
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_token_ids)
+        for i in self.special_token_ids:
+            self.tokens[i] = name_special_token(self.tokens[i].decode(errors="replace")).encode()
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return tokens that write a text in the middle of an answer, byte for byte; up to a byte that none writes."""

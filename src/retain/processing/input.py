@@ -19,6 +19,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.processing.grammar import GrammarCompiler, GrammarState
 from retain.processing.output import RequestOutputState, is_logging_prefixes
+from retain.processing.reasoning import Reasoning
 from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
@@ -41,7 +42,8 @@ class GenerateRequest:
     `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
     prompt: policies with `protect=system` never evict them. Prefixes are shared only with requests of the same `salt`.
     Requests of different owners take turns. `grammar` is the source of a grammar that the answer must match (see
-    GrammarCompiler). The text of the answer shows the special tokens `shown_tokens`.
+    GrammarCompiler). The text of the answer shows the special tokens `shown_tokens`. Stop strings of the parameters are
+    searched behind its `reasoning`.
     """
 
     prompt: Prompt
@@ -56,6 +58,7 @@ class GenerateRequest:
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
     explain_prefix: bool = False  # find out why the prompt began with no more cached tokens
     shown_tokens: frozenset[int] = frozenset()
+    reasoning: Reasoning | None = None
     pools: bool = False  # a reader of pooling.py takes the states or logits of the prompt; no answer is wanted
 
 
@@ -283,7 +286,7 @@ class InputProcessor:
         request.explains_prefix = g.explain_prefix or is_logging_prefixes()
         drafts = self.info.has_default_drafter if g.speculate is None else g.speculate != NO_SPECULATION
         min_tokens = input.params.min_tokens
-        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, min_tokens, g.shown_tokens)
+        detokenizer = self.tokenizer.create_detokenizer(stop, request.tokens, min_tokens, g.shown_tokens, g.reasoning)
         return RequestOutputState(request, detokenizer, drafts, on_logits)
 
     def _check_token_ids(self, token_ids: Sequence[int]) -> None:

@@ -6,7 +6,7 @@ It comes from a GGUF file's metadata or a Hugging Face folder, and wraps the `to
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -31,6 +31,7 @@ from retain.processing.chat_template import (
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
 from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, SENTENCEPIECE_MODELS, build_tokenizer, lists_merges
+from retain.processing.reasoning import Reasoning
 from retain.processing.stop_strings import StopStrings
 
 
@@ -145,20 +146,26 @@ class Tokenizer:
         ids = (self._core.token_to_id(text) for text in texts)
         return frozenset(i for i in ids if i is not None)
 
+    def find_special_tokens(self, texts: Iterable[str]) -> dict[str, int]:
+        """Return the special tokens that occur in these texts, by their own text."""
+        found = {i for text in texts for i in self.encode(text, add_special_tokens=False)}
+        return {self.token_bytes(i).decode(errors="replace"): i for i in sorted(found & self.special_token_ids)}
+
     def create_detokenizer(
         self,
         stop: StopStrings | None = None,
         preceding: Sequence[int] = (),
         min_tokens: int = 0,
         shown: frozenset[int] = frozenset(),
+        reasoning: Reasoning | None = None,
     ) -> IncrementalDetokenizer:
         """Create a detokenizer of an answer to the tokens `preceding`.
 
-        It stops at the first of the `stop` strings that is complete after the first `min_tokens` tokens. The special
-        tokens `shown` are part of the text.
+        It stops at the first of the `stop` strings that is complete after the first `min_tokens` tokens and behind the
+        `reasoning`. The special tokens `shown` are part of the text.
         """
         token_bytes = self._token_bytes.showing(shown) if shown else self._token_bytes
-        return IncrementalDetokenizer(token_bytes, stop, preceding, min_tokens)
+        return IncrementalDetokenizer(token_bytes, stop, preceding, min_tokens, reasoning)
 
     @property
     def chat_template(self) -> str | None:

@@ -21,6 +21,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from retain.files import shorten
 from retain.processing.chat_template import ChatTemplate
+from retain.processing.lark import name_special_token
 
 if TYPE_CHECKING:  # an optional dependency
     from llguidance import LLTokenizer
@@ -93,7 +94,8 @@ class _ByteTokenizer:
     eos_token_id = 256
 
     def __init__(self, special_tokens: Sequence[str]):
-        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end of the text|>", *(t.encode() for t in special_tokens)]
+        names = (name_special_token(text).encode() for text in special_tokens)
+        self.tokens = [*(bytes([i]) for i in range(256)), b"<|end of the text|>", *names]
         self.special_token_ids = list(range(256, len(self.tokens)))
 
     def __call__(self, text: bytes) -> list[int]:

@@ -12,6 +12,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from retain.processing.grammar import lark_json_rule
+from retain.processing.lark import BLANKS, write_text
+from retain.server.call_scanner import CallScanner, MarkerScanner, ValueScanner
+
+Functions = Sequence[Mapping[str, Any]]  # [{"name", "parameters"}]; parameters are a JSON schema
+Schemas = Mapping[str, Any]  # of the parameters of functions, by name
+ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,16 @@ class AnswerParser(Protocol):
 
 @dataclass(frozen=True)
 class ToolFormat(ABC):
-    """How a model writes tool calls: between two markers, or as the whole output if the markers are empty.
+    """How a model writes tool calls: each between two markers. Several calls may stand between those of a section.
 
-    `special_tokens`: those of the tokenizer that the parser must see, so that they stay in the text of an answer.
+    `families`: model types whose published chat templates teach this format.
     """
 
     begin: str = ""
     end: str = ""
-    special_tokens: ClassVar[tuple[str, ...]] = ()
+    section_begin: str = ""
+    section_end: str = ""
+    families: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     @abstractmethod
@@ -60,20 +68,52 @@ class ToolFormat(ABC):
         """Return this format as a chat template with tools teaches it, or None if the template teaches another one."""
 
     @abstractmethod
-    def parse(self, text: str) -> list[ParsedToolCall] | None:
-        """Parse the text between the markers. Returns None if it is no tool call."""
+    def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
+        """Parse the body of a call: the text between the markers. Returns None if it is no tool call.
+
+        `schemas` are of the functions that may be called.
+        """
 
     @abstractmethod
-    def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
-        """Return llguidance's Lark grammar of one call of one of these functions, [{"name", "parameters"}].
+    def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
+        """Return llguidance's Lark grammar of one call of one of these functions, whose first rule is `start`.
 
-        Raises ValueError for a schema that is too deep or that no value matches.
+        `special_tokens`: texts that the tokenizer writes as special tokens. Raises ValueError for a schema that is too
+        deep or that no value matches.
         """
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """The texts that may begin a call. The body of a call follows them."""
+        section = self.section_begin
+        joined = (section + self.begin, f"{section}\n{self.begin}") if section else ()
+        return (*joined, self.begin) if self.begin else ()
+
+    @property
+    def bare_begins(self) -> tuple[str, ...]:
+        """The texts that may begin a call and are the beginning of its body."""
+        return ()
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """The texts that may end a call."""
+        section = self.section_end
+        joined = (self.end + section, f"{self.end}\n{section}", section) if section and self.end else ()
+        return (*joined, self.end) if self.end else ()
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """The texts that the parser must see: special tokens among them stay in the text of an answer."""
+        return (*self.begins, *self.ends)
+
+    def create_scanner(self, begin: str) -> CallScanner:
+        """Create a scanner of a call that has begun with one of the texts that may."""
+        return MarkerScanner(self.ends)
 
     def build_content_grammar(self, schema: Any) -> str | None:
         """Return llguidance's Lark grammar of an answer whose content matches a JSON schema. Raises ValueError.
 
-        None: content stands alone.
+        None: content stands alone, or behind reasoning between marks.
         """
         return None
 
@@ -94,44 +134,46 @@ class ToolFormat(ABC):
 class JsonToolFormat(ToolFormat):
     """Calls as JSON objects with a name and arguments: {"name": ..., "arguments": {...}}."""
 
+    name_key: str = "name"
     arguments_key: str = "arguments"
     is_list: bool = False  # a list of calls between the markers
 
-    def parse(self, text: str) -> list[ParsedToolCall] | None:
+    def create_scanner(self, begin: str) -> CallScanner:
+        """See ToolFormat. A call ends where its JSON ends."""
+        return ValueScanner(self.ends)
+
+    def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """Parse one object or a list of them. Returns None if it is no tool call."""
-        try:
-            parsed = json.loads(text)
-        except (ValueError, RecursionError):
-            return None
+        parsed = read_json(text)
         calls = []
         for call in parsed if isinstance(parsed, list) else [parsed]:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            if not isinstance(call, dict) or not isinstance(name := call.get(self.name_key), str):
                 return None
-            arguments = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
-            calls.append(ParsedToolCall(call["name"], write_arguments(arguments)))
+            given = call.get(self.arguments_key, call.get("arguments", call.get("parameters", {})))
+            arguments = read_arguments(given, schemas.get(name))
+            if arguments is None:
+                return None
+            calls.append(ParsedToolCall(name, arguments))
         return calls or None
 
-    def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """Return the grammar of one call.
 
         The parameters are rules of their own rather than parts of a larger schema, where their references to their
         root would lead elsewhere. Raises ValueError for a schema that is too deep or that no value matches.
         """
-        begin, end = (json.dumps(marker) if marker else "" for marker in (self.begin, self.end))
+        begin = write_text(self.section_begin + self.begin, special_tokens)
+        end = write_text(self.end + self.section_end, special_tokens)
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         calls = '"[" ws? call ws? "]"' if self.is_list else "call"
         between = f"ws? {calls} ws?" if end else f"ws? {calls}" if begin else calls
-        rules = [
-            f"start: {begin} {between} {end}",
-            f"call: {names}",
-            r"ws: /[ \t\r\n]{1,8}/",  # bounded: small models would write blanks for ever
-        ]
+        rules = [f"start: {begin} {between} {end}", f"call: {names}", f"ws: {BLANKS}"]
         for i, tool in enumerate(tools):
-            members = f'{_lark_key("name")} name{i} ws? "," ws? {_lark_key(self.arguments_key)} arguments{i}'
+            members = f'{_lark_key(self.name_key)} name{i} ws? "," ws? {_lark_key(self.arguments_key)} arguments{i}'
             rules += [
                 f'call{i}: "{{" ws? {members} ws? "}}"',
                 lark_json_rule(f"name{i}", {"const": tool["name"]}),
-                lark_json_rule(f"arguments{i}", tool.get("parameters") or {"type": "object"}),
+                lark_json_rule(f"arguments{i}", tool.get("parameters") or ANY_OBJECT),
             ]
         return "\n".join(rules)
 
@@ -140,12 +182,39 @@ def _lark_key(key: str) -> str:
     return f'{json.dumps(json.dumps(key))} ws? ":" ws?'
 
 
-def write_arguments(arguments: Any) -> str:
-    """Return arguments as JSON; a text is JSON already."""
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return _replace_surrogates(text)
+def read_json(text: str) -> Any:
+    """Return the value of a JSON text; None if it is none. NaN and numbers that are infinite are none."""
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_read_float)
+    except (ValueError, RecursionError):
+        return None
 
 
-def _replace_surrogates(text: str) -> str:
-    """Replace halves of surrogate pairs, which a model can write as escapes: no UTF-8 can hold them."""
+def _refuse(text: str) -> Any:
+    raise ValueError(f"{text} is no JSON")
+
+
+def _read_float(text: str) -> float:
+    number = float(text)
+    return number if abs(number) != float("inf") else _refuse(text)
+
+
+def read_arguments(given: Any, schema: Any) -> str | None:
+    """Return the arguments of a call as the text of a JSON object; None if they are no object.
+
+    A text may have the object's JSON. What is no object is an empty one, where the function takes no arguments.
+    """
+    if isinstance(given, str):
+        given = read_json(given)
+    if not isinstance(given, dict):
+        takes_some = isinstance(schema, dict) and (schema.get("properties") or schema.get("required"))
+        if given or takes_some or not isinstance(schema, dict):
+            return None
+        given = {}
+    return write_arguments(given)
+
+
+def write_arguments(arguments: Mapping[str, Any]) -> str:
+    """Return arguments as JSON, without halves of surrogate pairs, which no UTF-8 can hold: models write escapes."""
+    text = json.dumps(arguments, ensure_ascii=False)
     return text.encode(errors="surrogatepass").decode(errors="replace")

@@ -5,142 +5,193 @@ However the text is cut into pieces: each parser holds back what may begin its n
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 
-from retain.server.tool_format import AnswerParser, ChatOutput, ParsedToolCall, ToolFormat
-
-BEGIN = "<think>"
-END = "</think>"
+from retain.processing.reasoning import (
+    KNOWN_MARKS,
+    Part,
+    ReasoningMarks,
+    ReasoningSplitter,
+    find_reasoning_marks,
+    partial_mark_length,
+)
+from retain.server.call_scanner import CallScanner, MarkerScanner, Scan, compile_marks, cut_marks
+from retain.server.tool_format import AnswerParser, ChatOutput, ParsedToolCall, Schemas, ToolFormat
 
 
 def supports_reasoning(template: str) -> bool:
-    """Return whether a chat template writes reasoning between think tags."""
-    return END in template
+    """Return whether a chat template writes reasoning between marks that are known."""
+    return find_reasoning_marks(template) is not None
 
 
 class ReasoningParser:
     """Separates streamed output into reasoning and content. Reasoning is at the beginning of an answer only.
 
-    `prompt_opens_reasoning`: the template ended the prompt with the begin tag, so that the output starts inside.
+    `prompt_opens_reasoning`: the template ended the prompt with the first marks' beginning, so that the output starts
+    inside. `marks`: those that the output may have.
     """
 
-    def __init__(self, prompt_opens_reasoning: bool):
-        self._buffer = ""
-        self._blanks: list[str] = []  # that precede all other text: they are content if no reasoning follows
-        self._state = "reasoning" if prompt_opens_reasoning else "start"
+    def __init__(self, prompt_opens_reasoning: bool, marks: Sequence[ReasoningMarks] = KNOWN_MARKS):
+        self._splitter = ReasoningSplitter([m for m in marks if not m.repeats], prompt_opens_reasoning)
+        self._unwrapper = AnswerUnwrapper([m for m in marks if m.answer_begin])
 
     def copy(self) -> ReasoningParser:
         """Return a parser that goes on from here by itself."""
         other = copy(self)
-        other._blanks = [*self._blanks]
+        other._splitter = self._splitter.copy()
+        other._unwrapper = copy(self._unwrapper)
         return other
+
+    def has_left_reasoning(self, text: str) -> bool:
+        """Return whether the text of an answer, whose marks were found, has the end of its reasoning."""
+        marks = self._splitter.marks
+        return marks is None or marks.end in text
 
     def feed(self, text: str, finished: bool) -> tuple[str, str]:
         """Add generated text. Returns what is certainly reasoning, and what is certainly content."""
-        self._buffer += text
-        if self._state == "start":
-            visible = self._buffer.lstrip()
-            self._blanks.append(self._buffer[: len(self._buffer) - len(visible)])
-            self._buffer = visible
-            if visible.startswith(BEGIN):
-                self._state = "reasoning"
-                self._buffer = visible[len(BEGIN) :]
-            elif finished or not BEGIN.startswith(visible):
-                self._state = "content"
-                self._buffer = "".join([*self._blanks, visible])
-        if self._state == "reasoning":
-            reasoning, tag, after = self._buffer.partition(END)
-            if tag:
-                self._state = "blank"
-                self._buffer = after
-            else:
-                cut = len(reasoning) - (0 if finished else partial_marker_length(reasoning, END))
-                self._buffer = reasoning[cut:]
-                reasoning = reasoning[:cut]
-            return reasoning, self._take_content()
-        return "", self._take_content()
+        pieces = self._splitter.feed(text, finished)
+        reasoning = "".join(piece for part, piece in pieces if part is Part.REASONING)
+        content = "".join(piece for part, piece in pieces if part is Part.ANSWER)
+        return reasoning, self._unwrapper.feed(content, self._splitter.marks is not None, finished)
 
-    def _take_content(self) -> str:
-        """Return the buffered content, without the blank lines that follow the end tag."""
-        if self._state == "blank":
-            self._buffer = self._buffer.lstrip("\n")
-            self._state = "content" if self._buffer else "blank"
-        if self._state != "content":
-            return ""
-        content = self._buffer
-        self._buffer = ""
-        return content
+
+class AnswerUnwrapper:
+    """Leaves out the blank lines behind reasoning, and the marks that some models write around what follows it."""
+
+    def __init__(self, marks: Sequence[ReasoningMarks]):
+        self._marks = tuple(marks)
+        self._is_at_start = True
+        self._end = ""  # the mark that ends the answer
+        self._held = ""
+
+    def feed(self, text: str, follows_reasoning: bool, finished: bool) -> str:
+        """Add text of the answer. Returns what is certainly content."""
+        text = self._held + text
+        self._held = ""
+        if self._is_at_start:
+            visible = text.lstrip("\n") if follows_reasoning else text
+            if not visible and not finished:
+                return ""
+            marks = next((m for m in self._marks if visible.startswith(m.answer_begin)), None)
+            if not marks and not finished and any(m.answer_begin.startswith(visible) for m in self._marks):
+                self._held = visible
+                return ""
+            self._is_at_start = False
+            self._end = marks.answer_end if marks else ""
+            text = visible[len(marks.answer_begin) :].lstrip("\n") if marks else visible
+        return self._drop_end(text, finished) if self._end else text
+
+    def _drop_end(self, text: str, finished: bool) -> str:
+        at = text.find(self._end)
+        if at >= 0:
+            content = text[:at].removesuffix("\n") + text[at + len(self._end) :]
+            self._end = ""
+            return content
+        held = 0 if finished else max(partial_mark_length(text, mark) for mark in (f"\n{self._end}", self._end))
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
 
 
 class ToolParser:
-    """Separates streamed output into content and tool calls. A call of an unknown tool counts as content."""
+    """Separates streamed output into content and tool calls. A call of an unknown tool counts as content.
 
-    def __init__(self, tool_format: ToolFormat, tool_names: Collection[str]):
+    `tools`: names, or the schemas of parameters by name, which tell the types of values that a model writes as text.
+    """
+
+    def __init__(self, tool_format: ToolFormat, tools: Collection[str] | Mapping[str, Schemas]):
         self._format = tool_format
-        self._tool_names = tool_names
-        self._in_tool_call = not tool_format.begin
-        self._marker_start = ""  # end of the text, which may begin the next marker
-        self._body_parts: list[str] = []  # of the call that is not yet complete
+        self._tools = tools
+        self._schemas: Schemas = tools if isinstance(tools, Mapping) else {}
+        self._begins = (*tool_format.begins, *tool_format.bare_begins)
+        self._begin = ""  # of the call that is not yet complete
+        self._scanner: CallScanner | None = None  # of that call
+        self._held = ""  # end of the text, which may belong to the next marker
+        self._body_parts: list[str] = []  # of the call
+        self._trusts_quotes = True
 
     def copy(self) -> ToolParser:
         """Return a parser that goes on from here by itself."""
         other = copy(self)
         other._body_parts = [*self._body_parts]
+        other._scanner = self._scanner and self._scanner.copy()
         return other
 
     def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
         """Add generated text. Returns the text that is certainly content, and the calls that are complete."""
-        content: list[str] = []
-        calls: list[ParsedToolCall] = []
-        text = self._marker_start + text
-        start = 0
-        while (end := self._find_marker(text, start)) >= 0:
-            if self._in_tool_call:
-                body, known = self._take_body(text[start:end])
-                content += [] if known else [self._format.begin, body, self._format.end]
-                calls += known
-            else:
-                content.append(text[start:end])
-            start = end + len(self._next_marker)
-            self._in_tool_call = not self._in_tool_call
-        tail = text[max(start, len(text) - len(self._next_marker)) :]
-        cut = len(text) - partial_marker_length(tail, self._next_marker)
-        (self._body_parts if self._in_tool_call else content).append(text[start:cut])
-        self._marker_start = text[cut:]
-        return "".join(content), calls
+        return self._read(text, finished=False)
 
     def close(self) -> tuple[str, list[ParsedToolCall]]:
         """End the output. Returns the remaining content and calls."""
-        rest = self._marker_start
-        self._marker_start = ""
-        if not self._in_tool_call:
-            return rest, []
-        body, known = self._take_body(rest)
-        return ("" if known else self._format.begin + body), known
-
-    @property
-    def _next_marker(self) -> str:
-        """The marker that ends the present part of the output; empty where its end does."""
-        return self._format.end if self._in_tool_call else self._format.begin
-
-    def _find_marker(self, text: str, start: int) -> int:
-        return text.find(self._next_marker, start) if self._next_marker else -1
-
-    def _take_body(self, rest: str) -> tuple[str, list[ParsedToolCall]]:
-        """Return the text of a call, of which this is the rest, and the calls that it is; none of unknown tools."""
-        body = "".join([*self._body_parts, rest])
+        content, calls = self._read("", finished=True)
+        if self._scanner is None:
+            return content, calls
+        body = "".join(self._body_parts)
         self._body_parts.clear()
-        return body, self._parse_known_tools(body)
+        begin = self._begin
+        self._scanner = None
+        if known := self._parse_known_tools(body):
+            return content, calls + known
+        if not self._trusts_quotes or not any(end in body for end in self._format.ends):
+            return content + begin + body, calls
+        self._trusts_quotes = False  # a quote that never ended has hidden the end of the call
+        more, later = self._read(begin + body, finished=False)
+        rest, last = self.close()
+        return content + more + rest, calls + later + last
+
+    def _read(self, text: str, finished: bool) -> tuple[str, list[ParsedToolCall]]:
+        content: list[str] = []
+        calls: list[ParsedToolCall] = []
+        text = self._held + text
+        position: int | None = 0
+        start = 0
+        while position is not None:
+            start = position
+            if self._scanner is None:
+                position = self._read_content(text, start, content, finished)
+            else:
+                position = self._read_call(text, start, content, calls, finished)
+        return "".join(content), calls
+
+    def _read_content(self, text: str, start: int, content: list[str], finished: bool) -> int | None:
+        """Read up to the beginning of a call. Returns where its body begins; None if there is no more text."""
+        found = compile_marks(self._begins).search(text, start)
+        if not found:
+            cut = cut_marks(text, start, self._begins, finished)
+            content.append(text[start:cut])
+            self._held = text[cut:]
+            return None
+        at = found.start()
+        begin = found[0]
+        content.append(text[start:at])
+        is_bare = begin in self._format.bare_begins
+        self._begin = "" if is_bare else begin
+        trusted = self._format.create_scanner(begin)
+        self._scanner = trusted if self._trusts_quotes else MarkerScanner(self._format.ends)
+        return at if is_bare else at + len(begin)
+
+    def _read_call(
+        self, text: str, start: int, content: list[str], calls: list[ParsedToolCall], finished: bool
+    ) -> int | None:
+        """Read up to the end of a call. Returns where the text behind it begins; None if there is no more text."""
+        assert self._scanner
+        scanned = self._scanner.scan(text, start, finished)
+        self._body_parts.append(text[start : scanned.body_end])
+        if scanned.found is Scan.MORE:
+            self._held = text[scanned.end :]
+            return None
+        body = "".join(self._body_parts)
+        self._body_parts.clear()
+        self._scanner = None
+        known = self._parse_known_tools(body) if scanned.found is Scan.CALL else []
+        calls += known
+        if not known:
+            content += [self._begin, body, text[scanned.body_end : scanned.end]]
+        return scanned.end
 
     def _parse_known_tools(self, text: str) -> list[ParsedToolCall]:
-        calls = self._format.parse(text)
-        return calls if calls and all(call.name in self._tool_names for call in calls) else []
-
-
-def partial_marker_length(text: str, marker: str) -> int:
-    """Return the length of the longest end of the text that may begin the marker."""
-    return next((n for n in range(len(marker) - 1, 0, -1) if text.endswith(marker[:n])), 0)
+        calls = self._format.parse(text, self._schemas)
+        return calls if calls and all(call.name in self._tools for call in calls) else []
 
 
 class TaggedAnswerParser:
@@ -173,7 +224,7 @@ class TaggedAnswerParser:
 
     def has_left_reasoning(self, text: str) -> bool:
         """See AnswerParser."""
-        return END in text
+        return self._reasoning_parser is None or self._reasoning_parser.has_left_reasoning(text)
 
 
 class ChatOutputParser:

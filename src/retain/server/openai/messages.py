@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from retain.processing import grammar
+from retain.processing.lark import precede_with_reasoning
+from retain.processing.reasoning import Reasoning
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_protocol import (
     AssistantMessageParam,
@@ -120,11 +122,17 @@ def _parse_arguments(text: str) -> Any:
         return text
 
 
-def build_grammar(body: ChatCompletionRequest, tools: Sequence[Json], tool_format: ToolFormat | None) -> str | None:
+def build_grammar(
+    body: ChatCompletionRequest,
+    tools: Sequence[Json],
+    tool_format: ToolFormat | None,
+    reasoning: Reasoning | None = None,
+    special_tokens: Collection[str] = (),
+) -> str | None:
     """Return the grammar that tool_choice or response_format demands, or None for free text. Raises APIError.
 
     `tool_format` is that of the chat template, which decides what stands before a call or the content; it is known
-    where there are `tools`.
+    where there are `tools`. A call or content may follow `reasoning`. `special_tokens`: those that the grammar names.
     """
     if tools and body.tool_choice not in (None, "auto"):
         functions = [t["function"] for t in tools]
@@ -134,10 +142,16 @@ def build_grammar(body: ChatCompletionRequest, tools: Sequence[Json], tool_forma
         if not functions:
             raise APIError(400, "tool_choice names an unknown tool", "tool_choice")
         assert tool_format
-        return grammar.grammar_from_lark(tool_format.build_grammar(functions))
-    wanted = body.response_format
-    if wanted is None or wanted.type == "text":
-        return None
-    schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
-    lark = tool_format.build_content_grammar(schema) if tool_format else None
-    return grammar.grammar_from_lark(lark) if lark else grammar.grammar_from_json_schema(schema)
+        lark = tool_format.build_grammar(functions, special_tokens)
+    else:
+        wanted = body.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        schema = wanted.json_schema.schema_ if isinstance(wanted, JsonSchemaFormat) else {"type": "object"}
+        whole = tool_format.build_content_grammar(schema) if tool_format else None
+        if whole is None and reasoning is None:
+            return grammar.grammar_from_json_schema(schema)
+        lark = whole or f"start: content\n{grammar.lark_json_rule('content', schema)}"
+    if reasoning and not reasoning.marks.repeats:
+        lark = precede_with_reasoning(lark, reasoning, special_tokens)
+    return grammar.grammar_from_lark(lark)

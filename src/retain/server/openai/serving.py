@@ -22,14 +22,8 @@ from retain.server.config import ServerConfig
 from retain.server.engine_thread import EngineThread
 from retain.server.grammar_trials import GrammarTrials
 from retain.server.openai.body import BodyParser
-from retain.server.openai.chat_output import (
-    BEGIN,
-    ChatOutputParser,
-    ReasoningParser,
-    TaggedAnswerParser,
-    ToolParser,
-    supports_reasoning,
-)
+from retain.server.openai.chat_dialect import ChatDialect
+from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.choice_builders import (
     ChatChoiceBuilder,
@@ -54,7 +48,6 @@ from retain.server.preparation import PreparationPool
 from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox
 from retain.server.tool_format import ToolFormat
-from retain.server.tool_formats import detect_tool_format
 from retain.server.warning_header import add_warnings
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
@@ -90,21 +83,12 @@ class OpenAIServing:
         self.grammar_trials = GrammarTrials(sandbox, num_keys)
         self.created = int(time())
         llm.tokenizer.chat_templates.renderer = sandbox
-        self.tool_format = self._detect_tool_format()
+        self.dialect = ChatDialect.read(llm.tokenizer)
 
-    def _detect_tool_format(self) -> ToolFormat | None:
-        tokenizer = self.llm.tokenizer
-        found = detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
-        if not found or not found.begin or found.special_tokens:
-            return found
-        markers = tokenizer.encode(found.begin, add_special_tokens=False)
-        # Special tokens are left out of the text, so the parser would never see the markers.
-        return replace(found, begin="", end="") if set(markers) <= tokenizer.special_token_ids else found
-
-    def _find_shown_tokens(self) -> frozenset[int]:
-        """Return the special tokens that the text of a chat answer shows, because its parser must see them."""
-        names = self.tool_format.special_tokens if self.tool_format else ()
-        return self.llm.tokenizer.find_tokens(names)
+    @property
+    def tool_format(self) -> ToolFormat | None:
+        """The format of tool calls that the model's chat template teaches."""
+        return self.dialect.tool_format
 
     @property
     def model_name(self) -> str:
@@ -148,16 +132,19 @@ class OpenAIServing:
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         params = body.to_sampling_params(max_tokens, logprobs)
+        begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
+        start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
+        reasoning = self.dialect.find_reasoning(prompt[:start], has_tools=bool(tools))
         request = replace(
             request,
             params=params,
-            grammar=build_grammar(body, tools, self.tool_format),
-            shown_tokens=self._find_shown_tokens(),
+            grammar=build_grammar(body, tools, self.tool_format, reasoning, self.dialect.special_tokens),
+            shown_tokens=frozenset(self.dialect.special_tokens.values()),
+            reasoning=reasoning and reasoning.after(prompt[start:]),
         )
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
-        begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
-        parser = self._create_output_parser(prompt, tools, begun)
+        parser = self.dialect.create_parser(prompt[:start], prompt[start:], tools, reasoning)
         return request, [parser.copy() for _ in range(body.n or 1)]
 
     def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
@@ -167,25 +154,10 @@ class OpenAIServing:
         """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
         tools = to_template_tools(body)
         if tools and not self.tool_format:
-            raise APIError(400, "this model's chat template does not support tools", "tools")
+            raise APIError(400, self.dialect.why_no_tools, "tools")
         prompt = render_prompt(body, tools, self.llm.tokenizer, self.tool_format)
         self.llm.input_processor.check_length(prompt)
         return prompt, tools
-
-    def _create_output_parser(self, prompt: str, tools: Sequence[Json], begun: str) -> ChatOutputParser:
-        """Create a parser of the answer to a prompt text. `begun`: the message in the prompt that it continues."""
-        names = {t["function"]["name"] for t in tools}
-        start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
-        whole = self.tool_format.create_parser(names, prompt[:start]) if self.tool_format else None
-        if whole is None:
-            reasoning = supports_reasoning(self.llm.tokenizer.chat_templates.find(has_tools=bool(tools)) or "")
-            whole = TaggedAnswerParser(
-                ToolParser(self.tool_format, names) if tools and self.tool_format else None,
-                ReasoningParser(prompt[:start].rstrip().endswith(BEGIN)) if reasoning else None,
-            )
-        parser = ChatOutputParser(whole)
-        parser.skip(prompt[start:])
-        return parser
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
@@ -298,9 +270,8 @@ class OpenAIServing:
 
         prepared, states = await self.preparation.run(key_name, prepare_plain)
         if states is None:
-            special_tokens = self.tool_format.special_tokens if self.tool_format else ()
             for source in {request.grammar for request in prepared.requests if request.grammar}:
-                await self.grammar_trials.check(key_name, source, special_tokens)
+                await self.grammar_trials.check(key_name, source, [*self.dialect.special_tokens])
             states = await self.preparation.run(key_name, lambda: self.process(prepared.requests))
         return prepared, states
 

@@ -5,8 +5,13 @@ A model's format is the one that its chat template teaches, so a new file is all
 
 from __future__ import annotations
 
+import re
+
 from retain.plugins import load_module, plugin_names
+from retain.processing.template_text import read_template_text
 from retain.server.tool_format import ToolFormat
+
+MARKER = re.compile(r"[<\[][^<>\[\]\s]{0,24}(tool|function|action|invoke|call)[^<>\[\]\s]{0,24}[>\]]", re.IGNORECASE)
 
 
 def tool_format_names() -> list[str]:
@@ -21,11 +26,18 @@ def load_tool_format(name: str) -> type[ToolFormat]:
 
 
 def detect_tool_format(template: str) -> ToolFormat | None:
-    """Return the format that a chat template teaches, or None if the template does not support tools.
+    """Return the format that a chat template teaches; None where it teaches none that is known, or has no tools.
 
-    Formats without markers are asked last: theirs is any template that no other format knows.
+    Formats without markers are asked last: what they show may be a part of others.
     """
     if "tools" not in template:
         return None
-    found = [load_tool_format(name).from_template(template) for name in tool_format_names()]
+    text = read_template_text(template)
+    found = [load_tool_format(name).from_template(text) for name in tool_format_names()]
     return min(filter(None, found), key=lambda tool_format: not tool_format.begin, default=None)
+
+
+def find_call_marker(template: str) -> str | None:
+    """Return the marker of calls that a chat template writes, as far as it looks like one; None where nothing does."""
+    found = MARKER.search(read_template_text(template))
+    return found[0] if found else None

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from retain.processing.grammar import lark_json_rule
-from retain.server.tool_format import ChatOutput, ParsedToolCall, ToolFormat, write_arguments
+from retain.server.tool_format import ChatOutput, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
 
 START = "<|start|>"
 CHANNEL = "<|channel|>"
@@ -43,21 +43,26 @@ class Format(ToolFormat):
     """A message to a function, in an answer of messages to channels."""
 
     begin: str = CHANNEL
-    special_tokens: ClassVar[tuple[str, ...]] = MARKERS
+    families: ClassVar[tuple[str, ...]] = ("gpt_oss",)
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
         """Return the format of a template that writes messages to channels."""
         return cls() if CHANNEL in template and MESSAGE in template else None
 
-    def parse(self, text: str) -> list[ParsedToolCall] | None:
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return MARKERS
+
+    def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """Parse one message with its header."""
         header, marker, body = text.partition(MESSAGE)
         recipient = RECIPIENT.search(header)
         call = parse_call(recipient[1], body) if marker and recipient else None
         return [call] if call else None
 
-    def build_grammar(self, tools: Sequence[Mapping[str, Any]]) -> str:
+    def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat. The model may reason before the call."""
         names = " | ".join(f"call{i}" for i in range(len(tools)))
         rules = [f"start: analysis? ({names})", GRAMMAR_RULES]
@@ -132,12 +137,8 @@ def _split_calls(message: dict[str, Any], results: Sequence[Mapping[str, Any]]) 
 
 def parse_call(recipient: str, body: str) -> ParsedToolCall | None:
     """Return the call that a message to a recipient is. None if its text is no object."""
-    try:
-        arguments = json.loads(body) if body.strip() else {}
-    except (ValueError, RecursionError):
-        return None
-    name = recipient.removeprefix(NAMESPACE)
-    return ParsedToolCall(name, write_arguments(arguments)) if isinstance(arguments, dict) else None
+    arguments = read_arguments(body if body.strip() else {}, None)
+    return None if arguments is None else ParsedToolCall(recipient.removeprefix(NAMESPACE), arguments)
 
 
 class HarmonyParser:

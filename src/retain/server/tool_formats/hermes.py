@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import ClassVar
 
 from retain.server.tool_format import JsonToolFormat
+
+SHOWN_CALL = re.compile(r"""<tool_call>\s*\{(\s*["'](name|arguments)["']|…\}\s*</tool_call>)""")
 
 
 @dataclass(frozen=True)
@@ -13,8 +17,9 @@ class Format(JsonToolFormat):
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
+    families: ClassVar[tuple[str, ...]] = ("qwen2", "qwen3")
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that shows the tag."""
-        return cls() if "<tool_call>" in template else None
+        """Return the format of a template that writes the tag with an object behind it."""
+        return cls() if SHOWN_CALL.search(template) else None

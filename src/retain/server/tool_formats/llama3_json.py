@@ -1,17 +1,73 @@
-"""Llama 3, and models whose template shows no marker: {"name": ..., "parameters": {...}} as the whole output."""
+"""Llama 3, and models whose template shows no marker: {"name": ..., "parameters": {...}}, alone or behind text."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, field
+from typing import ClassVar
 
+from retain.server.call_scanner import CallScanner, Scan, Scanned, ValueScanner
 from retain.server.tool_format import JsonToolFormat
+
+MARKER = "<|python_tag|>"
+# An object with a name and arguments that no marker precedes.
+SHOWN_CALL = re.compile(r"""(?<![>\]\s])\s*\{\s*["']name["']\s*:[^{}]*["'](parameters|arguments)["']\s*:""")
+HEADS = tuple(f'{begin}"{key}"' for begin in ("{", "[{") for key in ("name", "type", "function", "parameters"))
+MAX_HEAD = 64  # characters that may be blank before it is known what an object is
 
 
 @dataclass(frozen=True)
 class Format(JsonToolFormat):
-    """One object, or a list of them, and nothing else."""
+    """One object, several with semicolons between them, or a list of them."""
+
+    begin: str = ""
+    families: ClassVar[tuple[str, ...]] = ("llama",)
 
     @classmethod
-    def from_template(cls, template: str) -> Format:
+    def from_template(cls, template: str) -> Format | None:
         """Return the format with the key of arguments that a template shows."""
-        return cls(arguments_key="parameters" if '"parameters"' in template else "arguments")
+        shown = SHOWN_CALL.search(template)
+        return cls(arguments_key=shown[1]) if shown else None
+
+    @property
+    def begins(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return (MARKER,)
+
+    @property
+    def bare_begins(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return ("{", "[")
+
+    @property
+    def ends(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return (";",)
+
+    def create_scanner(self, begin: str) -> CallScanner:
+        """See ToolFormat. Braces are text, unless what they hold begins as a call does."""
+        return HeadScanner(self.ends)
+
+
+@dataclass
+class HeadScanner(ValueScanner):
+    """Ends a call where its JSON value ends, if the value begins as one of a call does."""
+
+    is_value: bool = field(default=False, kw_only=True)
+
+    def copy(self) -> HeadScanner:
+        """See CallScanner."""
+        return HeadScanner(
+            self.ends, self.openers, self.depth, self.in_string, self.is_complete, is_value=self.is_value
+        )
+
+    def scan(self, text: str, start: int, finished: bool) -> Scanned:
+        """See CallScanner."""
+        if not self.is_value:
+            shown = text[start : start + MAX_HEAD]
+            head = "".join(shown.split())
+            self.is_value = head.startswith(HEADS)
+            is_open = len(shown) < MAX_HEAD and not finished and any(whole.startswith(head) for whole in HEADS)
+            if not self.is_value:
+                return Scanned.more(start) if is_open else Scanned(Scan.TEXT, start + 1, start + 1)
+        return super().scan(text, start, finished)

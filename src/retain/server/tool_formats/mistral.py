@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from retain.server.tool_format import JsonToolFormat
 
@@ -13,8 +14,9 @@ class Format(JsonToolFormat):
 
     begin: str = "[TOOL_CALLS]"
     is_list: bool = True
+    families: ClassVar[tuple[str, ...]] = ("mistral", "mixtral")
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that shows the marker."""
-        return cls() if "[TOOL_CALLS]" in template else None
+        """Return the format of a template that shows the marker, and no other one behind it."""
+        return cls() if "[TOOL_CALLS]" in template and "[ARGS]" not in template else None
