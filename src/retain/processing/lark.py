@@ -29,6 +29,11 @@ def write_text(text: str, special_tokens: Collection[str] = ()) -> str:
     return " ".join(names)
 
 
+def list_rules(prefix: str, number: int) -> str:
+    """Return the grammar of one of several rules, whose names are a prefix and a number."""
+    return " | ".join(f"{prefix}{i}" for i in range(number))
+
+
 def write_text_before(name: str, end: str, special_tokens: Collection[str] = ()) -> str:
     """Return the rule of any text up to an end, which is part of it."""
     if end in special_tokens:  # no pattern matches a special token

@@ -181,3 +181,50 @@ class ValueScanner:
         if at == len(text) and not finished:
             return Scanned.more(value_end)
         return end_call(text, value_end, at, self.ends, finished)
+
+
+@dataclass
+class TagScanner:
+    """Ends a call at the first of its markers outside of values between tags.
+
+    A value goes on behind its closing tag, unless one of the `followers` or a marker comes next: a text may have the
+    tag itself.
+    """
+
+    ends: Sequence[str]
+    opener: str
+    closer: str
+    followers: Sequence[str]
+    in_value: bool = False
+
+    def copy(self) -> TagScanner:
+        """See CallScanner."""
+        return replace(self)
+
+    def scan(self, text: str, start: int, finished: bool) -> Scanned:
+        """See CallScanner."""
+        position = start
+        while True:
+            marks = (self.closer,) if self.in_value else (self.opener, *self.ends)
+            match = compile_marks(marks).search(text, position)
+            if not match:
+                return Scanned.more(cut_marks(text, position, marks, finished))
+            if not self.in_value and match[0] in self.ends:
+                return end_call(text, match.start(), match.start(), self.ends, finished)
+            is_closed = self.is_closed(text, match.end(), finished) if self.in_value else False
+            if is_closed is None:
+                return Scanned.more(match.start())
+            self.in_value = not is_closed
+            position = match.end()
+
+    def is_closed(self, text: str, start: int, finished: bool) -> bool | None:
+        """Return whether a closing tag before `start` ends its value; None: more text will tell."""
+        at = start
+        while at < len(text) and at - start < MAX_BLANKS and text[at].isspace():
+            at += 1
+        followers = (*self.followers, *self.ends)
+        if any(text.startswith(follower, at) for follower in followers):
+            return True
+        rest = text[at : at + max(map(len, followers))]
+        is_open = at - start < MAX_BLANKS and any(follower.startswith(rest) for follower in followers)
+        return None if is_open and not finished else finished and at == len(text)

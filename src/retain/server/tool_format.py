@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from retain.processing.grammar import lark_json_rule
-from retain.processing.lark import BLANKS, write_text
+from retain.processing.lark import BLANKS, list_rules, write_text
 from retain.server.call_scanner import CallScanner, MarkerScanner, ValueScanner
 
 Functions = Sequence[Mapping[str, Any]]  # [{"name", "parameters"}]; parameters are a JSON schema
@@ -136,6 +136,7 @@ class JsonToolFormat(ToolFormat):
 
     name_key: str = "name"
     arguments_key: str = "arguments"
+    id_key: str = ""  # of a number, which the model writes first
     is_list: bool = False  # a list of calls between the markers
 
     def create_scanner(self, begin: str) -> CallScanner:
@@ -164,14 +165,14 @@ class JsonToolFormat(ToolFormat):
         """
         begin = write_text(self.section_begin + self.begin, special_tokens)
         end = write_text(self.end + self.section_end, special_tokens)
-        names = " | ".join(f"call{i}" for i in range(len(tools)))
         calls = '"[" ws? call ws? "]"' if self.is_list else "call"
         between = f"ws? {calls} ws?" if end else f"ws? {calls}" if begin else calls
-        rules = [f"start: {begin} {between} {end}", f"call: {names}", f"ws: {BLANKS}"]
+        rules = [f"start: {begin} {between} {end}", f"call: {list_rules('call', len(tools))}", f"ws: {BLANKS}"]
+        number = f'({_lark_key(self.id_key)} "\\"0\\"" ws? "," ws?)? ' if self.id_key else ""
         for i, tool in enumerate(tools):
             members = f'{_lark_key(self.name_key)} name{i} ws? "," ws? {_lark_key(self.arguments_key)} arguments{i}'
             rules += [
-                f'call{i}: "{{" ws? {members} ws? "}}"',
+                f'call{i}: "{{" ws? {number}{members} ws? "}}"',
                 lark_json_rule(f"name{i}", {"const": tool["name"]}),
                 lark_json_rule(f"arguments{i}", tool.get("parameters") or ANY_OBJECT),
             ]

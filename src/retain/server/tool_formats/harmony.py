@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from retain.processing.grammar import lark_json_rule
+from retain.processing.lark import list_rules
 from retain.server.tool_format import ChatOutput, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
 
 START = "<|start|>"
@@ -64,8 +65,7 @@ class Format(ToolFormat):
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat. The model may reason before the call."""
-        names = " | ".join(f"call{i}" for i in range(len(tools)))
-        rules = [f"start: analysis? ({names})", GRAMMAR_RULES]
+        rules = [f"start: analysis? ({list_rules('call', len(tools))})", GRAMMAR_RULES]
         for i, tool in enumerate(tools):
             recipient = json.dumps(f" to={NAMESPACE}{tool['name']}")
             before = f'{recipient} {CHANNEL} "commentary" type'

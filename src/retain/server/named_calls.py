@@ -1,0 +1,45 @@
+"""Calls as a name, a separator and the JSON of the arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from retain.processing.grammar import lark_json_rule
+from retain.processing.lark import list_rules, write_text
+from retain.server.call_scanner import CallScanner, ValueScanner
+from retain.server.tool_format import ANY_OBJECT, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
+
+
+@dataclass(frozen=True)
+class NamedJsonFormat(ToolFormat):
+    """A name, a separator and an object. Models may write an id between the name and the separator."""
+
+    separator: str = ""
+    id_mark: str = ""  # before that id
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return (*super().markers, self.separator, self.id_mark)
+
+    def create_scanner(self, begin: str) -> CallScanner:
+        """See ToolFormat. A call ends where its JSON ends."""
+        return ValueScanner(self.ends, openers="{")
+
+    def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
+        """See ToolFormat."""
+        head, separator, block = text.partition(self.separator)
+        name = (head.partition(self.id_mark)[0] if self.id_mark else head).strip()
+        arguments = read_arguments(block, schemas.get(name)) if separator else None
+        return None if arguments is None else [ParsedToolCall(name, arguments)]
+
+    def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
+        """See ToolFormat."""
+        begin = write_text(self.section_begin + self.begin, special_tokens)
+        end = write_text(self.end + self.section_end, special_tokens)
+        rules = [f"start: {begin} ({list_rules('call', len(tools))}) {end}"]
+        for i, tool in enumerate(tools):
+            rules.append(f"call{i}: {write_text(tool['name'] + self.separator, special_tokens)} arguments{i}")
+            rules.append(lark_json_rule(f"arguments{i}", tool.get("parameters") or ANY_OBJECT))
+        return "\n".join(rules)

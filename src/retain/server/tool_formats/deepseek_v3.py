@@ -1,0 +1,60 @@
+"""DeepSeek-V3 and R1: a name, and JSON between code fences, in marks of a call; calls stand in a section."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from retain.processing.grammar import lark_json_rule
+from retain.processing.lark import list_rules, write_text
+from retain.server.call_scanner import CallScanner, ValueScanner
+from retain.server.tool_format import ANY_OBJECT, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
+
+SEPARATOR = "<｜tool▁sep｜>"
+FENCE = "```"
+
+
+@dataclass(frozen=True)
+class Format(ToolFormat):
+    """`function`, a separator, the name, and a block of JSON."""
+
+    begin: str = "<｜tool▁call▁begin｜>"
+    end: str = "<｜tool▁call▁end｜>"
+    section_begin: str = "<｜tool▁calls▁begin｜>"
+    section_end: str = "<｜tool▁calls▁end｜>"
+    families: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2")
+
+    @classmethod
+    def from_template(cls, template: str) -> Format | None:
+        """Return the format of a template that writes the marks, and a block of code or the kind of a call."""
+        is_fenced = f"{FENCE}json" in template or f"function{SEPARATOR}" in template
+        return cls() if cls.begin in template and is_fenced else None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return (*super().markers, SEPARATOR)
+
+    def create_scanner(self, begin: str) -> CallScanner:
+        """See ToolFormat."""
+        return ValueScanner((*(f"{FENCE}{end}" for end in self.ends), *self.ends), openers="{")
+
+    def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
+        """See ToolFormat."""
+        _, separator, call = text.partition(SEPARATOR)
+        name, _, block = call.partition("\n")
+        block = block.strip().removeprefix(f"{FENCE}json").removesuffix(FENCE)
+        arguments = read_arguments(block, schemas.get(name.strip())) if separator else None
+        return None if arguments is None else [ParsedToolCall(name.strip(), arguments)]
+
+    def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
+        """See ToolFormat."""
+        before = write_text(f"{self.section_begin}{self.begin}function{SEPARATOR}", special_tokens)
+        behind = write_text(f"\n{FENCE}{self.end}{self.section_end}", special_tokens)
+        rules = [f"start: {before} ({list_rules('call', len(tools))}) {behind}"]
+        for i, tool in enumerate(tools):
+            head = write_text(f"{tool['name']}\n{FENCE}json\n")
+            rules.append(f"call{i}: {head} arguments{i}")
+            rules.append(lark_json_rule(f"arguments{i}", tool.get("parameters") or ANY_OBJECT))
+        return "\n".join(rules)

@@ -1,0 +1,63 @@
+"""Gemma 4: <|tool_call>call:NAME{key:value, ...}<tool_call|>, with strings between <|"|>."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from retain.processing.lark import list_rules, write_text
+from retain.server.call_scanner import CallScanner, QuotedScanner
+from retain.server.gemma4_values import ValueRules
+from retain.server.literals import LiteralReader
+from retain.server.tool_format import ANY_OBJECT, Functions, ParsedToolCall, Schemas, ToolFormat, write_arguments
+
+QUOTE = '<|"|>'
+
+
+@dataclass(frozen=True)
+class Format(ToolFormat):
+    """A name and an object with bare keys between two markers."""
+
+    begin: str = "<|tool_call>"
+    end: str = "<tool_call|>"
+    families: ClassVar[tuple[str, ...]] = ("gemma4", "gemma4_text")
+
+    @classmethod
+    def from_template(cls, template: str) -> Format | None:
+        """Return the format of a template that writes the marker."""
+        return cls() if "<|tool_call>call:" in template else None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """See ToolFormat."""
+        return (*super().markers, QUOTE)
+
+    def create_scanner(self, begin: str) -> CallScanner:
+        """See ToolFormat. The markers may stand in strings."""
+        return QuotedScanner(self.ends, (QUOTE,), escapes=False)
+
+    def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
+        """See ToolFormat."""
+        reader = LiteralReader(text, (QUOTE,), escapes=False)
+        try:
+            reader.expect("call:")
+            name = reader.read_name()
+            arguments = reader.read_value()
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(arguments, dict) or not reader.is_at_end:
+            return None
+        return [ParsedToolCall(name, write_arguments(arguments))]
+
+    def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
+        """See ToolFormat. Members keep the order of the schema."""
+        begin = write_text(f"{self.begin}call:", special_tokens)
+        rules = [f"start: {begin} ({list_rules('call', len(tools))}) {write_text(self.end, special_tokens)}"]
+        for i, tool in enumerate(tools):
+            schema = tool.get("parameters") or ANY_OBJECT
+            values = ValueRules(f"v{i}", schema, QUOTE, special_tokens)
+            rules.append(f"call{i}: {json.dumps(tool['name'])} {values.add(schema)}")
+            rules += values.rules
+        return "\n".join(rules)

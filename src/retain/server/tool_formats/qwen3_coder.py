@@ -1,0 +1,25 @@
+"""Qwen3-Coder, Qwen3.5 and Nemotron 3: <tool_call> with <function=NAME> and <parameter=NAME>VALUE</parameter>.
+
+The tags stand on lines of their own, and values are texts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from retain.server.tagged_calls import FunctionTagFormat
+
+
+@dataclass(frozen=True)
+class Format(FunctionTagFormat):
+    """A function with tags for its parameters between two tags."""
+
+    begin: str = "<tool_call>"
+    end: str = "</tool_call>"
+    families: ClassVar[tuple[str, ...]] = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "nemotron_h")
+
+    @classmethod
+    def from_template(cls, template: str) -> Format | None:
+        """Return the format of a template that writes a function behind the tag."""
+        return cls() if "<tool_call>\n<function=" in template else None
