@@ -314,6 +314,6 @@ def test_a_later_system_message_is_shown(harmony_server: GracefulServer) -> None
 def test_masks_allow_what_the_grammar_does(compiler: GrammarCompiler) -> None:
     """The first token of an answer with a call is a marker or a part of the recipient."""
     state = compiler.compile(grammar_from_lark(Format().build_grammar([TOOL])))
-    allowed = set(np.flatnonzero(state.allowed_tokens(state._matcher)))
+    allowed = set(np.flatnonzero(state.allowed_tokens()))
     assert compiler.tokenizer.find_tokens(["<|channel|>"]) <= allowed
     assert not compiler.tokenizer.find_tokens(["<|end|>", "<|message|>"]) & allowed

@@ -19,6 +19,7 @@ from retain.kernels.transfers import to_device
 from retain.plugins import needs_extra
 from retain.processing.json_schema import Schema, drop_unmatchable
 from retain.processing.lark import name_special_token
+from retain.processing.reasoning_budget import ReasoningBudget
 from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_width
 from retain.processing.tokenizer import Tokenizer
 
@@ -66,47 +67,57 @@ class GrammarCompiler:
 
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
         state = GrammarState(matcher, self.vocab_size)
-        can_start = not matcher.is_error() and state.allowed_tokens(matcher).any()
+        can_start = not matcher.is_error() and state.allowed_tokens().any()
         if matcher.is_error() or not can_start:
             raise ValueError(explain_error(matcher.get_error()) if matcher.is_error() else MATCHES_NOTHING)
         return state
 
 
 class GrammarState:
-    """The progress of one answer through a grammar (see retain.engine.grammar)."""
+    """The progress of one answer through a grammar (see retain.engine.grammar).
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int):
+    `budget`: of the reasoning that the grammar allows before the form that it demands.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, budget: ReasoningBudget | None = None):
+        self.budget = budget
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._bitmask = np.empty((1, -(-vocab_size // 32)), np.int32)
 
     def copy(self) -> GrammarState:
         """Return the same state for another answer. Compiling the grammar again may take seconds."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size)
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self.budget and self.budget.copy())
 
-    def allowed_tokens(self, matcher: LLMatcher) -> NDArray[np.bool_]:
+    def allowed_tokens(self) -> NDArray[np.bool_]:
         """Return which tokens may follow, [V]. None may after a matcher's error."""
-        matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
+        self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         allowed = np.unpackbits(self._bitmask.view(np.uint8), count=self._vocab_size, bitorder="little") != 0
-        return allowed & (not matcher.is_error())  # llguidance allows the end of the text then
+        forced = self.budget.next_token if self.budget else None
+        if forced is not None and allowed[forced]:  # not in the middle of a character
+            allowed[:] = False
+            allowed[forced] = True
+        return allowed & (not self._matcher.is_error())  # llguidance allows the end of the text then
 
     def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
         """Set logits [K + 1, V] of tokens that may not follow to -inf, in place; row i is after i of K drafts.
 
         A row of which no token could be sampled stays as it is: `accept_token` refuses whatever is sampled from it.
         """
-        matcher = self._matcher.deep_copy() if drafts else self._matcher  # errors are final, and drafts may be wrong
+        state = self.copy() if drafts else self  # errors are final, and drafts may be wrong
         for row, draft in zip(logits, [*drafts, None], strict=True):
-            allowed = self.allowed_tokens(matcher)
+            allowed = state.allowed_tokens()
             masked = row.masked_fill(to_device(torch.from_numpy(~allowed), row.device), -torch.inf)
             if masked.max() == -torch.inf:
                 break
             row.copy_(masked)
-            if draft is None or not allowed[draft] or not matcher.consume_token(draft):
+            if draft is None or not allowed[draft] or not state.accept_token(draft):
                 break  # verification rejects this draft, so it never uses the rows after it
 
     def accept_token(self, token: int) -> bool:
         """Advance by a sampled token. Returns whether it may follow."""
+        if self.budget:
+            self.budget.accept_token(token)
         return bool(self._matcher.consume_token(token))
 
     @property

@@ -11,7 +11,7 @@ from retain.processing.reasoning import Reasoning, ReasoningState
 PLAIN_NAME = re.compile(r"<[^<>\[\]\s]+>")
 OUTSIDE_NAMES = re.compile(r"[<>\s]")
 SYNTAX = r"/\.+*?()|[]{}^$#&-~"
-BLANKS = r"/[ \t\r\n]{1,8}/"  # bounded: small models would write blanks for ever
+BLANKS = r"/[ \t\r\n]{1,5}/"  # a line and its indentation: small models would write blanks for ever
 
 
 def name_special_token(text: str) -> str:

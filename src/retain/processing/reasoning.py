@@ -49,10 +49,14 @@ class ReasoningState(Enum):
 
 @dataclass(frozen=True)
 class Reasoning:
-    """The reasoning of one answer: its marks, and what the prompt says of it."""
+    """The reasoning of one answer: its marks, and what the prompt says of it.
+
+    `max_tokens`: those that it may have before an answer that a grammar demands.
+    """
 
     marks: ReasoningMarks
     state: ReasoningState
+    max_tokens: int | None = None
 
     def after(self, text: str) -> Reasoning:
         """Return the reasoning of what goes on from a text that has begun the answer."""

@@ -41,10 +41,10 @@ class ChatDialect:
         special_tokens = tokenizer.find_special_tokens(texts)
         return cls(tool_format, marks, marks_with_tools, special_tokens, _explain_missing_format(templates))
 
-    def find_reasoning(self, prompt: str, has_tools: bool) -> Reasoning | None:
-        """Return the reasoning that the answer to a prompt text may have."""
+    def find_reasoning(self, prompt: str, has_tools: bool, max_tokens: int | None = None) -> Reasoning | None:
+        """Return the reasoning that the answer to a prompt text may have; `max_tokens` before one of a form."""
         marks = self.marks_with_tools if has_tools else self.marks
-        return Reasoning(marks, marks.find_state(prompt)) if marks else None
+        return Reasoning(marks, marks.find_state(prompt), max_tokens) if marks else None
 
     def create_parser(
         self, prompt: str, begun: str, tools: Sequence[Mapping[str, Any]], reasoning: Reasoning | None

@@ -134,7 +134,8 @@ class OpenAIServing:
         params = body.to_sampling_params(max_tokens, logprobs)
         begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
         start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
-        reasoning = self.dialect.find_reasoning(prompt[:start], has_tools=bool(tools))
+        # Half of the tokens are left for a form that the answer must have.
+        reasoning = self.dialect.find_reasoning(prompt[:start], bool(tools), max_tokens and max_tokens // 2)
         request = replace(
             request,
             params=params,
