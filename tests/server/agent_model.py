@@ -1,13 +1,13 @@
 """Tiny models that play a coding agent: a chat template with tools and reasoning, and answers that a test dictates."""
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from retain.processing.grammar import grammar_from_lark
 from retain.server.launch import GracefulServer
@@ -27,14 +27,16 @@ Write <tool_call>{"name": ..., "arguments": ...}</tool_call>.
 {% if enable_thinking is defined and enable_thinking %}<think>{% endif %}{% endif %}"""
 
 
-def save_agent_model(folder: Path, family: str) -> Path:
-    """Write a tiny model of a family with a tokenizer of bytes and a long context."""
+def save_agent_model(folder: Path, family: str, special_tokens: Sequence[str] = ()) -> Path:
+    """Write a tiny model of a family with a tokenizer of bytes and of special tokens, and a long context."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({byte: i for i, byte in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special_tokens])
     tokenizer.save(str(folder / "tokenizer.json"))
-    return save_model_folder(folder, tiny_checkpoint(family, vocab_size=256, max_position_embeddings=16384))
+    size = len(alphabet) + len(special_tokens)
+    return save_model_folder(folder, tiny_checkpoint(family, vocab_size=size, max_position_embeddings=16384))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from retain.processing.grammar import grammar_from_lark
+from retain.processing.lark import write_text
 from retain.processing.reasoning import KNOWN_MARKS, ReasoningMarks
 from retain.server.launch import GracefulServer
 from tests.server.agent_model import AGENT_TEMPLATE, save_agent_model
@@ -21,7 +23,7 @@ pytestmark = pytest.mark.slow
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 FORM = '{"a": 1}'
 CALL = f'<tool_call>{{"name": "f", "arguments": {FORM}}}</tool_call>'
-REASONING = "I restate. Question: what? {} <tool_call>"
+REASONING = "I restate. Question: what? {} <tool_call"
 MARKS = [marks for marks in KNOWN_MARKS if not marks.repeats]
 FINISHED = {"stop": "stop", "end_turn": "stop", "stop_sequence": "stop", "completed": "stop", "tool_calls": "stop"}
 FINISHED |= {"tool_use": "stop", "length": "length", "max_tokens": "length", "incomplete": "length"}
@@ -36,9 +38,12 @@ class Answer(NamedTuple):
     finish: str
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GracefulServer]:
-    folder = save_agent_model(tmp_path_factory.mktemp("model"), "llama")
+@pytest.fixture(scope="module", params=["text", "special tokens"])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[GracefulServer]:
+    """A model whose tokenizer writes marks as bytes, or as special tokens, which the text of an answer leaves out."""
+    marks = [token for m in MARKS for token in re.findall(r"<[^<>]+>|\[[^]]+\]", "".join(m.texts))]
+    special_tokens = [*marks, "<tool_call>", "</tool_call>"] if request.param == "special tokens" else []
+    folder = save_agent_model(tmp_path_factory.mktemp("model"), "llama", special_tokens)
     with run_server(str(folder), {"kv_memory": "64MiB", "dtype": "float32"}, AGENT_TEMPLATE) as running:
         yield running
 
@@ -55,7 +60,8 @@ def dictated(server: GracefulServer, text: str) -> Iterator[None]:
             state = service.llm.input_processor.grammar_compiler.compile(request.grammar)
             tokens = service.llm.tokenizer.encode_continuation(text)
             assert all(map(state.accept_token, tokens)), "the demanded grammar refuses the text"
-        return replace(request, grammar=grammar_from_lark(f"start: {json.dumps(text)}")), parsers
+        lark = f"start: {write_text(text, service.dialect.special_tokens)}"
+        return replace(request, grammar=grammar_from_lark(lark)), parsers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "prepare_chat_request", prepare_dictated)
@@ -196,7 +202,7 @@ def test_stop_strings_belong_to_the_answer(
     """Also one that would span the end of the reasoning, and one that begins in it."""
     begun = "" if thinks else marks.begin
     text = f"{begun}{REASONING}{marks.end}The answer is 42. Question: no"
-    stop = ["Question:", f"{marks.end}The", f"_call>{marks.end[0]}"]
+    stop = ["Question:", f"{marks.end}The", f"_call{marks.end[0]}"]
     with chat_template_replaced(server, template_of(marks)), dictated(server, text):
         found = APIS[api](server, stream, thinks=thinks, limit=400, stop=stop)
     assert found == (REASONING, "The answer is 42. ", [], "stop")
