@@ -1,6 +1,7 @@
 """Grammars: which tokens may follow, after drafts too, and that masking changes no state."""
 
 import json
+from copy import copy
 
 import pytest
 import torch
@@ -197,3 +198,18 @@ def test_a_copy_follows_its_own_answer(compiler):
     assert torch.equal(allowed_tokens(grammar, [], compiler.vocab_size), start)
     assert grammar.accept_token(two) and grammar.accept_token(two) and grammar.is_complete
     assert torch.equal(allowed_tokens(again, [], compiler.vocab_size), start)
+
+
+def test_without_an_end_token_every_token_is_text(tmp_path):
+    """The first token of the vocabulary is no end, whatever size the vocabulary has."""
+    tokenizer = open_tokenizer("bytes")
+    endless = copy(tokenizer)
+    endless.stop_token_ids = frozenset()
+    endless.special_token_ids = frozenset()
+    for vocab_size in range(tokenizer.vocab_size, tokenizer.vocab_size + 33):  # models pad their rows
+        compiler = GrammarCompiler(endless, vocab_size)
+        state = compiler.compile(grammar_from_lark("start: /(.|\\n)*/"))
+        for token in range(tokenizer.vocab_size):
+            if endless.token_bytes(token).isascii() and endless.token_bytes(token):
+                other = state.copy()
+                assert other.allowed_tokens()[token] and other.accept_token(token) and not other.is_complete

@@ -55,10 +55,11 @@ class GrammarCompiler:
         with needs_extra("a grammar", "serve"):
             from llguidance import LLTokenizer, TokenizerWrapper
         self.tokenizer = tokenizer
-        stops = sorted(tokenizer.stop_token_ids)
         self.vocab_size = vocab_size
+        adapter = _TokenizerAdapter(tokenizer, vocab_size)
+        stops = sorted(tokenizer.stop_token_ids) or [adapter.eos_token_id]
         self._ll_tokenizer: LLTokenizer = LLTokenizer(
-            TokenizerWrapper(_TokenizerAdapter(tokenizer, vocab_size)), n_vocab=vocab_size, eos_token=stops or None
+            TokenizerWrapper(adapter), n_vocab=len(adapter.tokens), eos_token=stops
         )
 
     def compile(self, grammar: str) -> GrammarState:
@@ -66,7 +67,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0)
-        state = GrammarState(matcher, self.vocab_size)
+        state = GrammarState(matcher, self.vocab_size, self._ll_tokenizer.vocab_size)
         can_start = not matcher.is_error() and state.allowed_tokens().any()
         if matcher.is_error() or not can_start:
             raise ValueError(explain_error(matcher.get_error()) if matcher.is_error() else MATCHES_NOTHING)
@@ -79,15 +80,18 @@ class GrammarState:
     `budget`: of the reasoning that the grammar allows before the form that it demands.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, budget: ReasoningBudget | None = None):
+    def __init__(self, matcher: LLMatcher, vocab_size: int, num_known: int, budget: ReasoningBudget | None = None):
+        """`num_known`: tokens that the matcher knows, at least those of the vocabulary."""
         self.budget = budget
         self._matcher = matcher
         self._vocab_size = vocab_size
-        self._bitmask = np.empty((1, -(-vocab_size // 32)), np.int32)
+        self._num_known = num_known
+        self._bitmask = np.empty((1, -(-num_known // 32)), np.int32)
 
     def copy(self) -> GrammarState:
         """Return the same state for another answer. Compiling the grammar again may take seconds."""
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self.budget and self.budget.copy())
+        budget = self.budget and self.budget.copy()
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._num_known, budget)
 
     def allowed_tokens(self) -> NDArray[np.bool_]:
         """Return which tokens may follow, [V]. None may after a matcher's error."""
@@ -182,11 +186,14 @@ class _TokenizerAdapter:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self._tokenizer = tokenizer
-        self.eos_token_id = min(tokenizer.stop_token_ids, default=0)
         self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
         self.special_token_ids = sorted(tokenizer.special_token_ids)
         for i in self.special_token_ids:
             self.tokens[i] = name_special_token(self.tokens[i].decode(errors="replace")).encode()
+        self.eos_token_id = min(tokenizer.stop_token_ids, default=vocab_size)
+        if self.eos_token_id == vocab_size:  # no token ends a text: one is added that no model can write
+            self.tokens.append(b"<|end of the text|>")
+            self.special_token_ids.append(vocab_size)
 
     def __call__(self, text: bytes | str) -> list[int]:
         """Return tokens that write a text in the middle of an answer, byte for byte; up to a byte that none writes."""
