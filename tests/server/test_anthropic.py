@@ -199,7 +199,7 @@ def test_tool_choice_forces_a_call(client, server, tool_choice, monkeypatch):
     service, tokenizer = server.service, server.service.llm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(HERMES))
     monkeypatch.setattr(service, "dialect", ChatDialect.read(service.llm.tokenizer))
-    fields = {"tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 80}
+    fields = {"tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 200}
     message = ask(client, **fields)
     (call,) = message.content
     assert (call.type, message.stop_reason) == ("tool_use", "tool_use") and call.id.startswith("toolu_")

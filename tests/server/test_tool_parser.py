@@ -210,3 +210,13 @@ def test_arguments_with_half_a_character_can_be_sent(arguments):
     (call,) = parser.feed(text)[1]
     assert orjson.loads(orjson.dumps(call.arguments)) == call.arguments
     assert json.loads(call.arguments)["q"].endswith(" é")
+
+
+@pytest.mark.parametrize("step", [1, 100])
+@pytest.mark.parametrize("end", ["", "</", "</tool_call", "</tool_call>"])
+def test_a_text_may_end_inside_of_the_marker_behind_a_call(end, step):
+    parser = ToolParser(detect_tool_format(HERMES), {"now"})
+    text = f'<tool_call>{{"name": "now", "arguments": {{}}}}\n{end}'
+    found = [*(parser.feed(text[i : i + step]) for i in range(0, len(text), step)), parser.close()]
+    assert "".join(content for content, _ in found).strip() == ""
+    assert [call.name for _, calls in found for call in calls] == ["now"]

@@ -54,8 +54,10 @@ def end_call(text: str, body_end: int, start: int, ends: Sequence[str], finished
     """Return the end of a call whose body has ended, behind the longest of some markers that stands at `start`."""
     found = max((len(end) for end in ends if text.startswith(end, start)), default=0)
     rest = text[start : start + max(map(len, ends), default=0)]
-    if not finished and any(len(end) > len(rest) and end.startswith(rest) for end in ends):
-        return Scanned.more(body_end)
+    if any(len(end) > len(rest) and end.startswith(rest) for end in ends):
+        if not finished:
+            return Scanned.more(body_end)
+        found = len(rest)  # the text ends inside of the marker
     return Scanned(Scan.CALL, body_end, start + found if found else body_end)
 
 
