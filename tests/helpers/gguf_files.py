@@ -28,6 +28,7 @@ from tests.helpers.gguf_dense import (
     longrope_tensors,
     permute_rows,
     qk_norm_tensors,
+    scaling_metadata,
 )
 from tests.helpers.gguf_hybrids import (
     EXACT,
@@ -63,6 +64,13 @@ GGUF_ARCHS = {
     **DENSE_ARCHS,
     **LATENT_ARCHS,
     **MAMBA2_ARCHS,
+}
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "original_max_position_embeddings": 4096,
 }
 TEXT_MODELS = {*DENSE_ARCHS.values(), *LATENT_ARCHS.values(), *MAMBA2_ARCHS.values(), "nemotron_h"}
 CENTERED_NORMS = {"gemma3": "norm.weight", "muse-glimmer": "layernorm.weight"}  # they multiply by 1 + w
@@ -271,6 +279,8 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
         values["attention.layer_norm_epsilon"] = 1e-5
     if arch in ("gemma3", "gpt-oss"):
         values["attention.sliding_window"] = c["sliding_window"]
+    if arch == "gpt-oss":  # a config without scaling has that of its class, which the converter writes down
+        values |= scaling_metadata(c.get("rope_scaling") or GPT_OSS_ROPE)
     if arch == "gemma3":
         values["rope.freq_base_swa"] = c["rope_local_base_freq"]
     if arch == "gptneox":
@@ -278,7 +288,7 @@ def config_to_metadata(arch: str, c: dict[str, Any]) -> dict[str, Any]:
         values["use_parallel_residual"] = c.get("use_parallel_residual", True)
     if arch == "mpt":
         values["attention.max_alibi_bias"] = 8.0
-    return {f"{arch}.{key}": value for key, value in values.items()}
+    return {f"{arch}.{key}": value for key, value in values.items() if value is not None}
 
 
 def convert_tensor(arch: str, name: str, x: torch.Tensor, c: dict[str, Any]) -> NDArray[np.float32]:

@@ -36,7 +36,7 @@ STORABLE |= dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), EV
 STORABLE |= gguf_latent.STORABLE | gguf_mamba2.STORABLE
 # Further changes to each of them that files can store.
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1, "final_logit_softcapping": None}),
+    ("gemma4_text", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
     (
         "gemma4_text",
         {"hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},

@@ -1,4 +1,8 @@
-"""A GGUF file's metadata, and the parts of a Hugging Face config that architectures share."""
+"""A GGUF file's metadata, and the parts of a Hugging Face config that architectures share.
+
+What a file does not say is what llama.cpp takes then: its `load_hparams` requires a key, or has a default of its own.
+Defaults of transformers' config classes belong to config.json, so configs made here leave nothing to them.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +65,12 @@ class GGUFMetadata:
             raise ValueError(f"{self.arch}.{key} is not a list of values of type {type(default).__name__}")
         return values[:layers]
 
+    def require(self, key: str, kind: type[T]) -> T:
+        """Return a value of this type. Raises ValueError where it is missing, as llama.cpp does."""
+        if self.entries.get(f"{self.arch}.{key}") is None:
+            raise ValueError(f"{self.arch}.{key} is missing")
+        return self.get(key, kind())
+
     def get_positive(self, key: str, default: int = 0) -> int:
         """Return a number of at least 1; it is required unless there is a default. Raises ValueError."""
         value = self.get(key, default)
@@ -117,10 +127,17 @@ def expert_config(meta: GGUFMetadata) -> HFConfig:
     return {"num_experts": num_experts, "num_experts_per_tok": meta.get_positive("expert_used_count")}
 
 
-def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list[str]:
-    """Return the type of each layer: a bool of a list, or one full layer in so many, `every` where the file is silent.
+def read_expert_width(meta: GGUFMetadata) -> int:
+    """Return the width of an expert: where the file does not say it, those of a token have that of an MLP together."""
+    width = meta.get("feed_forward_length", 0) // meta.get_positive("expert_used_count")
+    return meta.get_positive("expert_feed_forward_length", width)
 
-    Without a window all layers are full. Raises ValueError for a list of another length.
+
+def read_layer_types(meta: GGUFMetadata, window: int | None, every: int = 0) -> list[str]:
+    """Return the type of each layer: a bool of a list, or one full layer in so many.
+
+    Where the file is silent it is one in `every`, and the key is required where that is 0. Without a window all layers
+    are full. Raises ValueError for a list of another length.
     """
     layers = meta.count_blocks()
     pattern: Any = meta.entries.get(f"{meta.arch}.attention.sliding_window_pattern")
@@ -135,8 +152,14 @@ def read_layer_types(meta: GGUFMetadata, window: int | None, every: int) -> list
 
 
 def read_kv_heads(meta: GGUFMetadata) -> list[int]:
-    """Return the kv heads of each layer; 0 where a layer has no attention. Raises UnsupportedError for other counts."""
-    heads = meta.get_per_layer("attention.head_count_kv", meta.count_blocks(), 0)
+    """Return the kv heads of each layer; 0 where a layer has no attention. Raises UnsupportedError for other counts.
+
+    A file that says nothing has as many as heads of queries.
+    """
+    layers = meta.count_blocks()
+    if meta.entries.get(f"{meta.arch}.attention.head_count_kv") is None:
+        return [meta.get_positive("attention.head_count")] * layers
+    heads = meta.get_per_layer("attention.head_count_kv", layers, 0)
     if len(set(heads) - {0}) > 1:
         raise UnsupportedError(f"{meta.arch}.attention.head_count_kv differs between layers, which is not supported")
     return heads
@@ -164,17 +187,17 @@ def get_share(part: int, whole: int) -> float:
 
 
 def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
-    """Return `rope_scaling` of config.json."""
-    kind = meta.get("rope.scaling.type", "none")
-    factor = meta.get("rope.scaling.factor", 1.0)
-    if kind == "none":
-        linear = meta.get("rope.scale_linear", 1.0)  # the key of old files
-        return {"rope_type": "linear", "factor": linear} if linear != 1 else None
+    """Return `rope_scaling` of config.json. Without a type it is linear, and without a factor there is none."""
+    kind = meta.get("rope.scaling.type", "linear")
+    old = meta.get("rope.scale_linear", 0.0)  # the key of old files
+    factor = meta.get("rope.scaling.factor", old) or 1.0
+    if kind == "none" or (kind == "linear" and factor == 1):
+        return None
     scaling: HFConfig = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         if meta.get("rope.scaling.attn_factor", 1.0) != 1:
             raise UnsupportedError("yarn with an attn_factor of its own is not supported")
-        scaling["original_max_position_embeddings"] = meta.get_positive("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = read_original_context(meta)
         if meta.get("rope.scaling.yarn_ext_factor", 1.0) != 1:
             raise UnsupportedError("yarn with an ext_factor of its own is not supported")
         for key, hf_key in (("attn_factor", "attention_factor"), ("beta_fast",) * 2, ("beta_slow",) * 2):
@@ -183,6 +206,11 @@ def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
         if all_dim := meta.get("rope.scaling.yarn_log_multiplier", 0.0):
             scaling |= {"mscale": 1.0, "mscale_all_dim": all_dim}
     return scaling
+
+
+def read_original_context(meta: GGUFMetadata) -> int:
+    """Return the context before scaling, in tokens: the whole context where the file does not say it."""
+    return meta.get_positive("rope.scaling.original_context_length", meta.get_positive("context_length"))
 
 
 def read_llama3_rope_factors(factors: Tensor, config: HFConfig) -> HFConfig:

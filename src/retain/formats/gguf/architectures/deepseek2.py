@@ -56,7 +56,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "qk_nope_head_dim": query - rope,
         "qk_rope_head_dim": rope,
         "v_head_dim": value,
-        "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": meta.require("attention.layer_norm_rms_epsilon", float),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": read_scaling(meta),
         "rope_interleave": True,
@@ -87,18 +87,24 @@ def require_sigmoid(meta: GGUFMetadata) -> None:
 
 
 def make_expert_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the keys of the experts. Older files have no groups, and llama.cpp then computes as with one."""
+    """Return the keys of the experts."""
+    return make_routing_config(meta) | {
+        "moe_intermediate_size": meta.get_positive("expert_feed_forward_length"),
+        "n_shared_experts": meta.get_positive("expert_shared_count"),
+        "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
+    }
+
+
+def make_routing_config(meta: GGUFMetadata) -> HFConfig:
+    """Return how experts are chosen. Older files have no groups, and llama.cpp then computes as with one."""
     c = expert_config(meta)
     groups = meta.get("expert_group_count", 0) or 1
     return c | {
         "n_routed_experts": c["num_experts"],
-        "moe_intermediate_size": meta.get_positive("expert_feed_forward_length"),
-        "n_shared_experts": meta.get_positive("expert_shared_count"),
-        "first_k_dense_replace": meta.get("leading_dense_block_count", 0),
         "norm_topk_prob": meta.get("expert_weights_norm", False),
         "routed_scaling_factor": meta.get("expert_weights_scale", 0.0) or 1.0,
         "n_group": groups,
-        "topk_group": meta.get("expert_group_used_count", 0) or groups,
+        "topk_group": meta.get_positive("expert_group_used_count") if groups > 1 else 1,
     }
 
 

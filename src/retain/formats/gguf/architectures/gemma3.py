@@ -25,6 +25,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_local_base_freq": meta.get("rope.freq_base_swa", 10000.0),
         "sliding_window": window,
+        "sliding_window_pattern": 6,  # less than layer_types, which say it all
         "layer_types": read_layer_types(meta, window, every=6),
         # Not in the file. Gemma scales by the head dim, except in the 27B model, the only one with 62 layers.
         "query_pre_attn_scalar": c["hidden_size"] // heads if layers == 62 else dim,

@@ -22,22 +22,27 @@ NORM_TENSORS = {
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
     "post_norm": "post_per_layer_input_norm",
 }
+SOFTCAP = 30.0
 NEVER = 1e20  # a divisor from here on stops a frequency: llama.cpp's converter writes 1e30
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of Gemma 4's text model. Layers differ in head sizes, kv heads and widths of the MLP."""
+    """Return the config of Gemma 4's text model. Layers differ in head sizes, kv heads and widths of the MLP.
+
+    Unlike in Gemma 3, llama.cpp limits logits to 30 where a file does not say to what: 0 is no limit.
+    """
     layers = meta.count_blocks()
     shared = meta.get("attention.shared_kv_layers", 0)
-    kv_heads = meta.get_per_layer("attention.head_count_kv", layers, 0)
+    kv_heads = meta.get_per_layer("attention.head_count_kv", layers, meta.get("attention.head_count", 0))
     widths = meta.get_per_layer("feed_forward_length", layers, 0)
     c = llama.make_config(
         meta.with_values({"attention.head_count_kv": kv_heads[0], "feed_forward_length": widths[0]}), "gemma4_text"
     )
     window = meta.get_positive("attention.sliding_window")
-    types = read_layer_types(meta, window, every=6)
-    dim = meta.get_positive("attention.key_length_swa", c["head_dim"])
-    if any(meta.get(f"{key}_swa", dim) != dim for key in ("attention.value_length", "rope.dimension_count")):
+    types = read_layer_types(meta, window)
+    dim = meta.get_positive("attention.key_length_swa")
+    rotated = meta.get_positive("rope.dimension_count_swa", c["head_dim"])
+    if not meta.get_positive("attention.value_length_swa") == dim == rotated:
         raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
     scaling = c.pop("rope_scaling")
     if types[-1] != "full_attention" or scaling:
@@ -53,6 +58,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "hidden_activation": "gelu_pytorch_tanh",
         "layer_types": types,
         "sliding_window": window,
+        "use_bidirectional_attention": None,
         "head_dim": dim,
         "global_head_dim": c["head_dim"],
         "num_key_value_heads": heads_of_type.get("sliding_attention", kv_heads[-1]),
@@ -64,8 +70,8 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
             "sliding_attention": {"rope_type": "default", "rope_theta": meta.get("rope.freq_base_swa", 10000.0)},
             "full_attention": {"rope_type": "proportional", "rope_theta": c.pop("rope_theta")},
         },
-        "final_logit_softcapping": meta.get("final_logit_softcapping", 0.0) or None,
-        "hidden_size_per_layer_input": meta.get("embedding_length_per_layer_input", 0),
+        "final_logit_softcapping": meta.get("final_logit_softcapping", SOFTCAP) or None,
+        "hidden_size_per_layer_input": meta.require("embedding_length_per_layer_input", int),
         "vocab_size_per_layer_input": meta.tensor_shapes.get("per_layer_token_embd.weight", (c["vocab_size"],))[0],
         **make_expert_config(meta),
     }
@@ -83,7 +89,7 @@ def check_widths(widths: list[int], shared: int) -> bool:
 def make_expert_config(meta: GGUFMetadata) -> HFConfig:
     """Return the keys of the experts beside the MLP."""
     if not meta.get("expert_count", 0):
-        return {"enable_moe_block": False}
+        return {"enable_moe_block": False, "num_experts": None, "top_k_experts": None}
     c = expert_config(meta)
     return {
         "enable_moe_block": True,

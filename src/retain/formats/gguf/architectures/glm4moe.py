@@ -18,7 +18,10 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     refuse_mrope(meta)
     deepseek2.require_sigmoid(meta)
     c = llama.make_partial_rope_config(meta, "glm4_moe") | deepseek2.make_expert_config(meta)
-    return c | {"use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensor_shapes}
+    return c | {
+        "first_k_dense_replace": meta.require("leading_dense_block_count", int),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in meta.tensor_shapes,
+    }
 
 
 ARCHITECTURE = Architecture(

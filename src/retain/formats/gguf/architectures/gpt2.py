@@ -16,8 +16,10 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "n_embd": c["hidden_size"],
         "n_inner": c["intermediate_size"],
         "n_positions": c["max_position_embeddings"],
-        "layer_norm_epsilon": meta.get("attention.layer_norm_epsilon", 1e-5),
+        "layer_norm_epsilon": meta.require("attention.layer_norm_epsilon", float),
         "activation_function": "gelu_new",
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
     }
 
 

@@ -15,11 +15,11 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     dim = max(1, c["hidden_size"] // c["num_attention_heads"])
     return c | {
         "model_type": "gpt_neox",
-        "layer_norm_eps": meta.get("attention.layer_norm_epsilon", 1e-5),
+        "layer_norm_eps": meta.require("attention.layer_norm_epsilon", float),
         "rotary_pct": get_share(meta.get_positive("rope.dimension_count", dim), dim),
         "rotary_emb_base": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": read_rope_scaling(meta),
-        "use_parallel_residual": meta.get("use_parallel_residual", True),
+        "use_parallel_residual": meta.require("use_parallel_residual", bool),
         "hidden_act": "gelu",
         "attention_bias": "blk.0.attn_qkv.bias" in meta.tensor_shapes,
     }

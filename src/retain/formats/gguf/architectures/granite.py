@@ -11,6 +11,7 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
 def make_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of Granite. Files say by `rope.scaling.finetuned` whether there is rope at all."""
     c = llama.make_config(meta, "granite")
+    meta.require("logit_scale", float)
     if not meta.get("rope.scaling.finetuned", True):
         raise UnsupportedError("Granite without rope is not supported")
     return c | read_multipliers(meta, c["head_dim"])

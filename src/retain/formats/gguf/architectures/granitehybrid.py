@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from torch import Tensor
 
 from retain.formats.errors import UnsupportedError
@@ -12,6 +14,7 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, 
 MAMBA_TENSORS = {"ssm_in": "in_proj", "ssm_conv1d": "conv1d", "ssm_norm": "norm", "ssm_out": "out_proj"}
 MAMBA_WHOLE_NAMES = {"ssm_a": "A_log", "ssm_d": "D", "ssm_dt.bias": "dt_bias"}
 MAMBA_BIASES = frozenset(("ssm_in", "ssm_conv1d", "ssm_out"))
+NO_LIMIT = (0.0, math.inf)  # of a time step
 GATE_UP = {"gate": "shared_mlp.gate_proj", "up": "shared_mlp.up_proj", "down": "shared_mlp.output_linear"}
 
 
@@ -42,6 +45,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
             "mamba_conv_bias": has_bias(meta, "ssm_conv1d"),
             "mamba_proj_bias": has_bias(meta, "ssm_in"),
             "attention_bias": has_bias(meta, "attn_q"),
+            "time_step_limit": NO_LIMIT,
         }
     )
 
@@ -52,7 +56,7 @@ def read_mamba_sizes(meta: GGUFMetadata) -> dict[str, int]:
     return {
         "heads": heads,
         "head_dim": head_dim,
-        "groups": meta.get_positive("ssm.group_count", 1),
+        "groups": meta.get_positive("ssm.group_count"),
         "state": meta.get_positive("ssm.state_size"),
         "window": meta.get_positive("ssm.conv_kernel"),
     }

@@ -41,6 +41,7 @@ def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "layer_types": ["full_attention" if n else "conv" for n in heads[: c["num_hidden_layers"]]],
         "norm_eps": c.pop("rms_norm_eps"),
         "conv_L_cache": meta.get_positive("shortconv.l_cache"),
+        "full_attn_idxs": None,  # layer_types say it all
         "conv_bias": False,
         "block_auto_adjust_ff_dim": False,
     }

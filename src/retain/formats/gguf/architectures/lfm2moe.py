@@ -9,6 +9,7 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of LFM2 with experts, whose weights llama.cpp normalizes and does not scale."""
+    meta.require("expert_gating_func", int)
     deepseek2.require_sigmoid(meta)
     dense = meta.get("leading_dense_block_count", 0)
     c = lfm2.make_config(meta, "lfm2_moe") | expert_config(meta)

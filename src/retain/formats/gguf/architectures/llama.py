@@ -54,13 +54,13 @@ def make_partial_rope_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
     heads = c["num_attention_heads"]
     dim = meta.get_positive("attention.key_length", max(1, c["hidden_size"] // heads))
     rotated = meta.get_positive("rope.dimension_count", dim)
-    if meta.get_positive("attention.value_length", dim) != dim or rotated > dim:
+    if meta.get_positive("attention.value_length", max(1, c["hidden_size"] // heads)) != dim or rotated > dim:
         raise UnsupportedError("heads whose keys, values and rotated part differ in size are not supported")
     return c | {
         "model_type": model_type,
         "num_key_value_heads": meta.get_positive("attention.head_count_kv", heads),
         "head_dim": dim,
-        "rms_norm_eps": meta.get("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": meta.require("attention.layer_norm_rms_epsilon", float),
         "rope_theta": meta.get("rope.freq_base", 10000.0),
         "rope_scaling": read_rope_scaling(meta),
         "partial_rotary_factor": get_share(rotated, dim),

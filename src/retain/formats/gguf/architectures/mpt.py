@@ -18,11 +18,12 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "n_layers": c["num_hidden_layers"],
         "expansion_ratio": c["intermediate_size"] // c["hidden_size"],
         "max_seq_len": c["max_position_embeddings"],
-        "layer_norm_epsilon": meta.get("attention.layer_norm_epsilon", 1e-5),
+        "layer_norm_epsilon": meta.require("attention.layer_norm_epsilon", float),
         "no_bias": "blk.0.attn_norm.bias" not in meta.tensor_shapes,
         "attn_config": {
             "alibi": alibi > 0,
             "alibi_bias_max": alibi,
+            "softmax_scale": None,
             "clip_qkv": clip or None,
             "kv_n_heads": meta.get_positive("attention.head_count_kv", c["num_attention_heads"]),
         },

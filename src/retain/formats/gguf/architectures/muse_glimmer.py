@@ -15,7 +15,10 @@ NORMS = ("attn_norm", *gemma3.NORM_TENSORS)  # around 0 in Hugging Face, unlike 
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of Muse Glimmer. llama.cpp rotates the sliding layers, by a period of 4 where none is given."""
+    """Return the config of Muse Glimmer. llama.cpp rotates the sliding layers, by a period of 4 where none is given.
+
+    It limits logits to 30 where a file does not say to what.
+    """
     c = llama.make_config(meta, "muse_glimmer_text")
     if c["rope_scaling"] or meta.get("rope.freq_base_swa", c["rope_theta"]) != c["rope_theta"]:
         raise UnsupportedError("Muse Glimmer with scaled rope, or another base in sliding layers, is not supported")
@@ -28,8 +31,9 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "sliding_window": window,
         "layer_types": types,
         "layer_rope_theta": [c["rope_theta"] if t == "sliding_attention" else 0 for t in types],
-        "output_multiplier": meta.get("logit_scale", 0.0),
-        "final_logit_softcapping": meta.get("final_logit_softcapping", 0.0),
+        "post_norm_eps": 1e-8,  # a constant of llama.cpp
+        "output_multiplier": meta.require("logit_scale", float),
+        "final_logit_softcapping": meta.get("final_logit_softcapping", 30.0),
     }
 
 

@@ -9,6 +9,7 @@ from retain.formats.gguf.architectures.granitehybrid import (
     MAMBA_TENSORS,
     MAMBA_VALUES,
     MAMBA_WHOLE_NAMES,
+    NO_LIMIT,
     has_bias,
     read_mamba_sizes,
 )
@@ -27,10 +28,16 @@ BIASES = MAMBA_BIASES | {"ffn_up", "ffn_down"}
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of Nemotron-H. No layer has rope, so the number of rotated elements means nothing."""
+    """Return the config of Nemotron-H. No layer has rope, so the number of rotated elements means nothing.
+
+    One epsilon is that of all norms, under either key.
+    """
     heads = read_kv_heads(meta)
     widths = meta.get_per_layer("feed_forward_length", len(heads), 0)
     changes = {
+        "attention.layer_norm_rms_epsilon": (
+            meta.get("attention.layer_norm_rms_epsilon", 0.0) or meta.require("attention.layer_norm_epsilon", float)
+        ),
         "attention.head_count_kv": max(heads),
         "feed_forward_length": max(widths),
         "rope.dimension_count": None,
@@ -47,6 +54,9 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
         "conv_kernel": sizes["window"],
         "use_conv_bias": has_bias(meta, "ssm_conv1d"),
         "use_bias": has_bias(meta, "ssm_in"),
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "time_step_limit": NO_LIMIT,
         "mlp_bias": has_bias(meta, "ffn_up") or has_bias(meta, "ffn_up_shexp"),
     }
 

@@ -12,7 +12,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of Nemotron-H with experts. llama.cpp knows no other scoring function than a sigmoid."""
     deepseek2.require_sigmoid(meta)
     latent = {"moe_latent_size": meta.get("moe_latent_size", 0) or None}
-    return nemotron_h.make_config(meta) | deepseek2.make_expert_config(meta) | latent
+    return nemotron_h.make_config(meta) | deepseek2.make_routing_config(meta) | latent
 
 
 ARCHITECTURE = Architecture(

@@ -10,8 +10,14 @@ NORM_TENSORS = {"post_attention_norm": "post_attention_layernorm", "post_ffw_nor
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the config of Olmo 2 or 3. In Olmo 3, the scaling of rope is of full layers alone."""
-    c = llama.make_config(meta, "olmo2")
+    """Return the config of Olmo 2 or 3. In Olmo 3, the scaling of rope is of full layers alone.
+
+    The first converters wrote the attention factor of YaRN under a key which in other architectures multiplies it.
+    """
+    old = meta.get("rope.scaling.attn_factor", 0.0)
+    factor = meta.get("rope.scaling.yarn_attn_factor", old)
+    changes = {"rope.scaling.attn_factor": None, "rope.scaling.yarn_attn_factor": factor}
+    c = llama.make_config(meta.with_values(changes), "olmo2")
     window = meta.get("attention.sliding_window", 0)
     if not window:
         return c

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retain.formats.gguf.architecture import Architecture
 from retain.formats.gguf.architectures import llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
+from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, read_original_context
 
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
@@ -22,13 +22,11 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
 
 def read_longrope(meta: GGUFMetadata) -> HFConfig:
     """Return the `rope_scaling` of long contexts, less the lists of factors, which are tensors."""
-    scaling: HFConfig = {
+    return {
         "rope_type": "longrope",
-        "original_max_position_embeddings": meta.get_positive("rope.scaling.original_context_length"),
+        "original_max_position_embeddings": read_original_context(meta),
+        "attention_factor": meta.get("rope.scaling.attn_factor", 1.0),
     }
-    if attention_factor := meta.get("rope.scaling.attn_factor", 0.0):
-        scaling["attention_factor"] = attention_factor
-    return scaling
 
 
 ARCHITECTURE = Architecture(

@@ -6,8 +6,16 @@ import torch
 from torch import Tensor
 
 from retain.formats.gguf.architecture import Architecture
-from retain.formats.gguf.architectures import llama
-from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, expert_config, get_share, read_kv_heads, read_ssm_heads
+from retain.formats.gguf.architectures import llama, qwen3moe
+from retain.formats.gguf.metadata import (
+    GGUFMetadata,
+    HFConfig,
+    expert_config,
+    get_share,
+    read_expert_width,
+    read_kv_heads,
+    read_ssm_heads,
+)
 
 LAYER_TENSORS = {
     **llama.POST_ATTENTION_NORM_TENSORS,
@@ -31,7 +39,7 @@ NORMS = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "outp
 
 def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
     """Return the config of a model with linear attention. A file of experts may lack the width of an MLP."""
-    width = meta.entries.get(f"{meta.arch}.expert_feed_forward_length", 0)
+    width = read_expert_width(meta) if meta.get("expert_count", 0) else 0
     changes = {
         "rope.dimension_count": None,
         "attention.head_count_kv": max(read_kv_heads(meta)),
@@ -43,6 +51,7 @@ def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
         "attention_bias": False,
         "partial_rotary_factor": get_share(meta.get_positive("rope.dimension_count", c["head_dim"]), c["head_dim"]),
         "layer_types": read_layer_types(meta, c["num_hidden_layers"]),
+        "full_attention_interval": 4,  # less than layer_types, which say it all
         "linear_conv_kernel_dim": meta.get_positive("ssm.conv_kernel"),
         "linear_key_head_dim": meta.get_positive("ssm.state_size"),
         "linear_value_head_dim": size,
@@ -53,8 +62,8 @@ def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
 
 def make_expert_config(meta: GGUFMetadata) -> HFConfig:
     """Return the keys of the experts. All layers have some, and llama.cpp normalizes their weights."""
-    c = expert_config(meta) | {"moe_intermediate_size": meta.get_positive("expert_feed_forward_length")}
-    width = meta.get_positive("expert_shared_feed_forward_length", c["moe_intermediate_size"])
+    c = expert_config(meta) | {"moe_intermediate_size": read_expert_width(meta)}
+    width = meta.get_positive("expert_shared_feed_forward_length", meta.get("feed_forward_length", 0))
     return c | {"norm_topk_prob": True, "shared_expert_intermediate_size": width}
 
 
@@ -82,7 +91,7 @@ VALUES = {
 }
 
 ARCHITECTURE = Architecture(
-    lambda meta: make_config(meta, "qwen3_next") | make_expert_config(meta),
+    lambda meta: make_config(meta, "qwen3_next") | make_expert_config(meta) | qwen3moe.ALL_LAYERS,
     llama.GLOBAL_TENSORS,
     llama.LAYER_PREFIX,
     LAYER_TENSORS

@@ -9,7 +9,13 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig
 
 def make_config(meta: GGUFMetadata) -> HFConfig:
     """Return the config of SmolLM3. llama.cpp rotates all layers but every fourth; the file does not say so."""
-    return llama.make_config(meta, "smollm3") | {"no_rope_layer_interval": 4}
+    c = llama.make_config(meta, "smollm3")
+    return c | {
+        "no_rope_layer_interval": 4,
+        "no_rope_layers": None,
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
 
 
 ARCHITECTURE = Architecture(
