@@ -161,9 +161,8 @@ def write_gguf(
     `extra` and `tensors` replace what there is; None removes it, and blocks come with their type. In parts of
     `split_max_tensors`, where it is not 0.
     """
-    arch = choose_arch(checkpoint.config) or GGUF_ARCHS[checkpoint.config["model_type"]]
-    meta = config_to_metadata(arch, checkpoint.config) | hybrid_metadata(arch, checkpoint.config)
-    meta |= {**(vocabulary or {}), **(extra or {})}
+    arch, keys = list_metadata(checkpoint)
+    meta = {f"{arch}.{key}": value for key, value in keys.items()} | {**(vocabulary or {}), **(extra or {})}
     others = {**extra_tensors(arch, checkpoint.config), **longrope_tensors(checkpoint.config)}
     others |= {**qk_norm_tensors(arch, checkpoint.config), **(tensors or {})}
     types = cycle([ggml_type] if isinstance(ggml_type, str) else ggml_type)
@@ -196,6 +195,14 @@ def write_gguf(
     w.write_tensors_to_file()
     w.close()
     return path
+
+
+def list_metadata(checkpoint: TinyCheckpoint) -> tuple[str, dict[str, Any]]:
+    """Return the architecture of a checkpoint, and its metadata by keys that lack it."""
+    c = checkpoint.config
+    arch = choose_arch(c) or GGUF_ARCHS[c["model_type"]]
+    meta = config_to_metadata(arch, c) | hybrid_metadata(arch, c)
+    return arch, {key.removeprefix(f"{arch}."): value for key, value in meta.items() if value is not None}
 
 
 def list_tensors(checkpoint: TinyCheckpoint) -> dict[str, NDArray[np.float32]]:

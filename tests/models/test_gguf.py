@@ -220,6 +220,7 @@ def test_rope_scaling_is_read_from_the_metadata(tmp_path: Path) -> None:
     assert linear["rope_scaling"] == {"rope_type": "linear", "factor": 8.0}
     yarn = {"rope__scaling__type": "yarn", "rope__scaling__factor": 4.0, "rope__scaling__original_context_length": 128}
     expected = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    expected |= {"beta_fast": 32.0, "beta_slow": 1.0}
     assert read_config(tmp_path, **yarn)["rope_scaling"] == expected
     with pytest.raises(ValueError, match="attn_factor"):
         read_config(tmp_path, **yarn, rope__scaling__attn_factor=2.0)

@@ -200,9 +200,10 @@ def read_rope_scaling(meta: GGUFMetadata) -> HFConfig | None:
         scaling["original_max_position_embeddings"] = read_original_context(meta)
         if meta.get("rope.scaling.yarn_ext_factor", 1.0) != 1:
             raise UnsupportedError("yarn with an ext_factor of its own is not supported")
-        for key, hf_key in (("attn_factor", "attention_factor"), ("beta_fast",) * 2, ("beta_slow",) * 2):
-            if value := meta.get(f"rope.scaling.yarn_{key}", 0.0):
-                scaling[hf_key] = value
+        if factor := meta.get("rope.scaling.yarn_attn_factor", 0.0):
+            scaling["attention_factor"] = factor
+        for key, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            scaling[key] = meta.get(f"rope.scaling.yarn_{key}", default)
         if all_dim := meta.get("rope.scaling.yarn_log_multiplier", 0.0):
             scaling |= {"mscale": 1.0, "mscale_all_dim": all_dim}
     return scaling
