@@ -92,6 +92,11 @@ def pack(numbers: NDArray[Any], bits: int) -> Tensor:
     return torch.from_numpy(words.view(np.int32).copy())
 
 
+def count_groups(width: int) -> int:
+    """Return the number of groups of 32 inputs, or of all where there are fewer."""
+    return max(1, width // 32)
+
+
 def draw(out: int, width: int, groups: int, bits: int, seed: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
     """Draw numbers [out, in], zeros [out, groups], and scales [out, groups], float16."""
     rng = np.random.default_rng(seed)
@@ -109,11 +114,12 @@ def mean(q: NDArray[Any], zero: NDArray[Any], scale: NDArray[Any], order: NDArra
 
 
 def pack_awq(out: int, width: int, seed: int) -> Packed:
-    q, zero, scale = draw(out, width, width // 32, 4, seed)
+    q, zero, scale = draw(out, width, count_groups(width), 4, seed)
 
     def words(numbers: NDArray[Any]) -> Tensor:
-        order = np.concatenate([8 * i + np.array(AWQ_ORDER) for i in range(numbers.shape[1] // 8)])
-        return pack(numbers[:, order], 4)
+        padded = np.pad(numbers, ((0, 0), (0, -numbers.shape[1] % 8)))
+        order = np.concatenate([8 * i + np.array(AWQ_ORDER) for i in range(padded.shape[1] // 8)])
+        return pack(padded[:, order], 4)
 
     tensors = {".qweight": words(q.T), ".qzeros": words(zero.T), ".scales": torch.from_numpy(scale.T.copy())}
     return tensors, mean(q, zero, scale)
@@ -123,7 +129,7 @@ def pack_gptq(
     bits: int = 4, offset: int = 1, one_group: bool = False, symmetric: bool = False, shuffled: bool = False
 ) -> Packer:
     def pack_matrix(out: int, width: int, seed: int) -> Packed:
-        q, zero, scale = draw(out, width, 1 if one_group else width // 32, bits, seed)
+        q, zero, scale = draw(out, width, 1 if one_group else count_groups(width), bits, seed)
         zero[::3] = 0  # words of the first version then borrow
         if symmetric:
             zero[:] = 1 << bits - 1
@@ -143,7 +149,7 @@ def pack_gptq(
 
 def pack_words(bits: int = 4, zeros: bool = False, channel: bool = False, shuffled: bool = False) -> Packer:
     def pack_matrix(out: int, width: int, seed: int) -> Packed:
-        q, zero, scale = draw(out, width, 1 if channel else width // 32, bits, seed)
+        q, zero, scale = draw(out, width, 1 if channel else count_groups(width), bits, seed)
         if not zeros:
             zero[:] = 1 << bits - 1
         tensors = {
@@ -162,10 +168,14 @@ def pack_words(bits: int = 4, zeros: bool = False, channel: bool = False, shuffl
     return pack_matrix
 
 
-def pack_int8(out: int, width: int, seed: int) -> Packed:
-    q, _, scale = draw(out, width, 1, 8, seed)
+def pack_int8(out: int, width: int, seed: int, zeros: bool = False) -> Packed:
+    q, zero, scale = draw(out, width, 1, 8, seed)
     tensors = {".weight": torch.from_numpy((q - 128).astype(np.int8)), ".weight_scale": torch.from_numpy(scale)}
-    return tensors | {".input_scale": torch.ones(1)}, mean(q, np.full_like(scale, 128, np.int64), scale)
+    if zeros:
+        tensors[".weight_zero_point"] = torch.from_numpy((zero - 128).astype(np.int8))
+    else:
+        zero[:] = 128
+    return tensors | {".input_scale": torch.ones(1)}, mean(q, zero, scale)
 
 
 def pack_fp8(ending: str, block: tuple[int, int] | None, by_row: bool = False) -> Packer:

@@ -110,7 +110,7 @@ def _read_gptq(config: Mapping[str, Any]) -> Quantization:
     bits = config.get("bits", 4)
     if version not in ("gptq", "gptq_v2") or bits not in (4, 8):
         raise UnsupportedError(_refuse(f"gptq, format {version} of {bits} bits"))
-    read = partial(gptq.read_rows, zero_offset=1 if version == "gptq" else 0)
+    read = partial(gptq.read_rows, zero_offset=1 if version == "gptq" else 0, bits=bits)
     return Quantization(_endings(gptq.PARTS), (_required(gptq.PARTS),), read, by_column=True)
 
 
@@ -126,12 +126,14 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     if config.get("transform_config"):
         raise UnsupportedError(_refuse("compressed-tensors with transforms of activations"))
     weights = [scheme["weights"] for scheme in schemes if isinstance(scheme.get("weights"), Mapping)]
-    if other := [bits for x in weights if (bits := x.get("num_bits", 4)) not in (4, 8)]:
+    bits = [x.get("num_bits", 4) for x in weights]
+    if other := [n for n in bits if n not in (4, 8)]:
         raise UnsupportedError(_refuse(f"compressed-tensors of {quote(other[0], 20)} bits"))
     blocks = [block for x in weights if (block := _read_block(x.get("block_structure")))]
     if len(set(blocks)) > 1:
         raise UnsupportedError(_refuse("compressed-tensors, blocks of several shapes"))
-    read = partial(compressed_tensors.read_rows, block=blocks[0] if blocks else None)
+    own_bits = 8 if bits and 4 not in bits else 4
+    read = partial(compressed_tensors.read_rows, block=blocks[0] if blocks else None, bits=own_bits)
     packed = frozenset(("weight_packed", "weight_scale", "weight_shape"))
     return Quantization(_endings(compressed_tensors.PARTS), (packed, frozenset((WEIGHT, "weight_scale"))), read)
 

@@ -15,19 +15,29 @@ import torch
 from torch import Tensor
 
 from retain.formats.quantization import fp8
-from retain.formats.quantization.groups import Groups, check_words, find_input_groups, group_rows, unpack_words
+from retain.formats.quantization.groups import (
+    Groups,
+    check_words,
+    find_bits,
+    find_input_groups,
+    group_rows,
+    unpack_words,
+)
 from retain.kernels.stored_weight import FileRows
 
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
 
-def read_rows(label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None = None) -> FileRows:
-    """Return the rows of a matrix in the form that its tensors have. Raises ValueError where they do not fit."""
+def read_rows(label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None = None, bits: int = 4) -> FileRows:
+    """Return the rows of a matrix in the form that its tensors have. Raises ValueError where they do not fit.
+
+    `bits` are those of words that may have either number.
+    """
     scale = tensors["weight_scale"]
     weight = tensors.get("weight")
     if weight is None:
-        return _read_packed(label, tensors)
+        return _read_packed(label, tensors, bits)
     if weight.is_floating_point():
         return fp8.read_rows(label, {"weight": weight, "scale": scale}, block)
     if weight.ndim != 2 or weight.dtype != torch.int8:
@@ -43,13 +53,13 @@ def read_rows(label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None
     return group_rows(label, (out, width), Groups(8, scale, zero, None), read)
 
 
-def _read_packed(label: str, tensors: Mapping[str, Tensor]) -> FileRows:
+def _read_packed(label: str, tensors: Mapping[str, Tensor], bits: int) -> FileRows:
     words = tensors["weight_packed"]
     shape = tensors["weight_shape"]
     if words.ndim != 2 or shape.numel() != 2 or shape.is_floating_point():
         raise ValueError(f"weight_packed and weight_shape of the shapes {list(words.shape)} and {list(shape.shape)}")
     out, width = (int(x) for x in shape.flatten())
-    bits = 4 if words.shape[1] == -(-width // 8) else 8
+    bits = find_bits(width, words.shape[1], bits)
     check_words(words, (out, -(-width * bits // 32)), "weight_packed")
     if width < 1:
         raise ValueError(f"a weight_shape of {[out, width]}")

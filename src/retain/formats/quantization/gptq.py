@@ -13,20 +13,30 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from retain.formats.quantization.groups import Groups, check_words, find_input_groups, group_rows, unpack_words
+from retain.formats.quantization.groups import (
+    Groups,
+    check_words,
+    find_bits,
+    find_input_groups,
+    group_rows,
+    unpack_words,
+)
 from retain.kernels.stored_weight import FileRows
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # a word of ones, by bits
 PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": False}  # whether a matrix must have it
 
 
-def read_rows(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1) -> FileRows:
-    """Return the rows of a matrix. Raises ValueError for shapes and types that do not fit."""
+def read_rows(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1, bits: int = 4) -> FileRows:
+    """Return the rows of a matrix. Raises ValueError for shapes and types that do not fit.
+
+    `bits` are those of the config; a module may have others.
+    """
     words, zeros, scales = (tensors[part] for part in ("qweight", "qzeros", "scales"))
     if not words.ndim == zeros.ndim == scales.ndim == 2:
         raise ValueError("qweight, qzeros and scales that are no matrices")
     num_groups, out = scales.shape
-    bits = 4 if zeros.shape[1] == -(-out // 8) else 8
+    bits = find_bits(out, zeros.shape[1], bits)
     check_words(zeros, (num_groups, -(-out * bits // 32)), "qzeros")
     check_words(words, (len(words), out), "qweight")
     width = len(words) * 32 // bits

@@ -83,8 +83,17 @@ def find_input_groups(index: Tensor | None, width: int, num_groups: int) -> Tens
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
     """Return the numbers of 4 or 8 bits in words int32 [.., n], from the lowest bits on: uint8 [.., 32 n / bits]."""
-    numbers = words.contiguous().view(torch.uint8)
+    words = words.contiguous()
+    if words.stride(-1) != 1:  # of a single column: torch calls any stride of it contiguous
+        words = words.clone(memory_format=torch.contiguous_format)
+    numbers = words.view(torch.uint8)
     return numbers if bits == 8 else torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2)
+
+
+def find_bits(numbers: int, words: int, expected: int) -> int:
+    """Return the bits of numbers, 4 or 8, that fill so many words; `expected` where either do."""
+    fitting = [bits for bits in (4, 8) if words == -(-numbers * bits // 32)]
+    return expected if expected in fitting else next(iter(fitting), 8)
 
 
 def check_words(words: Tensor, shape: tuple[int, int], what: str) -> None:
