@@ -43,7 +43,7 @@ def build_llama_folder_core() -> Core:
 
 def build_unigram_core() -> Core:
     """Build a unigram tokenizer, whose decoder strips the space that its pre-tokenizer writes."""
-    pieces = ["<unk>", "<s>", "</s>", *SENTENCEPIECE_PIECES, *"▁thecasoxlwrdn.,é"]
+    pieces = ["<unk>", "<s>", "</s>", *SENTENCEPIECE_PIECES, *"▁thecasoxlwrdn.,éu</>"]
     scores = [(piece, -1.0 - i / 10) for i, piece in enumerate(dict.fromkeys(pieces))]
     core = Core(models.Unigram(scores, unk_id=0, byte_fallback=False))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")

@@ -15,7 +15,8 @@ from retain import LLM, SamplingParams
 from retain.config import Config
 from retain.formats.errors import UnsupportedError
 from retain.formats.pooling import Pooling, choose_pooling, read_pooling
-from retain.processing.infill import FORMATS, encode_infill
+from retain.processing.fill_in_formats import FILL_IN_FORMATS
+from retain.processing.infill import encode_infill
 from retain.processing.reranking import AFTER, BEFORE, INSTRUCTION, Reranker
 from retain.processing.tokenizer import Tokenizer
 from tests.helpers.folders import save_tiny_smollm2, write_tokenizer_folder
@@ -225,7 +226,7 @@ def test_other_models_do_not_rerank(tmp_path):
 # ---- fill in the middle ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("markers", FORMATS, ids=lambda x: x[0])
+@pytest.mark.parametrize("markers", FILL_IN_FORMATS, ids=lambda x: x[0])
 def test_prompts_of_a_middle_have_the_models_tokens(tmp_path, markers):
     save_tiny_smollm2(tmp_path)
     text = (tmp_path / "tokenizer.json").read_text(encoding="utf-8")

@@ -44,12 +44,13 @@ class Reranker:
     def encode(self, query: str, document: str, instruction: str = INSTRUCTION) -> list[int]:
         """Return the token ids of the prompt for a document.
 
-        A space begins a token of the vocabularies that have these markers, so the text may be cut before it.
+        A space begins a token of the vocabularies that have these markers, so the text may be cut before it. Names of
+        markers in the texts are text: a document cannot end its own message, and answer.
         """
         head = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>:"
         if self._head[0] != head:
-            self._head = head, self._encode(head)
-        return [*self._before, *self._head[1], *self._encode(f" {document}"), *self._after]
+            self._head = head, self._tokenizer.encode_quoted(head)
+        return [*self._before, *self._head[1], *self._tokenizer.encode_quoted(f" {document}"), *self._after]
 
     def create_reader(self) -> ChoiceReader:
         """Return the reader of the answer to such a prompt: its probability is the score."""

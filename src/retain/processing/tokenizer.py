@@ -6,7 +6,7 @@ It comes from a GGUF file's metadata or a Hugging Face folder, and wraps the `to
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +30,7 @@ from retain.processing.chat_template import (
 )
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
+from retain.processing.fill_in_formats import FILL_IN_FORMATS
 from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, SENTENCEPIECE_MODELS, build_tokenizer, lists_merges
 from retain.processing.reasoning import Reasoning
 from retain.processing.stop_strings import StopStrings
@@ -94,19 +95,60 @@ class Tokenizer:
 
         The text of a special token becomes that token. Raises ValueError for a lone surrogate.
         """
+        ids = self._encode_with(self._core, text, add_special_tokens)
+        return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
+
+    def _encode_with(self, core: Core, text: str, add_special_tokens: bool = False) -> list[int]:
         text.encode()  # raises ValueError for a lone surrogate
         with wrap_errors(self.path):  # some damage to a tokenizer.json shows only here
             # A batch of one text, because the library releases the GIL for batches.
-            ids: list[int] = self._core.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
-        return [*self._bos_ids, *ids, *self._eos_ids] if add_special_tokens else ids
+            ids: list[int] = core.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        return ids
 
     def encode_continuation(self, text: str) -> list[int]:
         """Return the token ids of a text that continues another: unlike a text's start, it gets no space before it."""
+        return self._encode_behind(text, lambda t: self.encode(t, add_special_tokens=False))
+
+    def encode_quoted(self, text: str) -> list[int]:
+        """Return the token ids of a text as `encode` without special tokens: their names in it are text, too.
+
+        It is for what somebody else wrote, beside markers that we write.
+        """
         ids = self.encode(text, add_special_tokens=False)
+        # The other tokenizer takes a while to build, and most texts need none.
+        return ids if self._markers.isdisjoint(ids) else self._encode_with(self._quoting_core, text)
+
+    def encode_quoted_continuation(self, text: str) -> list[int]:
+        """Return the token ids of a text that continues another, and is quoted."""
+        return self._encode_behind(text, self.encode_quoted)
+
+    def _encode_behind(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        ids = encode(text)
         if not self._token_bytes.strip_space:
             return ids
-        line, after_line = (self.encode(t, add_special_tokens=False) for t in ("\n", f"\n{text}"))
+        line, after_line = (encode(t) for t in ("\n", f"\n{text}"))
         return after_line[len(line) :] if after_line[: len(line)] == line else ids
+
+    @cached_property
+    def _markers(self) -> frozenset[int]:
+        """The tokens that no text of a user is: special ones, and those that fill in the middle, whatever a file says.
+
+        The others that were added are words, such as several spaces.
+        """
+        return self.special_token_ids | self.find_tokens([name for names in FILL_IN_FORMATS for name in names])
+
+    @cached_property
+    def _quoting_core(self) -> Core:
+        """The same tokenizer, to which markers in a text are text."""
+        description = json.loads(self._core.to_str())
+        for token in description["added_tokens"]:
+            token["special"] = token["id"] in self._markers
+        if description["model"]["type"] == "Unigram":  # markers are pieces like others
+            for i in self._markers:
+                description["model"]["vocab"][i][1] = -1e9
+        core = Core.from_str(json.dumps(description))
+        core.encode_special_tokens = True  # as text, that is
+        return core
 
     def find_offsets(self, text: str) -> list[int]:
         """Return for each token of `encode(text)` where its part of the text begins, in characters.
