@@ -88,6 +88,7 @@ def nemotron_metadata(c: Config) -> dict[str, Any]:
         Keys.LLM.BLOCK_COUNT: len(types),
         Keys.LLM.FEED_FORWARD_LENGTH: [width if t in ("moe", "mlp") else 0 for t in types],
         Keys.Attention.LAYERNORM_RMS_EPS: c.get("layer_norm_epsilon", 1e-5),
+        Keys.Attention.LAYERNORM_EPS: c.get("layer_norm_epsilon", 1e-5),
         Keys.Attention.KEY_LENGTH: c["head_dim"],
         Keys.Attention.VALUE_LENGTH: c["head_dim"],
     }

@@ -127,7 +127,8 @@ EXCEPTIONS: dict[str, dict[str, Silence]] = {
     "nemotron_h_moe": {
         **dict.fromkeys(("expert_feed_forward_length", "expert_shared_count", "rope.dimension_count"), UNUSED),
         "rope.scaling.finetuned": UNUSED,
-        "attention.layer_norm_rms_epsilon": UNUSED,  # see below
+        "attention.layer_norm_rms_epsilon": of("attention.layer_norm_epsilon"),
+        "attention.layer_norm_epsilon": UNUSED,  # that of heads that predict further tokens
         "expert_gating_func": 2,
     },
     "olmo2": {"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},
@@ -218,9 +219,3 @@ def test_olmo3_has_one_attention_factor_under_either_key(tmp_path: Path, key: st
     extra = {f"olmo2.rope.scaling.{name}": 1.75 if name == key else None for name in names}
     path = write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra)
     torch.testing.assert_close(compute_logits(GGUFCheckpoint(path)), compute_logits(checkpoint), atol=1e-4, rtol=1e-4)
-
-
-def test_nemotron_h_has_one_epsilon_under_either_key(tmp_path: Path) -> None:
-    keys = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 0.25}
-    config = read(tmp_path / "m.gguf", tiny_for_gguf("nemotron_h"), keys)
-    assert isinstance(config, dict) and config["layer_norm_epsilon"] == 0.25
