@@ -1,7 +1,8 @@
 """Blocks of the prefix cache: the pages of all layers without a window for the same tokens of a text.
 
 A block has as many tokens as the largest page has slots; a group with shorter pages has several pages of it in each
-head. The prefix cache keeps blocks as one array [K, n] of K pages for each of n blocks, whatever the groups are.
+head. The prefix cache keeps blocks as one array [K, n] of K pages for each of n blocks, whatever the groups are. Of the
+last block of a text it may keep the first tokens only: page 0, which nobody owns, stands for those behind them.
 """
 
 from __future__ import annotations
@@ -32,24 +33,22 @@ class BlockLayout:
     block_size: int
 
     @property
-    def has_partial_blocks(self) -> bool:
-        """Whether the first tokens of a block can be cached without the rest: every group has one page of it."""
-        return all(g.pages_per_block == 1 for g in self.groups)
-
-    @property
     def pages_per_block(self) -> int:
         """K: the pages of all groups in a block, where no policy lets the layers slide."""
         return sum(g.num_layers * g.num_kv_heads * g.pages_per_block for g in self.groups)
 
-    def join(self, pages: Sequence[Ints]) -> Ints:
-        """Return the blocks [K, n] of pages [M, G, p] of each group."""
-        n = max(p.shape[2] // g.pages_per_block for g, p in zip(self.groups, pages, strict=True))
+    def blocks_of(self, groups: Sequence[BlockTables], row: int, num_tokens: int) -> Ints:
+        """Return the blocks [K, n] of the first tokens of a row; page 0 stands for pages that they do not reach."""
+        n = -(-num_tokens // self.block_size)
         parts = [np.zeros((0, n), np.int32)]
-        for group, p in zip(self.groups, pages, strict=True):
-            M, G, _ = p.shape
+        for t, group in zip(groups, self.groups, strict=True):
+            layers = t.full_layers(row)
             r = group.pages_per_block
-            if M:  # tables of states are too short for all blocks
-                parts.append(p.reshape(M, G, n, r).swapaxes(2, 3).reshape(M * G * r, n))
+            num_pages = -(-num_tokens // t.page_size)
+            if M := len(layers):  # tables of states are too short for all blocks
+                pages = np.zeros((M, group.num_kv_heads, n * r), np.int32)
+                pages[..., :num_pages] = t.pages[row, layers, :, :num_pages]
+                parts.append(pages.reshape(M, group.num_kv_heads, n, r).swapaxes(2, 3).reshape(-1, n))
         return np.concatenate(parts)
 
     def split(self, blocks: Ints) -> list[Ints]:

@@ -1,7 +1,7 @@
 """Attaching a prefix to a row: shared pages, copied pages, and pages that a loader fills.
 
-Whole blocks of the radix tree are shared, and so are whole pages of the windows of sliding layers, until the row writes
-into them. A block or page of which only a part matches is copied, and so are all pages of unwindowed layers where the
+Whole pages of the text are shared, and so are those of the windows of sliding layers, until the row writes into them. A
+page of which only a part matches is copied: at most one of each head. So are all pages of unwindowed layers where the
 row's queries add mass to their slots. An offloaded prefix gets pages of the row's own, all holes until its blocks are
 loaded.
 """
@@ -70,10 +70,8 @@ def attach_pages(
     pages.
     """
     pool = groups[0].pool
-    matched = plan.blocks.shape[-1]
-    num_shared = 0 if must_copy else min(plan.length // layout.block_size, matched)
-    sources = list(_page_sources(groups, layout, row, plan, num_shared))
-    held = np.concatenate([plan.blocks[:, :num_shared].ravel(), *(s.src_pages.ravel() for s in sources)])
+    sources = list(_page_sources(groups, layout, row, plan, 0 if must_copy else plan.length))
+    held = np.concatenate([NO_PAGES.ravel(), *(s.src_pages.ravel() for s in sources)])
     assert len(np.unique(held)) == len(held), "a page is named twice"
     num_pages = sum(s.num_own * groups[s.group].counts.shape[2] for s in sources)
     pool.incref(held)  # before ensure_free, which may evict them
@@ -81,9 +79,8 @@ def attach_pages(
         pool.free(held)
         return None
     jobs: dict[int, list[ReadJob]] = {}
-    for g, (tables, shared) in enumerate(zip(groups, layout.split(plan.blocks[:, :num_shared]), strict=True)):
-        own_sources = [s for s in sources if s.group == g]
-        _attach_group(tables, row, plan.length, shared, own_sources, jobs)
+    for g, tables in enumerate(groups):
+        _attach_group(tables, row, plan.length, [s for s in sources if s.group == g], jobs)
     return jobs
 
 
@@ -91,18 +88,13 @@ def _attach_group(
     t: BlockTables,
     row: int,
     length: int,
-    shared: Ints,
     sources: Sequence[PageSource],
     jobs: dict[int, list[ReadJob]],
 ) -> None:
-    """Put shared pages [M, G, n], and pages of the row's own, into the tables of a group; add what is to be loaded."""
+    """Put shared pages, and pages of the row's own, into the tables of a group; add what is to be loaded."""
     S = t.page_size
     G = t.counts.shape[2]
-    full_layers = t.full_layers(row)[: len(shared)]
     t.ring_base[row] = [_first_visible_page(length, w, S) * S for w in t.window[row].tolist()]
-    if len(full_layers):
-        t.pages[row, full_layers, :, : shared.shape[-1]] = shared
-        t.counts[row, full_layers] = shared.shape[-1]
     allocated = remaining = np.sort(t.store.allocate(sum(s.num_own for s in sources) * G))
     src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages[:, s.num_shared :].ravel() for s in sources)])
     dst = [NO_PAGES.ravel()]
@@ -127,13 +119,14 @@ def _attach_group(
     t.peaks[row] = t.counts[row]
     t.mark_dirty(row)
     t.allocated_upto[row] = length
-    t.rings_shared[row] = any(s.num_shared for s in sources)
+    rings = t.ring_layers(row)
+    t.rings_shared[row] = any(s.num_shared for s in sources if s.layer in rings)
 
 
 def _page_sources(
-    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: AttachPlan, num_shared: int
+    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: AttachPlan, shared_length: int
 ) -> Iterator[PageSource]:
-    """Yield the sources of all pages of the row that are not shared.
+    """Yield the sources of all pages of the row. Unwindowed layers share those of the first `shared_length` tokens.
 
     Spans have the layers in this order too: those without a window, or those with one, group after group.
     """
@@ -142,10 +135,10 @@ def _page_sources(
         r = layout.groups[g].pages_per_block
         end_page = -(-plan.length // t.page_size)
         matched = min(plan.blocks.shape[-1] * r, end_page)
-        shared = num_shared * r
+        num_shared = min(shared_length // t.page_size, matched)
         for m, layer in enumerate(t.full_layers(row)[: len(blocks)].tolist()):
-            if matched > shared:
-                yield PageSource(g, layer, shared, matched - shared, blocks[m, :, shared:matched])
+            if matched:
+                yield PageSource(g, layer, 0, matched, blocks[m, :, :matched], num_shared=num_shared)
             if plan.selective:
                 yield PageSource(g, layer, matched, sum(len(p.span.keys) for p in plan.span_ranges), NO_PAGES)
             elif end_page > matched:

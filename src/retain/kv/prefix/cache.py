@@ -278,24 +278,18 @@ class PrefixCache:
     def store(
         self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
     ) -> None:
-        """Keep the pages of a text that a row has computed. A row that is still running shares only whole pages.
+        """Keep the pages of a text that a row has computed. A row that is still running shares only whole blocks.
 
         `seen_text` is the row's in the history.
         """
         B = self.layout.block_size
         n = entry.length
         end = n if self.config.keep == "all" else min(n, entry.prompt_len)
-        end = end // B * B if still_running or not self.layout.has_partial_blocks else end
+        end = end // B * B if still_running else end
         if not end:
             return
         slides = any(len(t.ring_layers(row)) for t in self.groups)
-        num_blocks = -(-end // B)
-        pages = self.layout.join(
-            [
-                t.pages[row, t.full_layers(row), :, : num_blocks * g.pages_per_block]
-                for t, g in zip(self.groups, self.layout.groups, strict=True)
-            ]
-        )
+        pages = self.layout.blocks_of(self.groups, row, end)
         visible = self.planner.windows(entry.policy)
         root = self.root_hash(entry.salt, visible)
         windows = capture_sliding_windows(self.groups, row, end) if slides else None

@@ -28,7 +28,7 @@ class Node:
     start_page: int
     tokens: Ints  # [n * page_size], or fewer than one page
     block_hashes: list[bytes]  # of each of its pages
-    pages: Ints  # [K, n]: a column for each block, see block_layout.py
+    pages: Ints  # [K, n]: a column for each block; 0 is no page, see block_layout.py
     snapshot: Snapshot | None = None  # at its end
     snapshot_used: int = 0  # on the tree's clock: when a text last went on from the snapshot
     parent: Node | None = None
@@ -54,12 +54,18 @@ class Node:
     @property
     def num_pages(self) -> int:
         """How many pages of all layers the node holds."""
-        return self.pages.size + (self.snapshot.num_pages if self.snapshot else 0)
+        return int(np.count_nonzero(self.pages)) + (self.snapshot.num_pages if self.snapshot else 0)
+
+    @property
+    def page_list(self) -> Ints:
+        """The pages of its tokens, each named once."""
+        found: Ints = self.pages[self.pages > 0]
+        return found
 
     @property
     def all_pages(self) -> Ints:
-        """Pages of all layers, flat."""
-        pages = self.pages.ravel()
+        """The pages of its tokens and of its snapshot, flat."""
+        pages = self.page_list
         return np.concatenate([pages, self.snapshot.page_list]) if self.snapshot else pages
 
 

@@ -279,8 +279,8 @@ class RadixTree:
                 self.pins.inherit(node, sibling)
                 self._remove(sibling)
         parent.children[block_hashes[0]] = node
-        self.pool.incref(node.pages.ravel())
-        self.num_holders[node.pages] += 1
+        self.pool.incref(node.page_list)
+        self.num_holders[node.page_list] += 1
         self._touch([node])
         return node
 
@@ -420,7 +420,7 @@ class RadixTree:
         """Drop all texts and pins, without `on_evict`."""
         for node in list(self.iter_nodes()):
             self._drop_snapshot(node)
-            self._free_pages(node.pages.ravel())
+            self._free_pages(node.page_list)
         self.roots.clear()
         self.pins.clear()
         if self.observer:
@@ -449,7 +449,7 @@ class RadixTree:
         node.parent = None
         self.pins.discard(node)
         self._drop_snapshot(node)
-        self._free_pages(node.pages.ravel())
+        self._free_pages(node.page_list)
 
     def _free_pages(self, pages: Ints) -> None:
         self.num_holders[pages] -= 1
