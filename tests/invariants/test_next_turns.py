@@ -107,7 +107,7 @@ def test_it_does_so_however_the_answer_was_computed(family: str, option: str) ->
 
 @pytest.mark.parametrize("family", ["lfm2", *slow("gemma4_text", "granitemoehybrid", *OF_TESTS)])
 def test_an_answer_that_ends_anywhere_is_found_whole(family: str) -> None:
-    """Also where a stop string drops its last tokens. A text that leaves it before its end has the right answer, too."""
+    """Also where a stop string drops its last tokens. A text that leaves it earlier has the right answer, too."""
     engine = ComparedEngine(family)
     rng = random.Random(0)
     for _ in range(12):

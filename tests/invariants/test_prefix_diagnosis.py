@@ -274,12 +274,72 @@ def test_texts_in_a_tier_are_found_there(monkeypatch: pytest.MonkeyPatch) -> Non
         run_to_completion(engine, [request])
         engine.cache.pool.ensure_free(engine.cache.total_pages)
         reasons.append((diagnosis_of(request).reason, diagnosis_of(request).num_cached_tokens))
-    assert reasons == [(MissReason.FIRST_TEXT, 0), (MissReason.COMPLETE, 96), (MissReason.DIVERGED, 80)]
+    assert reasons == [(MissReason.FIRST_TEXT, 0), (MissReason.WHOLE_BLOCKS, 96), (MissReason.DIVERGED, 80)]
     assert diagnosis_of(request).common_length == 90
     monkeypatch.setattr(AlwaysLoad, "should_load", lambda *_: False)
     run_to_completion(engine, [request := explained(prompt)])
     found = diagnosis_of(request)
     assert (found.reason, found.detail, found.known_length) == (MissReason.NOT_LOADED, "ram", 96)
+
+
+INSIDE = "more tokens are known, inside a block of 32"
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "cut", "more", "reason", "num_cached", "detail"),
+    [
+        (17, 32, 3, MissReason.NEW_TEXT, 32, ""),
+        (70, 85, 3, MissReason.NEW_TEXT, 85, ""),
+        (20, 35, 0, MissReason.COMPLETE, 34, ""),
+        (20, 20, 0, MissReason.WHOLE_BLOCKS, 0, f"19 {INSIDE}"),
+        (20, 20, 9, MissReason.DIVERGED, 0, f"20 {INSIDE}"),
+        (70, 70, 0, MissReason.COMPLETE, 69, ""),
+        (70, 75, 60, MissReason.DIVERGED, 75, ""),
+        (120, 50, 60, MissReason.NO_SNAPSHOT, 0, "none between 0 and 50 tokens"),
+    ],
+)
+def test_what_is_inside_a_block_is_said(
+    prompt_len: int, cut: int, more: int, reason: MissReason, num_cached: int, detail: str
+) -> None:
+    """Of layers with pages of several sizes: another text leaves an answer of 16 tokens at a place, or repeats it."""
+    engine = make_engine("lfm2", prefix_cache="exact")
+    first = make_request(range(prompt_len), 16, explain_prefix=True)
+    run_to_completion(engine, [first])
+    text = first.tokens[:cut] + [(first.tokens[cut] + 1) % 128] * more  # the answer's last token is in no cache
+    run_to_completion(engine, [request := explained(text)])
+    found = diagnosis_of(request)
+    assert (found.reason, found.num_cached_tokens, found.detail) == (reason, num_cached, detail)
+    if reason is not MissReason.COMPLETE:
+        assert found.common_length == found.known_length == cut
+
+
+@pytest.mark.parametrize("family", ["llama", "lfm2"])
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_tiers_say_that_they_keep_whole_blocks(family: str, is_restarted: bool, tmp_path: Path) -> None:
+    """A text of less than a block is gone with the pool; of a longer one the tokens behind its last whole block are."""
+    tiers = [f"disk:path={tmp_path},capacity=100MB"]
+    engine = make_engine(family, prefix_cache="exact", tiers=tiers)
+    block = engine.cache.block_size
+    found = []
+    for length in (block - 8, 2 * block + 2):
+        first = explained([length] * length)
+        run_to_completion(engine, [first])
+        engine.cache.pool.ensure_free(engine.cache.total_pages)
+        assert isinstance(engine.cache.prefix_cache, PrefixCache) and engine.cache.prefix_cache.offloader
+        engine.cache.prefix_cache.offloader.sync()
+        if is_restarted:
+            engine.cache.close_offloader()
+            engine = make_engine(family, prefix_cache="exact", tiers=tiers)
+        run_to_completion(engine, [request := explained([*first.tokens, 1, 2, 3])])
+        d = diagnosis_of(request)
+        found.append((d.reason, d.num_cached_tokens, d.detail))
+        engine.cache.pool.ensure_free(engine.cache.total_pages)
+    engine.cache.close_offloader()
+    words = f"tiers keep whole blocks of {block} tokens"
+    short = MissReason.FIRST_TEXT if is_restarted else MissReason.EVICTED
+    long = MissReason.WHOLE_BLOCKS if is_restarted else MissReason.NEW_TEXT
+    more = words if is_restarted else f"5 more tokens are known, inside a block of {block}"
+    assert found == [(short, 0, words), (long, 2 * block, more)]
 
 
 @pytest.mark.parametrize("end", ["kept", "evicted", "in a tier", "edited", "computing", "other", "off"])

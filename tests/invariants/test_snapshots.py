@@ -135,7 +135,7 @@ def test_a_chat_computes_only_new_tokens_and_holds_one_window_beside_its_text(fa
     num_before = 0
     for _ in range(12):
         answer, num_cached = run_equal(engine, plain, text, 14)
-        assert num_cached >= num_before - engine.cache.block_size
+        assert num_cached >= num_before
         num_before = len(text) + len(answer) - 1
         snapshots = [node for node in tree.iter_nodes() if node.snapshot]
         assert len(snapshots) <= 3  # where the last turn began, the end of its prompt, and its end

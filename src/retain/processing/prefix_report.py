@@ -15,6 +15,7 @@ MAX_COMPARED_TOKENS = 4096  # on each side of the place
 
 EXPLANATIONS: dict[MissReason | Cause, str] = {  # they quote nothing of a prompt
     MissReason.COMPLETE: "everything that is cached of the prompt was used",
+    MissReason.WHOLE_BLOCKS: "texts go on from the ends of whole blocks and of answers",
     MissReason.NEW_TEXT: "the prompt goes on where the nearest text ends: the rest is new",
     MissReason.FIRST_TEXT: "no text of this salt is cached",
     MissReason.EVICTED: "the text was cached, and evicted",
@@ -42,7 +43,7 @@ CAUSES = {  # where the name of the reason is not the word for people
     MissReason.OWN_POLICY: "policy",
     MissReason.OTHER_FORMAT: "precision",
 }
-NO_MISS = (MissReason.COMPLETE, MissReason.NEW_TEXT, MissReason.FIRST_TEXT)
+NO_MISS = (MissReason.COMPLETE, MissReason.WHOLE_BLOCKS, MissReason.NEW_TEXT, MissReason.FIRST_TEXT)
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,13 @@ def decode(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 def _explain(d: PrefixDiagnosis, tokenizer: Tokenizer) -> tuple[str, str]:
     """Return the name of the cause, and the words for it."""
-    if d.reason is MissReason.DIVERGED:
-        cause = _compare_texts(d, tokenizer)
-        return cause.value, EXPLANATIONS[cause]
-    words = EXPLANATIONS[d.reason]
+    parting = _compare_texts(d, tokenizer) if d.reason is MissReason.DIVERGED else None
+    words = EXPLANATIONS[parting or d.reason]
     if d.age is not None:
         words += f" {d.age:.0f} s ago"
     if d.detail:
         words += f" ({d.detail})"
-    return CAUSES.get(d.reason, d.reason.value), words
+    return parting.value if parting else CAUSES.get(d.reason, d.reason.value), words
 
 
 def _compare_texts(d: PrefixDiagnosis, tokenizer: Tokenizer) -> Cause:

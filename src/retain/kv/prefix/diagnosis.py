@@ -29,6 +29,7 @@ class MissReason(Enum):
     """Why a prompt began with no more cached tokens than it did."""
 
     COMPLETE = "complete"  # it began with everything that can be skipped
+    WHOLE_BLOCKS = "whole_blocks"  # more of it is known, inside a block: running texts and tiers share whole ones
     NEW_TEXT = "new_text"  # it continues a cached text, and nothing was computed before
     FIRST_TEXT = "first_text"  # no text of this salt is known
     DIVERGED = "diverged"  # the nearest text goes on with other tokens
@@ -71,12 +72,10 @@ def explain_prefix(
     begun = PrefixDiagnosis(np.asarray(query.tokens, np.int32), num_cached_tokens)
     if not isinstance(cache, PrefixCache):
         return replace(begun, reason=MissReason.OFF)
+    if num_cached_tokens >= query.max_length:
+        return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
     windows = cache.planner.windows(query.policy)
     slides = bool((windows < NO_WINDOW).any())
-    # Tiers, and windows of sliding layers, end with a page: some tokens behind it are always computed.
-    slack = cache.layout.block_size if slides or cache.offloader else 0
-    if num_cached_tokens and num_cached_tokens >= query.max_length - slack:
-        return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
     root_hash = cache.root_hash(query.salt, windows)
     history = cache.keep_history()
     nearest, common = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
@@ -84,33 +83,56 @@ def explain_prefix(
     begun = replace(begun, nearest=nearest, common_length=common, known_length=common)
     if num_cached_tokens <= query.max_skipped_tokens < usable:
         return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
+    # Tiers have whole blocks, and rows that still run keep snapshots at the ends of whole blocks.
+    B = cache.layout.block_size
+    in_blocks = slides or cache.offloader is not None
+    next_place = (num_cached_tokens // B + 1) * B if in_blocks else num_cached_tokens + 1
     state_text = _nearest_state_text(cache, query, begun)
     if state_text and state_text.common_length > common:
         begun = state_text
-        nearest = begun.nearest
-        common = begun.common_length
-        usable = min(common, query.max_length)
-    elif usable - num_cached_tokens > slack:
+        usable = min(begun.common_length, query.max_length)
+    elif usable >= next_place:
         detail = f"none between {num_cached_tokens} and {usable} tokens" if slides else ""
         return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES, detail=detail)
-    least = max(usable, num_cached_tokens + slack if num_cached_tokens else 0)
+    ends_block = num_cached_tokens > 0 and num_cached_tokens % B == 0
+    least = max(usable, next_place - 1 if ends_block else num_cached_tokens)
     found = _find_elsewhere(cache, history, query, begun, own)
     further = [d for d in found if min(d.known_length, query.max_length) > least]
     if further:  # the first of those that know as much, to a page
         longest = max(d.known_length for d in further)
-        return next(d for d in further if d.known_length > longest - cache.layout.block_size)
-    if usable - num_cached_tokens > cache.layout.block_size:
+        first = next(d for d in further if d.known_length > longest - B)
+        is_short = first.reason is MissReason.EVICTED and cache.offloader and first.known_length < next_place
+        return replace(first, detail=_tiers_keep(B)) if is_short else first
+    if begun is state_text and usable > num_cached_tokens:
         detail = f"none between {num_cached_tokens} and {usable} tokens"
         return replace(begun, reason=MissReason.NO_STATE, detail=detail)
+    if num_cached_tokens > begun.common_length:  # it is in a tier
+        near = history.nearest_text(query.salt, begun.prompt, [own] if own else ())
+        if near:
+            begun = replace(begun, nearest=near[0].tokens, common_length=near[1], known_length=near[1])
+    return _explain_end(cache, query, begun)
+
+
+def _explain_end(cache: PrefixCache, query: PrefixQuery, begun: PrefixDiagnosis) -> PrefixDiagnosis:
+    """Say what a prompt goes on with that began with all that it could."""
+    B = cache.layout.block_size
+    num_cached = begun.num_cached_tokens
+    usable = min(begun.common_length, query.max_length)
+    missing = usable - num_cached
+    detail = f"{missing} more tokens are known, inside a block of {B}" if missing > 0 else ""
     if usable >= query.max_length:
-        return begun
-    if num_cached_tokens > common and (near := history.nearest_text(query.salt, begun.prompt, [own] if own else ())):
-        text, common = near  # it is in a tier
-        nearest = text.tokens
-        begun = replace(begun, nearest=text.tokens, common_length=common, known_length=common)
-    if not len(nearest):
-        return replace(begun, reason=MissReason.NEW_TEXT if num_cached_tokens else MissReason.FIRST_TEXT)
-    return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
+        return replace(begun, reason=MissReason.WHOLE_BLOCKS, detail=detail)
+    if len(begun.nearest):
+        is_new = begun.common_length == len(begun.nearest)
+        return replace(begun, reason=MissReason.NEW_TEXT if is_new else MissReason.DIVERGED, detail=detail)
+    reason = MissReason.NEW_TEXT if num_cached else MissReason.FIRST_TEXT
+    if num_cached and num_cached == query.max_length // B * B:
+        reason = MissReason.WHOLE_BLOCKS
+    return replace(begun, reason=reason, detail=_tiers_keep(B) if cache.offloader else "")
+
+
+def _tiers_keep(block_size: int) -> str:
+    return f"tiers keep whole blocks of {block_size} tokens"
 
 
 def explain_from_history(history: PrefixHistory, query: PrefixQuery, root_hash: bytes) -> PrefixDiagnosis:

@@ -1,10 +1,10 @@
 """The radix tree: pages of computed texts, so that no prefix is computed twice.
 
-A node is a span of a text: whole pages, or, as a leaf, the beginning of one page. It holds the pages of the M layers
-without a window, [M, G, n] (a page is `page_size` slots of one kv head of one layer). Where a text needs more than
-these to go on, a node may hold a snapshot of that at its end. Nodes are found by chained block hashes, which cover all
-tokens up to their end and the root hash (the tenant's salt, the model, the windows). The tree shares pages by
-reference count, like one more block table; pages of several snapshots are held by each of them.
+A node is a span of a text: whole blocks (here called pages), or, as a leaf, the beginning of one. It holds the pages of
+all layers without a window, [K, n] (kv/memory/block_layout.py). Where a text needs more than these to go on, a node may
+hold a snapshot of that at its end. Nodes are found by chained block hashes, which cover all tokens up to their end and
+the root hash (the tenant's salt, the model, the windows). The tree shares pages by reference count, like one more block
+table; pages of several snapshots are held by each of them.
 
 Snapshots stay at the ends of texts, where texts part, and on a ladder inside long ones. What is evicted first is told
 by the tokens that it saves, per page, and by how long ago it was used (eviction_order.py).
