@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from retain.cluster.launch import set_environment
-from retain.kernels import triton
+from retain.kernels import cpu, triton
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
 from tests.helpers.folders import save_tiny_smollm2
@@ -37,6 +37,8 @@ if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
 
     speed_up()
+if ISAS:
+    cpu._C.select_isa(ISAS[0])
 set_environment()  # Ray's; no module that is imported so far imports it
 
 # No example fails for its time: on a busy machine any may be slow.

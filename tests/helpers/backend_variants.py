@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -11,7 +12,16 @@ from retain.kernels import backend_names, cpu, import_backend, triton
 from retain.kernels.api import Backend
 from tests.helpers.device_adapter import triton_backend
 
-ISAS: list[str] = cpu._C.supported_isas() if cpu.unavailable_reason() is None else []  # fastest first
+
+def _supported_isas() -> list[str]:
+    """List the instruction sets of the cpu backend, fastest first: from TEST_ISA on where the environment names one."""
+    if cpu.unavailable_reason() is not None:
+        return []
+    isas: list[str] = cpu._C.supported_isas()
+    return isas[isas.index(os.environ.get("TEST_ISA", isas[0])) :]
+
+
+ISAS = _supported_isas()
 
 
 def backend_variants() -> list[str]:

@@ -1,4 +1,7 @@
-"""A faster Triton interpreter: what it recomputes for every operation is computed once. Results stay the same."""
+"""A faster Triton interpreter, whose products are the same on every machine.
+
+What the interpreter recomputes for every operation is computed once, which changes no result.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,22 @@ from triton import language
 from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
-from triton.runtime.interpreter import InterpretedFunction, TensorHandle, interpreter_builder, interpreter_semantic
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    TensorHandle,
+    interpreter_builder,
+    interpreter_semantic,
+)
 
 
 def speed_up() -> None:
-    """Patch the interpreter of this process, which makes it several times as fast."""
+    """Patch the interpreter of this process: it becomes several times as fast, and no product asks a BLAS."""
     _patch_language_once()
     _cache_types()
     _cache_numbers()
     _shorten_operators()
+    _multiply_in_order()
     # Overflow checks take long, and the noise hashes overflow on purpose.
     object.__setattr__(interpreter_builder.options, "sanitize_overflow", False)
 
@@ -123,6 +133,29 @@ def _shorten_operators() -> None:
     core.dtype.__eq__ = lambda self, other: self is other or equal_dtypes(self, other)
     TritonSemantic.broadcast_impl_value = fast_broadcast
     TritonSemantic.binary_op_type_checking_impl = fast_check
+
+
+def _multiply_in_order() -> None:
+    """Give a row of a product the bits that it has alone, as a GPU does.
+
+    The interpreter asks a BLAS, where they follow from the number of rows: most do so without AVX-512, few with it.
+    """
+    multiply = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if d.data.dtype != np.float32 or any(x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8 for x in (a, b)):
+            return multiply(self, a, b, d, *options)
+        return TensorHandle(multiply_in_order(a.data, b.data) + d.data, d.dtype.scalar)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def multiply_in_order(a: Any, b: Any) -> Any:
+    """Return a @ b [M, N] in float32, where each element is a sum in the order of the K products."""
+    a, b = (np.ascontiguousarray(x, dtype=np.float32) for x in (a, b))
+    if b.shape[-1] == 1:  # einsum would add a single column in another order than one of several
+        return multiply_in_order(a, np.concatenate((b, b), -1))[..., :1]
+    return np.einsum("...mk,...kn->...mn", a, b)
 
 
 def _expand(x: Any, shape: tuple[int, ...]) -> Any:
