@@ -6,10 +6,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.helpers.attention_case import AttentionCase
 from tests.helpers.device_adapter import triton_backend
-from tests.helpers.ptx import floats, run_asm
+from tests.helpers.ptx import assert_numbers, register_of, run_asm
 from tests.kernels.test_attention_mass import SCORING_KINDS
 
 backend = triton_backend()
@@ -44,11 +45,12 @@ if not backend.unavailable_reason():
 
 
 DEVICE = "cpu" if backend.is_interpreted() else "cuda"
-BYTES = [[(first + 37 * i) % 256 for i in range(4)] for first in range(256)]  # each is at each place once
+BYTES = (torch.arange(256)[:, None] + 37 * torch.arange(4)) % 256  # [256, 4]: each byte is at each place once
+WORDS = (BYTES << 8 * torch.arange(4)).sum(1)
 
 
-def as_numbers(values: list[int], dtype: torch.dtype) -> list[float]:
-    return torch.tensor(values, dtype=torch.uint8).view(dtype).float().tolist()
+def as_numbers(values: Tensor, dtype: torch.dtype) -> Tensor:
+    return values.to(torch.uint8).view(dtype).float()
 
 
 @pytest.mark.parametrize("S", [16, 32, 48, 64, 80, 128, 160, 224])
@@ -67,29 +69,23 @@ def test_blocks_find_every_slot_of_a_table(S: int, N: int) -> None:
 
 @pytest.mark.parametrize(("name", "dtype"), [("INT8", torch.int8), ("FP8", torch.float8_e4m3fn)])
 def test_asm_takes_the_low_and_the_high_bytes_out_of_pairs(name: str, dtype: torch.dtype) -> None:
-    for values in BYTES:
-        register = sum(x << 8 * i for i, x in enumerate(values))
-        for which, start in (("LOW", 0), ("HIGH", 1)):
-            (found,) = run_asm(getattr(quantized_loads, f"_{which}_{name}_TO_FLOAT16").value, register)
-            assert str(floats(found, torch.float16)) == str(as_numbers(values, dtype)[start::2])  # NaN equals itself
+    for which, start in (("LOW", 0), ("HIGH", 1)):
+        (found,) = run_asm(getattr(quantized_loads, f"_{which}_{name}_TO_FLOAT16").value, WORDS)
+        assert_numbers(found, torch.float16, as_numbers(BYTES[:, start::2], dtype))
 
 
 def test_asm_converts_every_byte_of_a_float_of_8_bits() -> None:
-    for values in BYTES:
-        found = run_asm(quantized_loads._FP8_TO_FLOAT16.value, sum(x << 8 * i for i, x in enumerate(values)))
-        numbers = [x for register in found for x in floats(register, torch.float16)]
-        assert str(numbers) == str(as_numbers(values, torch.float8_e4m3fn))
+    found = run_asm(quantized_loads._FP8_TO_FLOAT16.value, WORDS)
+    for i, register in enumerate(found):
+        assert_numbers(register, torch.float16, as_numbers(BYTES[:, 2 * i : 2 * i + 2], torch.float8_e4m3fn))
 
 
 def test_asm_multiplies_every_nibble_by_its_scale() -> None:
-    scales = [int(torch.tensor(x, dtype=torch.bfloat16).view(torch.uint16)) for x in (0.5, 2.0, -1.0, 4.0)]
-    registers = scales[0] | scales[1] << 16, scales[2] | scales[3] << 16
-    for values in BYTES:
-        word = sum(x << 8 * i for i, x in enumerate(values))
-        found = run_asm(quantized_loads._NIBBLES_TO_BFLOAT16.value, word, *registers)
-        numbers = [x for register in found for x in floats(register, torch.bfloat16)]
-        nibbles = [x & 15 for x in values] + [x >> 4 for x in values]
-        assert numbers == [(n - 8) * s for n, s in zip(nibbles, 2 * [0.5, 2.0, -1.0, 4.0], strict=True)]
+    scales = torch.tensor([[0.5, 2.0], [-1.0, 4.0]])
+    found = run_asm(quantized_loads._NIBBLES_TO_BFLOAT16.value, WORDS, *register_of(scales.bfloat16()))
+    nibbles = torch.cat((BYTES & 15, BYTES >> 4), 1)
+    for i, register in enumerate(found):
+        assert_numbers(register, torch.bfloat16, (nibbles[:, 2 * i : 2 * i + 2] - 8) * scales[i % 2])
 
 
 def test_queries_are_integers_of_16_bits_times_their_scale() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from retain.kernels import triton
 from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWeight, quantize_int4, quantize_int8
-from tests.helpers.ptx import floats, run_asm
+from tests.helpers.ptx import assert_numbers, register_of, run_asm
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 if not triton.unavailable_reason():
@@ -106,13 +106,16 @@ def test_packed_matrices_take_their_own_bytes(kind: str) -> None:
     assert pack(KINDS[kind](weight), torch.bfloat16).nbytes == weight.numel() * BITS[kind] / 8
 
 
-def nibbles_from(n: int) -> tuple[list[list[int]], int]:
-    """The four nibbles of two words, and the register that holds the words. They differ with n."""
-    nibbles = [[(n + 5 * word + 3 * i) % 16 for i in range(4)] for word in range(2)]
-    words = [sum(x << 4 * i for i, x in enumerate(of_word)) for of_word in nibbles]
-    return nibbles, words[1] << 16 | words[0]
+PLACES = 5 * torch.arange(2)[:, None] + 3 * torch.arange(4)  # of four numbers in each of two words
+NIBBLES = (torch.arange(16)[:, None, None] + PLACES) % 16  # [16, 2, 4]: each is at each place once
 
 
+def join(numbers: Tensor, bits: int) -> Tensor:
+    """Return the integers that have the last dimension's numbers in so many bits each, the first one lowest."""
+    return (numbers << bits * torch.arange(numbers.shape[-1])).sum(-1)
+
+
+REGISTERS = join(join(NIBBLES, 4), 16)
 each_dtype = pytest.mark.parametrize("name", ["BFLOAT16", "FLOAT16"])
 BY_NAME = {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16}
 
@@ -120,50 +123,40 @@ BY_NAME = {"BFLOAT16": torch.bfloat16, "FLOAT16": torch.float16}
 @each_dtype
 def test_asm_unpacks_every_int4(name: str) -> None:
     dtype = BY_NAME[name]
-    s, b, t, c = (int(torch.tensor(x, dtype=dtype).view(torch.uint16)) * 0x10001 for x in (0.5, 3.0, 2.0, -1.0))
-    for n in range(16):
-        nibbles, register = nibbles_from(n)
-        found = run_asm(getattr(unpack_kernels, f"_NIBBLES_TO_{name}").value, register, s, b, t, c)
-        for i, (scale, shift) in enumerate(((0.5, 3.0), (0.5, 3.0), (2.0, -1.0), (2.0, -1.0))):
-            assert floats(found[i], dtype) == [(of_word[i] - 8) * scale + shift for of_word in nibbles]
+    constants = register_of(torch.tensor([0.5, 3.0, 2.0, -1.0], dtype=dtype)[:, None].expand(4, 2))
+    found = run_asm(getattr(unpack_kernels, f"_NIBBLES_TO_{name}").value, REGISTERS, *constants)
+    for i, (scale, shift) in enumerate(((0.5, 3.0), (0.5, 3.0), (2.0, -1.0), (2.0, -1.0))):
+        assert_numbers(found[i], dtype, (NIBBLES[..., i] - 8) * scale + shift)
 
 
 @each_dtype
 def test_asm_unpacks_every_int8(name: str) -> None:
-    for first in range(0, 256, 4):
-        numbers = [(first + i) % 256 for i in range(4)]
-        asm = getattr(unpack_kernels, f"_INT8_TO_{name}").value
-        found = run_asm(asm, sum(x << 8 * i for i, x in enumerate(numbers)))
-        signed = [x - 256 * (x > 127) for x in numbers]
-        dtype = BY_NAME[name]
-        assert floats(found[0], dtype) == signed[::2] and floats(found[1], dtype) == signed[1::2]
+    numbers = (torch.arange(256)[:, None] + torch.arange(4)) % 256
+    found = run_asm(getattr(unpack_kernels, f"_INT8_TO_{name}").value, join(numbers, 8))
+    for i in range(2):
+        assert_numbers(found[i], BY_NAME[name], numbers[:, i::2].to(torch.int8))
 
 
 @each_dtype
 def test_asm_unpacks_every_int6(name: str) -> None:
-    for n in range(64):
-        numbers = [[(n + 13 * word + 29 * i) % 64 for i in range(4)] for word in range(2)]
-        words = [sum((x & 15) << 4 * i for i, x in enumerate(of_word)) for of_word in numbers]
-        tops = [sum((x >> 4) << 2 * i for i, x in enumerate(of_word)) for of_word in numbers]
-        signs = [top | 0xFF00 * (top > 127) for top in tops]  # as a byte that becomes a word has them
-        registers = (words[1] << 16 | words[0], signs[1] << 16 | signs[0])
-        found = run_asm(getattr(unpack_kernels, f"_INT6_TO_{name}").value, *registers)
-        for i in range(4):
-            assert floats(found[i], BY_NAME[name]) == [of_word[i] - 32 for of_word in numbers]
+    numbers = (torch.arange(64)[:, None, None] + 13 * torch.arange(2)[:, None] + 29 * torch.arange(4)) % 64
+    tops = join(numbers >> 4, 2)
+    signs = tops | 0xFF00 * (tops > 127)  # as a byte that becomes a word has them
+    registers = join(join(numbers & 15, 4), 16), join(signs, 16)
+    found = run_asm(getattr(unpack_kernels, f"_INT6_TO_{name}").value, *registers)
+    for i in range(4):
+        assert_numbers(found[i], BY_NAME[name], numbers[..., i] - 32)
 
 
 @each_dtype
 def test_asm_unpacks_every_float_of_4_bits(name: str) -> None:
-    for n in range(16):
-        nibbles, register = nibbles_from(n)
-        found = run_asm(getattr(unpack_kernels, f"_E2M1_TO_{name}").value, register)
-        for i in range(4):
-            assert floats(found[i], BY_NAME[name]) == [MXFP4.CODEBOOK[of_word[i]] for of_word in nibbles]
+    found = run_asm(getattr(unpack_kernels, f"_E2M1_TO_{name}").value, REGISTERS)
+    for i in range(4):
+        assert_numbers(found[i], BY_NAME[name], torch.tensor(MXFP4.CODEBOOK)[NIBBLES[..., i]])
 
 
 def test_asm_looks_up_every_number_of_a_codebook() -> None:
-    for n in range(16):
-        nibbles, register = nibbles_from(n)
-        for first, found in zip((0, 2), run_asm(unpack_kernels._IQ4_TO_INT8.value, register), strict=True):
-            numbers = [IQ4.CODEBOOK[of_word[first + i]] & 0xFF for of_word in nibbles for i in range(2)]
-            assert found == sum(x << 8 * i for i, x in enumerate(numbers))
+    codebook = torch.tensor(IQ4.CODEBOOK) & 0xFF
+    for first, found in zip((0, 2), run_asm(unpack_kernels._IQ4_TO_INT8.value, REGISTERS), strict=True):
+        numbers = codebook[NIBBLES[..., first : first + 2]].flatten(1)
+        assert torch.equal(found, join(numbers, 8))
