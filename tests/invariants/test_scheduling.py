@@ -129,7 +129,16 @@ def test_equal_prompts_get_the_logits_that_each_reads(policies: tuple[str, str])
             found, expected = run_with_logits(pair), [alone[policies[0]][i], alone[policies[1]][j]]
             assert [tokens for tokens, _ in found] == [tokens for tokens, _ in expected], (first, second)
             for (_, a), (_, b) in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b)
+                assert_same_sums(a, b)
+
+
+def assert_same_sums(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Check logits that may differ by how sums are rounded: a BLAS adds in an order that follows from the rows.
+
+    A sum of E products is rounded E times, each time by at most half a unit in the last place of the largest logit.
+    """
+    bound = CONFIGS["llama"]["hidden_size"] * torch.finfo(expected.dtype).eps * max(expected.abs().flatten().tolist(), default=0.0)
+    torch.testing.assert_close(found, expected, rtol=0, atol=bound)
 
 
 def iter_logits(engine: Engine) -> Iterator[dict[Request, torch.Tensor]]:
@@ -186,7 +195,7 @@ def test_a_step_that_fails_changes_nothing_for_who_waits_for_an_equal_prompt(
     alone = make_request(prompt, 5, params=sampling, needs_logits=True)
     (expected, expected_logits), *_ = run_with_logits([alone])
     assert follower.output_tokens == expected
-    torch.testing.assert_close(torch.cat(logits), expected_logits)
+    assert_same_sums(torch.cat(logits), expected_logits)
 
 
 def test_equal_prompts_are_computed_once() -> None:

@@ -105,8 +105,10 @@ def ask(router: Routed, prompt: str) -> tuple[int, int]:
 def busy_replica(router: Routed, prompt: str) -> Iterator[int]:
     """Keep a request in flight until the block ends. Returns the replica that answers it."""
     options = {"model": "smollm2", "prompt": prompt, "max_tokens": 1600, "extra_body": {"ignore_eos": True}}
+    before = router.num_prompt_tokens()
     with connect(router.url).completions.create(**options, stream=True) as stream:
         next(iter(stream))
+        wait_until(lambda: router.num_prompt_tokens() != before)  # counted behind the first token
         yield next(i for i, s in enumerate(router.servers) if s.service.admission.num_in_flight)
     wait_until(lambda: not any(s.service.llm.engine.has_unfinished_requests for s in router.servers))
 
