@@ -137,7 +137,11 @@ def assert_same_sums(found: torch.Tensor, expected: torch.Tensor) -> None:
 
     A sum of E products is rounded E times, each time by at most half a unit in the last place of the largest logit.
     """
-    bound = CONFIGS["llama"]["hidden_size"] * torch.finfo(expected.dtype).eps * max(expected.abs().flatten().tolist(), default=0.0)
+    bound = (
+        CONFIGS["llama"]["hidden_size"]
+        * torch.finfo(expected.dtype).eps
+        * max(expected.abs().flatten().tolist(), default=0.0)
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=bound)
 
 
