@@ -38,7 +38,7 @@ def refusal_of(**fields: Any) -> str:
     with pytest.raises(Exception) as refused:
         build_body(**fields)
     error = refused.value
-    return to_validation_error(error.errors(), error.body).message  # type: ignore[attr-defined]
+    return to_validation_error(error.errors()).message  # type: ignore[attr-defined]
 
 
 def template_messages(messages: list[Any], **fields: Any) -> list[tuple[str, str]]:

@@ -20,7 +20,9 @@ from retain.kv.prefix.query import PrefixQuery
 from retain.models.resolve import resolve_model
 from retain.processing.prefix_report import PrefixReport, build_report
 from retain.processing.tokenizer import Tokenizer
+from retain.server.field_paths import find_field
 from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.errors import describe_first
 from retain.server.openai.messages import render_prompt, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, SamplingFields
 from retain.server.tool_formats import detect_tool_format
@@ -119,10 +121,6 @@ def read_prompts(path: Path, tokenizer: Tokenizer) -> Iterator[RecordedPrompt]:
     for source, body in _parse_bodies(path, text):
         try:
             yield from _encode_body(source, body, tokenizer)
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(x) for x in first["loc"])
-            raise ValueError(f"{source}: {where}: {first['msg']}") from None
         except ValueError as error:
             raise ValueError(f"{source}: {error}") from None
 
@@ -169,6 +167,15 @@ def _encode_body(source: str, body: Any, tokenizer: Tokenizer) -> Iterator[Recor
 
 
 def _validate(cls: type[T], body: dict[str, Any]) -> T:
-    """Check the fields that are known; others do not change the prompt, and may be those of another server."""
+    """Check the fields that are known; others do not change the prompt, and may be those of another server.
+
+    Raises ValueError.
+    """
     known = {field.alias or name for name, field in cls.model_fields.items()}
-    return cls.model_validate({"model": "any", **{k: v for k, v in body.items() if k in known}})
+    try:
+        return cls.model_validate({"model": "any", **{k: v for k, v in body.items() if k in known}})
+    except ValidationError as error:
+        first = error.errors()[0]
+        location = find_field(cls.__pydantic_core_schema__, first["loc"])
+        where, message = describe_first([{**first, "loc": location}])
+        raise ValueError(f"{where}: {message}" if where else message) from None

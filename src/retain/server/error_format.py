@@ -18,11 +18,14 @@ def to_error_response(error: APIError, path: str) -> JSONResponse:
     return error.to_response()
 
 
-def to_invalid_body_response(error: RequestValidationError, path: str) -> JSONResponse:
-    """Return the response to a request for this address whose body is not valid."""
+def to_invalid_request_response(error: RequestValidationError, path: str) -> JSONResponse:
+    """Return the response to a request for this address whose body or query is not valid."""
+    errors = error.errors()
+    if not isinstance(error.body, dict):  # FastAPI's own, of a query or a path, whose location begins with that word
+        errors = [{**first, "loc": first["loc"][1:]} for first in errors[:1]]
     if anthropic_errors.has_anthropic_errors(path):
-        return anthropic_errors.to_error_response(anthropic_errors.to_validation_error(error.errors(), error.body))
-    return to_validation_error(error.errors(), error.body).to_response()
+        return anthropic_errors.to_error_response(anthropic_errors.to_validation_error(errors))
+    return to_validation_error(errors).to_response()
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -34,7 +37,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def handle_validation_error(request: Request, error: RequestValidationError) -> JSONResponse:
-        return to_invalid_body_response(error, request.url.path)
+        return to_invalid_request_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
     async def handle_http_exception(request: Request, error: HTTPException) -> JSONResponse:

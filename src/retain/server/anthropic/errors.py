@@ -68,14 +68,15 @@ def create_request_id_header() -> dict[str, str]:
     return {"request-id": f"req_{uuid4().hex[:24]}"}
 
 
-def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any) -> APIError:
+def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
     first = errors[0]
-    param, message = describe_first(errors, body)
+    param, message = describe_first(errors)
     if first.get("type") == "extra_forbidden":
         message = "unknown field"
     elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image
-        message = message.replace("Input tag", "the type").partition(" found using")[0] + " is not supported here"
-        if refused := MESSAGES_REFUSED_TYPES.get(first.get("ctx", {}).get("tag")):
+        name, tag = (first["ctx"][key].strip("'") for key in ("discriminator", "tag"))
+        message = f"the {name} '{tag}' is not supported here"
+        if refused := MESSAGES_REFUSED_TYPES.get(tag):
             message += f": {refused.why}"
     return APIError(400, f"{param}: {message}" if param else message, param)

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from retain.files import shorten
 from retain.server.admission import RequestAdmission
 from retain.server.disconnects import run_while_connected
+from retain.server.field_paths import find_field
 from retain.server.openai.errors import APIError
 from retain.server.preparation import PreparationPool
 from retain.server.request_model import REFUSED_FIELD
@@ -148,6 +149,7 @@ def parse_body(data: bytes | bytearray, adapter: TypeAdapter[Any]) -> Any:
         first = error.errors(include_url=False, include_input=False)[0]
         if first["type"] == REFUSED_FIELD:  # an error of the object: only its context names the field
             first["loc"] = (*first["loc"], first["ctx"]["field"])
+        first["loc"] = find_field(adapter.core_schema, first["loc"])
         raise RequestValidationError([first], body=value) from None
 
 

@@ -123,6 +123,12 @@ class NamedToolChoice(StrictModel):
     function: NamedFunction
 
 
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedToolChoice, Tag("<list>")],
+    Discriminator(tag_text_or_list),
+]
+
+
 class JsonSchema(StrictModel):
     """JSON schema of a response_format."""
 
@@ -182,7 +188,7 @@ class ChatCompletionRequest(SamplingFields, PromptEndFields, other_fields=client
     )
     response_format: ResponseFormat | None = None
     tools: Annotated[list[ToolParam], Field(max_length=1024)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     chat_template_kwargs: TemplateVariables | None = Field(
         None, description="Variables of the chat template, such as `enable_thinking`"
     )

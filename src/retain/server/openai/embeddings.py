@@ -11,7 +11,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from numpy.typing import NDArray
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Discriminator, Field, Tag
 from torch import Tensor
 
 from retain.processing.input import GenerateRequest, Prompt, list_prompts
@@ -20,7 +20,7 @@ from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.pooled_calls import MAX_TEXTS, PooledFields, PooledUsage, answer_pooled
-from retain.server.openai.protocol import Json, NonEmptyStr, TokenIds
+from retain.server.openai.protocol import Json, NonEmptyStr, TokenIds, tag_prompt
 from retain.server.openai.serving import OpenAIServing, compose_salt
 
 
@@ -30,12 +30,13 @@ class EmbeddingRequest(PooledFields):
     prompt_field: ClassVar[str] = "input"
     operation: ClassVar[str] = "embeddings"
 
-    input: (
-        NonEmptyStr
-        | Annotated[list[NonEmptyStr], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
-    )
+    input: Annotated[
+        Annotated[NonEmptyStr, Tag("<text>")]
+        | Annotated[list[NonEmptyStr], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True), Tag("<texts>")]
+        | Annotated[TokenIds, Tag("<ids>")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True), Tag("<lists>")],
+        Discriminator(tag_prompt),
+    ]
     dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
         None, description="Numbers of a vector: its first ones, for models that are trained for that"
     )

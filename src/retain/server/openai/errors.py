@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -13,6 +12,12 @@ from retain.files import shorten
 from retain.processing.input import PromptTooLongError
 
 MAX_MESSAGE_LENGTH = 600  # characters: a message may quote what the client sent
+# By the type of pydantic's error, with the values of its context; others keep their message.
+WORDS = {
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "Input should be an object"),
+    "union_tag_not_found": "the object has no {discriminator}",
+    "union_tag_invalid": "{discriminator} is '{tag}', but should be one of {expected_tags}",
+}
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -117,26 +122,22 @@ def invalid_request(error: Exception, prompt_field: str = "messages") -> APIErro
     return APIError(400, " ".join(str(error).split()))
 
 
-def to_validation_error(errors: Sequence[Mapping[str, Any]], body: Any = None) -> APIError:
+def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     """Convert pydantic's list of errors to a 400 that names the first invalid field of the body."""
-    param, message = describe_first(errors, body)
+    param, message = describe_first(errors)
     if errors[0].get("type") == "extra_forbidden":
         return APIError(400, f"unknown field {param!r}", param)
     return APIError(400, f"{param}: {message}" if param else message, param)
 
 
-def describe_first(errors: Sequence[Mapping[str, Any]], body: Any) -> tuple[str | None, str]:
-    """Return the field of the first of pydantic's errors, None for the whole body, and what is wrong with it."""
-    field = shorten(".".join(field_path(errors[0].get("loc", ()), body)))  # keys come from the client
-    return field or None, str(errors[0].get("msg", "not valid")).removeprefix("Value error, ")
+def describe_first(errors: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:
+    """Return the field of the first of pydantic's errors, None for the whole body, and what is wrong with it.
 
-
-def field_path(location: Sequence[int | str], body: Any) -> Iterator[str]:
-    """Yield the part of pydantic's location that leads through the body: it also has class names and tags of unions."""
-    for i, part in enumerate(location):
-        is_inside = part in body if isinstance(body, dict) else isinstance(body, list) and isinstance(part, int)
-        if is_inside:
-            body = body[part]
-        is_tag = isinstance(part, str) and (part.endswith("Request") or re.fullmatch("<[a-z_]+>", part))
-        if is_inside or (i + 1 == len(location) and not is_tag):
-            yield str(part)
+    Locations are fields as clients write them (see field_paths.py).
+    """
+    first = errors[0]
+    field = shorten(".".join(map(str, first.get("loc", ()))))  # keys come from the client
+    kind = first.get("type", "")
+    if kind in WORDS:
+        return field or None, WORDS[kind].format_map(first.get("ctx", {}))
+    return field or None, str(first.get("msg", "not valid")).removeprefix("Value error, ")

@@ -20,7 +20,10 @@ Json = dict[str, Any]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
-Seed = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=-1, lt=2**63)]
+TopP = Annotated[float, Field(ge=0, le=1)]
+SEED_DESCRIPTION = "-1: a random one"
+TOP_P_DESCRIPTION = "0: the most likely token"
 LogitBias = Annotated[
     dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=1024),
@@ -28,15 +31,26 @@ LogitBias = Annotated[
 
 
 def _check_stop(stop: str | list[str]) -> str | list[str]:
-    check_stop_strings([stop] if isinstance(stop, str) else stop)
+    check_stop_strings(([stop] if stop else []) if isinstance(stop, str) else stop)
     return stop
 
 
 StopListField = Annotated[list[NonEmptyStr], Field(max_length=16), AfterValidator(_check_stop)]
 StopField = Annotated[
-    Annotated[NonEmptyStr, AfterValidator(_check_stop), Tag("<text>")] | Annotated[StopListField, Tag("<list>")],
+    Annotated[str, AfterValidator(_check_stop), Tag("<text>")] | Annotated[StopListField, Tag("<list>")],
     Discriminator(lambda stop: "<list>" if isinstance(stop, list) else "<text>"),  # errors are those of one of them
 ]
+EMPTY_AS_NONE = AfterValidator(lambda text: text or None)  # for a text of clients that have nothing to say
+
+
+def tag_prompt(value: Any) -> str:
+    """Select the member of a union of a text, a list of texts, token ids and a list of token ids."""
+    if not isinstance(value, list):
+        return "<text>"
+    first = value[0] if value else None
+    return "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
+
+
 STOP_DESCRIPTION = f"End the output before one of these texts: at most 16, of {MAX_STOP_LENGTH} characters together"
 
 
@@ -50,15 +64,17 @@ class StreamOptions(StrictModel, other_fields=client_fields.STREAM_OPTIONS):
 class ExtensionFields(StrictModel):
     """Fields that OpenAI's API does not have."""
 
-    kv_policy: str | None = Field(None, description="KV cache policy of this request, see docs/guide/policies.md")
-    speculate: str | None = Field(
+    kv_policy: Annotated[str, EMPTY_AS_NONE] | None = Field(
+        None, description="KV cache policy of this request, see docs/guide/policies.md"
+    )
+    speculate: Annotated[str, EMPTY_AS_NONE] | None = Field(
         None, description="Drafter for speculative decoding: off, or one listed by GET /v1/models"
     )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Share prefixes only with requests of the same key and salt"
     )
-    pin: Annotated[float, Field(gt=0)] | None = Field(
-        None, description="Seconds to keep the prompt's pages in the prefix cache"
+    pin: Annotated[float, Field(ge=0)] | None = Field(
+        None, description="Seconds to keep the prompt's pages in the prefix cache; 0: as long as there is room"
     )
     explain_prefix: bool = Field(
         False, description="Say why no more of the prompt was cached: `retain.prefix` of each choice"
@@ -107,11 +123,11 @@ class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
     )
     n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="llama.cpp's max_tokens")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = Field(None, description=TOP_P_DESCRIPTION)
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stop: StopField | None = Field(None, description=STOP_DESCRIPTION)
     stream_options: StreamOptions | None = None
-    seed: Seed | None = None
+    seed: Seed | None = Field(None, description=SEED_DESCRIPTION)
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = Field(None, description="Bias by token id")
@@ -137,7 +153,7 @@ class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
 
     def to_sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Convert the fields to the engine's parameters. Raises ValueError for a value out of range."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        stop = (self.stop,) if isinstance(self.stop, str) and self.stop else tuple(self.stop or ())
         penalty = self.repetition_penalty
         if self.repeat_penalty is not None and "repetition_penalty" not in self.model_fields_set:
             penalty = self.repeat_penalty
@@ -145,7 +161,7 @@ class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
             max_tokens=max_tokens,
             min_tokens=min(self.min_tokens, max_tokens or self.min_tokens),
             temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=max(self.top_k, 0),
+            top_k=self.top_k,
             top_p=1.0 if self.top_p is None else self.top_p,
             min_p=self.min_p,
             repetition_penalty=penalty,
@@ -187,14 +203,15 @@ class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
     prompt_field = "prompt"
     operation = "text_completion"
 
-    prompt: (
-        NonEmptyStr
-        | Annotated[list[NonEmptyStr], Field(min_length=1, fail_fast=True)]
-        | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True)]
-    )
+    prompt: Annotated[
+        Annotated[NonEmptyStr, Tag("<text>")]
+        | Annotated[list[NonEmptyStr], Field(min_length=1, fail_fast=True), Tag("<texts>")]
+        | Annotated[TokenIds, Tag("<ids>")]
+        | Annotated[list[TokenIds], Field(min_length=1, fail_fast=True), Tag("<lists>")],
+        Discriminator(tag_prompt),
+    ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: str | None = Field(
+    suffix: Annotated[str, EMPTY_AS_NONE] | None = Field(
         None, description="Text behind the answer, which fills the middle: for models with the tokens of that"
     )
     echo: bool | None = Field(
