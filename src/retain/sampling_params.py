@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Self
 
-from retain.options import Bounds, Fraction, NonNegativeInt, Probability, Seed, check_bounds
+from retain.options import Bounds, NonNegativeInt, Probability, check_bounds
 
 NUM_SEEDS = 2**63
 MAX_STOP_LENGTH = 4096  # characters of all stop strings together
@@ -31,10 +31,12 @@ class SamplingParams:
     temperature: Annotated[float, Bounds(0, 1e30)] = field(
         default=1.0, metadata={"help": "softmax temperature; 0 is greedy"}
     )
-    top_k: Annotated[int, Bounds(0, 2**31 - 1)] = field(
-        default=0, metadata={"help": "sample from the K likeliest tokens; 0 is all"}
+    top_k: Annotated[int, Bounds(-1, 2**31 - 1)] = field(
+        default=0, metadata={"help": "sample from the K likeliest tokens; 0 or -1 is all"}
     )
-    top_p: Fraction = field(default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P"})
+    top_p: Probability = field(
+        default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P; 0 is greedy"}
+    )
     min_p: Probability = field(default=0.0, metadata={"help": "least probability, as a share of the likeliest token's"})
     # CTRL, arXiv 1909.05858
     repetition_penalty: Annotated[float, Bounds(0.01, 100)] = field(
@@ -45,7 +47,9 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = field(
         default=(), metadata={"help": "pairs (token id, number added to its logit)"}
     )
-    seed: Seed | None = field(default=None, metadata={"help": "seed of the random numbers (default: a random one)"})
+    seed: Annotated[int, Bounds(-1, NUM_SEEDS - 1)] | None = field(
+        default=None, metadata={"help": "seed of the random numbers (default, and -1: a random one)"}
+    )
     stop: tuple[str, ...] = field(
         default=(),
         metadata={"help": f"end the output before this text (may be repeated; {MAX_STOP_LENGTH} characters in all)"},
@@ -66,6 +70,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         check_bounds(self)
+        object.__setattr__(self, "seed", None if self.seed == -1 else self.seed)
+        object.__setattr__(self, "top_k", max(self.top_k, 0))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens is {self.min_tokens}: at most max_tokens, which is {self.max_tokens}")
         if not all(abs(bias) <= MAX_BIAS for _, bias in self.logit_bias):  # NaN is refused, too
@@ -79,7 +85,7 @@ class SamplingParams:
     @property
     def greedy(self) -> bool:
         """Whether the likeliest token is always taken."""
-        return self.temperature == 0
+        return self.temperature == 0 or self.top_p == 0
 
     @property
     def has_penalties_or_bias(self) -> bool:

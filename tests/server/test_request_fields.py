@@ -152,7 +152,7 @@ def test_content_that_is_no_text_is_refused_in_words(part):
     body = {"model": "m", "messages": [{"role": "user", "content": content}]}
     with pytest.raises(RequestValidationError) as raised:
         parse_body(json.dumps(body).encode(), TypeAdapter(ChatCompletionRequest))
-    error = to_validation_error(raised.value.errors(), raised.value.body)
+    error = to_validation_error(raised.value.errors())
     assert error.param == "messages.0.content.1" and "only text is supported" in error.message
 
 
@@ -172,10 +172,56 @@ def test_stop_strings_beyond_a_bound_are_refused_in_words(model, field):
     for words, stop in TOO_MANY.items():
         with pytest.raises(RequestValidationError) as raised:
             validate(stop)
-        error = to_validation_error(raised.value.errors(), raised.value.body)
+        error = to_validation_error(raised.value.errors())
         assert (error.param or "").startswith(field) and "<" not in error.message and words in error.message
     validate(["a"] * 15 + ["b" * (MAX_STOP_LENGTH - 15)])
     if field == "stop":
         validate("a" * MAX_STOP_LENGTH)
         with pytest.raises(RequestValidationError, match="characters together"):
             validate("a" * (MAX_STOP_LENGTH + 1))
+
+
+NEUTRAL = {  # what clients send who want nothing special: as good as absent
+    "CompletionRequest": {"seed": -1, "suffix": "", "stop": "", "best_of": 1, "n": 1, "echo": False, "n_predict": -1},
+    "ChatCompletionRequest": {"seed": -1, "stop": [], "tools": [], "response_format": {"type": "text"}, "n": 1}
+    | {"tool_choice": "auto", "top_logprobs": 0, "logprobs": False, "functions": [], "modalities": ["text"]},
+    "ResponsesRequest": {"seed": -1, "tools": [], "include": [], "previous_response_id": "", "top_logprobs": 0}
+    | {"text": {}, "reasoning": {}, "metadata": {}, "instructions": "", "generate": True},
+    "MessagesRequest": {"tools": [], "stop_sequences": [], "mcp_servers": [], "metadata": {}, "system": []}
+    | {"output_config": {}, "tool_choice": {"type": "auto"}, "thinking": {"type": "disabled"}},
+}
+NEUTRAL_SAMPLING = {"top_k": -1, "top_p": 1, "min_p": 0, "repetition_penalty": 1, "min_tokens": 0, "stop_token_ids": []}
+NEUTRAL_SAMPLING |= {
+    "ignore_eos": False,
+    "temperature": 1,
+    "pin": 0,
+    "cache_salt": "",
+    "kv_policy": "",
+    "speculate": "",
+}
+NEUTRAL_SAMPLING |= {"speculate": ""}
+NEUTRAL_COMPLETION = {"presence_penalty": 0, "frequency_penalty": 0, "logit_bias": {}, "repeat_penalty": 1, "user": ""}
+NEUTRAL_COMPLETION |= {"grammar": "", "regex": "", "guided_regex": "", "lora_path": "", "stop": "", "max_tokens": -1}
+NEUTRAL_COMPLETION |= {"metadata": {}, "stream_options": {}, "typical_p": 1, "mirostat": 0, "top_k": 0}
+
+
+@pytest.mark.parametrize("name", NEUTRAL)
+def test_neutral_values_are_accepted(name):
+    model = next(m for m in MODELS if m.__name__ == name)
+    body = build_body(model)
+    values = {**NEUTRAL_SAMPLING, **NEUTRAL[name]} | (NEUTRAL_COMPLETION if "Completion" in name else {})
+    parsed = model.model_validate({**body, **values})
+    for field, value in values.items():
+        model.model_validate({**body, field: value})
+    if "Completion" in name:
+        plain = model.model_validate(body)
+        assert parsed.to_sampling_params(9, None) == plain.to_sampling_params(9, None)
+
+
+@pytest.mark.parametrize("model", [CompletionRequest, ChatCompletionRequest, ResponsesRequest, MessagesRequest])
+def test_a_top_p_of_zero_is_allowed_and_less_is_not(model):
+    body = build_body(model)
+    assert model.model_validate({**body, "top_p": 0}).top_p == 0
+    for wrong in (-0.1, 1.1):
+        with pytest.raises(ValidationError):
+            model.model_validate({**body, "top_p": wrong})

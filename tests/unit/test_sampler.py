@@ -157,6 +157,22 @@ def test_greedy_random_and_penalized_rows_are_sampled_together() -> None:
     assert sampled[1][0][1] is None
 
 
+@given(LOGITS, st.floats(0.01, 5))
+def test_a_top_p_of_zero_takes_the_likeliest_token(x: list[float], temperature: float) -> None:
+    row = torch.tensor(x)
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=temperature, top_p=0)]
+    requests = [Request(RequestInput([1], p, FULL, 5)) for p in params]
+    (greedy, narrow) = sample(row.repeat(2, 1), requests).read()
+    assert greedy == narrow and params[1].greedy
+
+
+def test_minus_one_stands_for_a_random_seed_and_for_all_tokens() -> None:
+    assert SamplingParams(seed=-1, top_k=-1) == SamplingParams()
+    for wrong in ({"seed": -2}, {"top_k": -2}, {"top_p": -0.1}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            SamplingParams(**wrong)  # type: ignore[arg-type]
+
+
 def test_logprobs_are_those_of_the_whole_distribution() -> None:
     x = torch.randn(50)
     (found,) = compute_logprobs(x[None], [7], 100)  # more than there are tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 from retain.server.request_model import Accepted, FieldTable, Refused, only
 
 USE_RESPONSE_FORMAT = Refused("use response_format with a JSON schema")
-NO_LORA = Refused("there are no adapters")
+NO_GRAMMAR = only("", why=USE_RESPONSE_FORMAT.why)
 NO_IMAGES = Accepted("there are no images")
 NO_TRACING = Accepted("the answer is the same")
 ONE_MODEL = Accepted("there is one model and one provider")
@@ -33,9 +33,9 @@ VLLM: FieldTable = {
     "repetition_detection": Refused("an answer ends by its tokens only"),
     "structured_outputs": USE_RESPONSE_FORMAT,
     "guided_json": USE_RESPONSE_FORMAT,
-    "guided_regex": USE_RESPONSE_FORMAT,
-    "guided_choice": USE_RESPONSE_FORMAT,
-    "guided_grammar": USE_RESPONSE_FORMAT,
+    "guided_regex": NO_GRAMMAR,
+    "guided_choice": only([], why=USE_RESPONSE_FORMAT.why),
+    "guided_grammar": NO_GRAMMAR,
     "guided_decoding_backend": Accepted("there is one"),
     "guided_whitespace_pattern": USE_RESPONSE_FORMAT,
     "return_tokens_as_token_ids": only(False),
@@ -67,12 +67,12 @@ SGLANG: FieldTable = {
     "return_routed_experts": only(False),
     "return_cached_tokens_details": NO_TRACING,
     "return_meta_info": only(False),
-    "regex": USE_RESPONSE_FORMAT,
-    "ebnf": USE_RESPONSE_FORMAT,
-    "stop_regex": Refused("use stop"),
+    "regex": NO_GRAMMAR,
+    "ebnf": NO_GRAMMAR,
+    "stop_regex": only("", [], why="use stop"),
     "custom_logit_processor": Refused("a request brings no code"),
     "custom_params": Refused("a request brings no code"),
-    "lora_path": NO_LORA,
+    "lora_path": only("", why="there are no adapters"),
     "session_params": Refused("equal prefixes are always shared: send the whole conversation"),
     "rid": Accepted("answers have ids of the server"),
 }
@@ -99,7 +99,7 @@ LLAMA_CPP: FieldTable = {
     "repeat_last_n": Accepted("repeat_penalty counts the whole text; without it this changes nothing"),
     "penalize_nl": Accepted("repeat_penalty counts newlines too; without it this changes nothing"),
     "samplers": Refused("the order is temperature, top_k, top_p, min_p"),
-    "grammar": USE_RESPONSE_FORMAT,
+    "grammar": NO_GRAMMAR,
     "json_schema": USE_RESPONSE_FORMAT,
     "n_probs": only(0, why="use logprobs"),
     "post_sampling_probs": only(False),

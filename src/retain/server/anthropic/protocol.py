@@ -21,7 +21,15 @@ from retain.server.anthropic.blocks import (
     UserBlock,
 )
 from retain.server.anthropic.tools import AnyTool, TypedTool
-from retain.server.openai.protocol import STOP_DESCRIPTION, ExtensionFields, GenerationFields, Json, StopListField
+from retain.server.openai.protocol import (
+    STOP_DESCRIPTION,
+    TOP_P_DESCRIPTION,
+    ExtensionFields,
+    GenerationFields,
+    Json,
+    StopListField,
+    TopP,
+)
 from retain.server.request_model import StrictModel, tag_text_or_list
 
 MAX_TOOLS = 1024  # agents with several servers of tools have a few hundred
@@ -168,7 +176,7 @@ class MessagesRequest(ConversationFields, GenerationFields):
     )
     stop_sequences: StopListField | None = Field(None, description=STOP_DESCRIPTION)
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = Field(None, description=TOP_P_DESCRIPTION)
     diagnostics: DiagnosticsOptions | None = Field(
         None, description="Say what of the prompt changed since an earlier message that had this field, too"
     )

@@ -8,7 +8,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag
 
 from retain.server import client_fields
 from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort, TextOrJsonObjectFormat
-from retain.server.openai.protocol import GenerationFields, Json, Seed
+from retain.server.openai.protocol import EMPTY_AS_NONE, TOP_P_DESCRIPTION, GenerationFields, Json, Seed, TopP
 from retain.server.openai.responses.items import InputItem
 from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
 from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
@@ -82,7 +82,7 @@ class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
         Discriminator(tag_text_or_list),
     ] = Field(description="May be empty: then the instructions, or the stored conversation, are answered")
     instructions: str | None = Field(None, description="System message; a later response does not inherit it")
-    previous_response_id: Annotated[str, Field(min_length=1, max_length=128)] | None = Field(
+    previous_response_id: Annotated[str, Field(max_length=128), EMPTY_AS_NONE] | None = Field(
         None, description="Stored response that the input continues"
     )
     store: bool | None = Field(None, description="Store the response, in bounded memory; default true")
@@ -96,7 +96,7 @@ class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
     safety_identifier: str | None = Field(None, description="Returned with the response")
     max_output_tokens: PositiveInt32 | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: TopP | None = Field(None, description=TOP_P_DESCRIPTION)
     seed: Seed | None = Field(None, description="As in chat completions; OpenAI's Responses API has no seed")
     include: list[Includable] | None = Field(
         None,
