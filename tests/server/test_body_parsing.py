@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from retain.server import exact_json
 from retain.server.openai import body as body_module
 from retain.server.openai.body import MAX_VALUES, find_excess_of_text, parse_body
 from retain.server.openai.protocol import CompletionRequest
@@ -60,7 +61,7 @@ def test_lists_objects_and_commas_are_counted_outside_of_strings(value: Any) -> 
 @pytest.mark.parametrize("item", ["[]", "{}", '""', "1", "[[],1]", '{"a":""}'])
 def test_what_would_take_long_to_parse_is_not_parsed(item: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
-    monkeypatch.setattr(body_module.orjson, "loads", lambda data: parsed.append(bytes(data)))
+    monkeypatch.setattr(exact_json.orjson, "loads", lambda data: parsed.append(bytes(data)))
     monkeypatch.setattr(body_module, "MAX_VALUES", 2000)
     monkeypatch.setattr(body_module, "MAX_CONTAINERS", 1000)
     text = f'{{"prompt":[{",".join([item] * 2002)}]}}'

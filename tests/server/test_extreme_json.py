@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import orjson
 import pytest
 from pydantic import ValidationError
 
 from retain.server.anthropic.content_blocks import ContentBlocks
+from retain.server.exact_json import parse_json, write_json
 from retain.server.launch import GracefulServer
 from retain.server.openai.body import MAX_DEPTH
 from retain.server.openai.chat_protocol import FunctionDefinition
@@ -161,7 +161,7 @@ NUMBERS = ("1e30", "-1e30", "1e300", str(2**63 - 1), str(2**63), str(2**64), str
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_an_item_with_any_number_is_refused_or_stored(number: str) -> None:
-    value = orjson.loads(number)
+    value = parse_json(number.encode())
     exit_ = {"stdout": "", "stderr": "", "outcome": {"type": "exit", "exit_code": value}}
     for item in (
         {"type": "shell_call", "call_id": "c", "action": {"commands": [], "timeout_ms": value}},
@@ -196,7 +196,7 @@ def test_whatever_arguments_a_model_writes_are_sent(kind: str, arguments: str) -
     tool = ClientTool(kind, "f", FunctionDefinition(name="f"))
     if kind in ("local_shell", "shell"):
         arguments = arguments.replace("{", '{"command": ["x"], "commands": ["x"], ', 1)
-    assert orjson.loads(orjson.dumps(tool.to_item(arguments)))
+    assert parse_json(write_json(tool.to_item(arguments)))
     content = ContentBlocks()
     events = content.feed(ChatOutput("", "", [ParsedToolCall("f", arguments)]))
-    assert orjson.dumps([*events, *content.close(), *content.blocks])
+    assert write_json([*events, *content.close(), *content.blocks])

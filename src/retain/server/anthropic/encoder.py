@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import uuid4
 
-import orjson
 from starlette.responses import Response
 
 from retain.engine.request import FinishReason
 from retain.processing.output import OutputProcessor
 from retain.server.anthropic.content_blocks import ContentBlocks
 from retain.server.anthropic.errors import create_request_id_header, to_error_json, to_error_response
+from retain.server.exact_json import write_json
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import APIError
 from retain.server.openai.prompt_comparison import PromptChange, PromptComparison
@@ -75,7 +75,7 @@ class MessagesEncoder(ResponseEncoder):
         """See ResponseEncoder."""
         self._content.close()
         message = self._describe(group) | {"content": self._content.blocks, **self._stop_fields(group)}
-        return orjson.dumps(message | self._usage_fields(group))
+        return write_json(message | self._usage_fields(group))
 
     def encode_start(self, group: RequestGroup) -> bytes:
         """Encode nothing yet: the first event says how much of the prompt was cached, which the first delta knows."""
@@ -161,4 +161,4 @@ def build_diagnostics(comparison: PromptComparison, group: RequestGroup) -> Json
 
 
 def _encode_event(event: Json) -> bytes:
-    return b"event: " + event["type"].encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+    return b"event: " + event["type"].encode() + b"\ndata: " + write_json(event) + b"\n\n"

@@ -28,6 +28,7 @@ from starlette.responses import Response
 from retain.files import shorten
 from retain.server.admission import RequestAdmission
 from retain.server.disconnects import run_while_connected
+from retain.server.exact_json import parse_json
 from retain.server.field_paths import find_field
 from retain.server.openai.errors import APIError
 from retain.server.preparation import PreparationPool
@@ -160,7 +161,8 @@ def parse_json_object(data: bytes | bytearray) -> dict[str, Any]:
     if problem := find_excess_of_text(data):
         raise _invalid(f"the request body has {problem}")
     try:
-        value = orjson.loads(memoryview(data)[len(codecs.BOM_UTF8) * data.startswith(codecs.BOM_UTF8) :])
+        with memoryview(data)[len(codecs.BOM_UTF8) * data.startswith(codecs.BOM_UTF8) :] as text:
+            value = parse_json(text)
     except orjson.JSONDecodeError:
         try:
             data.decode()
@@ -238,10 +240,10 @@ def count_values(value: Any) -> int:
 def parse_arguments(text: str) -> Any:
     """Return the JSON value of a call's arguments. Raises ValueError for text that is none, or of no body's bounds.
 
-    Python's own parser returns values that the JSON writer refuses: large integers, halves of surrogate pairs, NaN, and
-    lists and objects nested a thousand deep.
+    Python's own parser returns values that the JSON writer refuses: halves of surrogate pairs, NaN, and lists and
+    objects nested a thousand deep.
     """
-    value = orjson.loads(text)
+    value = parse_json(text.encode())
     if problem := find_excess(value):
         raise ValueError(problem)
     return value

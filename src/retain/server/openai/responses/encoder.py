@@ -11,6 +11,7 @@ from starlette.responses import Response
 from retain.engine.request import FinishReason, Logprob
 from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
+from retain.server.exact_json import write_json
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.choice_builders import to_token_logprob
 from retain.server.openai.errors import APIError
@@ -124,7 +125,7 @@ class ResponsesEncoder(ResponseEncoder):
     def _encode_events(self, events: Sequence[Json]) -> bytes:
         encoded = []
         for event in events:
-            data = orjson.dumps({**event, "sequence_number": self._sequence_number})
+            data = write_json({**event, "sequence_number": self._sequence_number})
             encoded.append(f"event: {event['type']}\ndata: ".encode() + data + b"\n\n")
             self._sequence_number += 1
         return b"".join(encoded)
@@ -176,7 +177,7 @@ class ResponsesEncoder(ResponseEncoder):
             "prompt_cache_diagnostics": build_diagnostics(self._comparison, group) if self._comparison else None,
             "retain": build_request_stats(self._output_processor, group)[0],
         }
-        encoded = orjson.dumps(self.response)
+        encoded = write_json(self.response)
         self._on_finish(self.response, encoded)
         return encoded
 
@@ -235,7 +236,7 @@ def build_response(body: ResponsesRequest) -> Json:
         "prompt_cache_diagnostics": None,
         "user": body.user,
         "retain": None,
-        **{name: orjson.Fragment(orjson.dumps(value)) for name, value in repeated.items()},
+        **{name: orjson.Fragment(write_json(value)) for name, value in repeated.items()},
     }
 
 

@@ -13,6 +13,7 @@ from itertools import islice
 import orjson
 from pydantic import TypeAdapter
 
+from retain.server.exact_json import parse_json, write_json
 from retain.server.openai.body import MAX_ITEMS, MAX_VALUES, count_values
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
@@ -96,7 +97,7 @@ def check_length(conversation: Conversation, max_bytes: int) -> None:
 
 def load_items(items: Iterable[StoredItem]) -> list[InputItem]:
     """Return stored items as those of a request."""
-    return ITEMS.validate_python(orjson.loads(b"[%b]" % b",".join(item.encoded for item in items)))
+    return ITEMS.validate_python(parse_json(b"[%b]" % b",".join(item.encoded for item in items)))
 
 
 def encode_items(items: Iterable[InputItem]) -> list[StoredItem]:
@@ -119,7 +120,7 @@ def encode_page(turn: StoredTurn, newest_first: bool, after: str | None, limit: 
         raise APIError(400, "after: no item has this id", "after")
     page = list(islice(items, limit + 1))
     shown = page[:limit]
-    return orjson.dumps(
+    return write_json(
         {
             "object": "list",
             "data": [orjson.Fragment(item.encoded) for item in shown],
@@ -136,7 +137,7 @@ def _skip_past(items: Iterator[StoredItem], item_id: str) -> bool:
 
 
 def _encode_item(dumped: Json) -> StoredItem:
-    return StoredItem(dumped["id"], _copy(orjson.dumps(dumped)), count_values(dumped))
+    return StoredItem(dumped["id"], _copy(write_json(dumped)), count_values(dumped))
 
 
 def _without_logprobs(item: Json) -> Json:
