@@ -48,7 +48,7 @@ def test_a_schema_that_is_too_wide_is_refused_before_it_is_compiled(shape: str) 
     grammar_from_json_schema(within(build(n)))
     with pytest.raises(ValueError) as error:
         grammar_from_json_schema(within(build(n * 11 // 10)))
-    assert str(error.value) == TOO_WIDE
+    assert str(error.value) == f"JSON schema at #/properties/x: {TOO_WIDE}"
 
 
 @pytest.mark.parametrize("shape", ["optional properties", "a choice", "an enumeration"])

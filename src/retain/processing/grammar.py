@@ -6,7 +6,8 @@ The llguidance library computes, after every token, which tokens may follow.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -17,27 +18,31 @@ from torch import Tensor
 
 from retain.kernels.transfers import to_device
 from retain.plugins import needs_extra
+from retain.processing.exact_grammar import build_exact_grammar
 from retain.processing.json_schema import Schema, drop_unmatchable
 from retain.processing.lark import name_special_token
 from retain.processing.reasoning_budget import ReasoningBudget
-from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_width
+from retain.processing.schema_annotations import drop_annotations
+from retain.processing.schema_parts import SchemaError, find_place_beyond
+from retain.processing.schema_refusals import explain_refusal
+from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_part_that_is_too_wide
 from retain.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # an optional dependency
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_SCHEMA_DEPTH = 64
+JSON_SCHEMA = "%json "  # in a Lark grammar
 INVALID_GRAMMAR = "the grammar is invalid, or uses a feature that is not supported"
 # By what llguidance's message contains. Its own words quote the grammar and name its parts, so no client gets them.
 MATCHES_NOTHING = "the grammar matches no text"
 DEAD_END = "the grammar allows no further token"
 TOO_COMPLEX = "the grammar is too complex: simplify it"
 TOO_WIDE = (
-    f"the schema has an object with more than {MAX_WIDTH // WAYS_PER_OPTIONAL_PROPERTY - 1} optional properties, or a "
+    f"an object with more than {MAX_WIDTH // WAYS_PER_OPTIONAL_PROPERTY - 1} optional properties, or a "
     f"choice of more than {MAX_WIDTH - 1}: simplify it"
 )
 REASONS = {
-    "Unimplemented": "the grammar uses a part of JSON Schema that is not supported",
     "Unsatisfiable": MATCHES_NOTHING,
     "NoExtension": MATCHES_NOTHING,
     "regex": "the grammar has a regular expression that is invalid or not supported",
@@ -70,7 +75,7 @@ class GrammarCompiler:
         state = GrammarState(matcher, self.vocab_size, self._ll_tokenizer.vocab_size)
         can_start = not matcher.is_error() and state.allowed_tokens().any()
         if matcher.is_error() or not can_start:
-            raise ValueError(explain_error(matcher.get_error()) if matcher.is_error() else MATCHES_NOTHING)
+            raise explain_error(grammar, matcher.get_error()) if matcher.is_error() else ValueError(MATCHES_NOTHING)
         return state
 
 
@@ -141,11 +146,13 @@ def grammar_from_json_schema(schema: Schema) -> str:
     """Return the grammar of a JSON schema. Raises ValueError for an invalid, too deep or unmatchable schema."""
     from llguidance import LLMatcher
 
-    text = _to_json(schema)
+    prepared = _prepare(schema)
+    if text := _build_exact(prepared):
+        return grammar_from_lark(text)
     try:
-        return LLMatcher.grammar_from_json_schema(text)
+        return LLMatcher.grammar_from_json_schema(json.dumps(prepared))
     except ValueError as error:
-        raise ValueError(explain_error(str(error))) from None
+        raise explain_refusal(prepared, str(error)) from None
 
 
 def lark_json_rule(name: str, schema: Schema) -> str:
@@ -153,18 +160,28 @@ def lark_json_rule(name: str, schema: Schema) -> str:
 
     So its references keep their meaning: they are to its own root. Raises ValueError as `grammar_from_json_schema`.
     """
-    return f"{name}: %json {_to_json(schema)}"
+    prepared = _prepare(schema)
+    text = _build_exact(prepared)
+    return f"{name}: %lark {{\n{text}\n}}" if text else f"{name}: {JSON_SCHEMA}{json.dumps(prepared)}"
 
 
-def _to_json(schema: Schema) -> str:
-    if _exceeds_depth(schema):
-        raise ValueError(f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
-    if find_width(schema) > MAX_WIDTH:
-        raise ValueError(TOO_WIDE)
-    matchable = drop_unmatchable(schema)
+def _build_exact(schema: Schema) -> str | None:
+    return build_exact_grammar(schema) if isinstance(schema, dict) else None
+
+
+def _prepare(schema: Schema) -> Schema:
+    """Return a schema as it is compiled: without what changes nothing, and without what no value matches."""
+    if place := find_place_beyond(schema, MAX_SCHEMA_DEPTH):
+        raise SchemaError(place, f"the schema is nested more than {MAX_SCHEMA_DEPTH} deep")
+    plain = json.loads(json.dumps(schema))
+    if isinstance(plain, dict):
+        drop_annotations(plain)
+        if place := find_part_that_is_too_wide(plain):
+            raise SchemaError(place, TOO_WIDE)
+    matchable = drop_unmatchable(plain)
     if matchable is False:
-        raise ValueError(MATCHES_NOTHING)
-    return json.dumps(matchable)
+        raise explain_refusal(plain, "Unsatisfiable")
+    return matchable
 
 
 def grammar_from_lark(text: str) -> str:
@@ -174,9 +191,26 @@ def grammar_from_lark(text: str) -> str:
     return LLMatcher.grammar_from_lark(text)
 
 
-def explain_error(message: str) -> str:
-    """Return the reason of an error of llguidance, in words of our own."""
-    return next((reason for found, reason in REASONS.items() if found in message), INVALID_GRAMMAR)
+def explain_error(grammar: str, message: str) -> ValueError:
+    """Return the error of a grammar that llguidance refuses with a message, in words of our own."""
+    schemas = list(_iter_schemas(grammar))
+    errors = (explain_refusal(schema, message) for schema in schemas)
+    located = next((error for error in errors if not error.is_of_whole), None)
+    if located:
+        return located
+    if len(schemas) == 1:
+        return explain_refusal(schemas[0], message)
+    return ValueError(next((reason for found, reason in REASONS.items() if found in message), INVALID_GRAMMAR))
+
+
+def _iter_schemas(grammar: str) -> Iterator[Any]:
+    """Yield the JSON schemas in a grammar."""
+    with suppress(ValueError):  # as llguidance writes the grammar of one schema
+        yield from (part["json_schema"] for part in json.loads(grammar)["grammars"])
+        return
+    for text in grammar.split(JSON_SCHEMA)[1:]:
+        with suppress(ValueError):
+            yield json.JSONDecoder().raw_decode(text)[0]
 
 
 class _TokenizerAdapter:
@@ -221,8 +255,3 @@ class _TokenizerAdapter:
     @cached_property
     def _max_length(self) -> int:
         return max(map(len, self._ids_by_bytes), default=0)
-
-
-def _exceeds_depth(x: Any, max_depth: int = MAX_SCHEMA_DEPTH) -> bool:
-    children = x.values() if isinstance(x, dict) else x if isinstance(x, list) else ()
-    return max_depth < 0 or any(_exceeds_depth(child, max_depth - 1) for child in children)

@@ -63,7 +63,7 @@ class MatchableParts:
             needed.append(self._never)
         needed += [self._add_part(p, root) for p in list_of(part.get("allOf"))]
         for name in ("anyOf", "oneOf"):
-            if name in part:
+            if isinstance(part.get(name), list):  # the compiler refuses anything else
                 needed.append(self._any_of([self._add_part(p, root) for p in list_of(part[name])]))
         object_condition = self._object(part, root)
         array_condition = self._array(part, root)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from retain.processing.json_schema import Schema, list_of, resolve, root_of
+from retain.processing.schema_parts import SchemaPlace, iter_parts, open_root
 
 MAX_WIDTH = 2000
 WAYS_PER_OPTIONAL_PROPERTY = 4  # in llguidance's parser; any other alternative is one
@@ -20,6 +21,25 @@ Part = tuple[Any, Any]  # of a schema, with its root
 
 def find_width(schema: Schema) -> int:
     """Return the width of the widest part of a schema, in time linear in its size. Beyond `MAX_WIDTH` it is a bound."""
+    return max(_measure_all(schema).values(), default=0)
+
+
+def find_part_that_is_too_wide(schema: dict[str, Any]) -> SchemaPlace | None:
+    """Return the place of a part of a schema that is wider than `MAX_WIDTH`, an inner one; None if there is none."""
+    widths = _measure_all(schema)
+    if max(widths.values(), default=0) <= MAX_WIDTH:
+        return None
+
+    def is_wide(part: dict[str, Any]) -> bool:
+        return widths.get(id(part), 0) > MAX_WIDTH
+
+    wide = [part for part in iter_parts(open_root(schema)) if is_wide(part.schema)]
+    causes = (part for part in wide if not any(is_wide(other) for other, _ in _beside(part.schema, part.root)))
+    return next((part.place for part in (*causes, *wide)), SchemaPlace())
+
+
+def _measure_all(schema: Schema) -> dict[int, int]:
+    """Return the widths of all parts of a schema, by their ids."""
     widths: dict[int, int] = {}  # by the id of a part, which the schema keeps alive
     parts: list[Part] = [(schema, schema)]
     while parts:
@@ -30,7 +50,7 @@ def find_width(schema: Schema) -> int:
             parts += [(value, root) for key, value in part.items() if key not in VALUES]
         elif isinstance(part, list):
             parts += [(value, root) for value in part]
-    return max(widths.values(), default=0)
+    return widths
 
 
 def _measure(part: Part, widths: dict[int, int]) -> None:
