@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import jsonschema
@@ -19,12 +20,18 @@ SPECIAL = [v * sign for sign in (1, -1) for v in (2**53, BIG, 2**63 - 1, 2**63, 
 INTEGERS = st.integers(-(2**80), 2**80) | st.integers(-(2**54), 2**54) | st.sampled_from(SPECIAL)
 
 
-def match(grammar: str, text: str) -> bool:
-    """Return whether a text is one of those of a grammar."""
+@lru_cache(1)
+def compile_over_bytes(grammar: str) -> Any:
     from llguidance import LLMatcher, LLTokenizer
 
     matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0)
     assert not matcher.is_error() or "Unsatisfiable" in matcher.get_error(), matcher.get_error()
+    return matcher
+
+
+def match(grammar: str, text: str) -> bool:
+    """Return whether a text is one of those of a grammar."""
+    matcher = compile_over_bytes(grammar).deep_copy()
     return all(matcher.consume_token(byte) for byte in text.encode()) and bool(matcher.is_accepting())
 
 
@@ -159,7 +166,7 @@ candidates = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(documents, st.lists(candidates, min_size=5, max_size=12))
 def test_a_grammar_allows_the_values_of_a_schema(document: Any, some: list[Any]) -> None:
     try:
@@ -170,7 +177,7 @@ def test_a_grammar_allows_the_values_of_a_schema(document: Any, some: list[Any])
     validator = jsonschema.Draft202012Validator(document)
     for value in some:
         wanted = is_valid(validator, value)
-        for text in (json.dumps(value), json.dumps(value, separators=(",", ":")), json.dumps(value, indent=1)):
+        for text in (json.dumps(value, separators=(",", ":")), json.dumps(value, indent=1)):
             assert wanted is None or match(grammar, text) == wanted, (document, value)
         assert not match(grammar, f" {json.dumps(value)}") and not match(grammar, f"{json.dumps(value)} ")
 

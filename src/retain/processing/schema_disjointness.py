@@ -27,7 +27,8 @@ def matches_type(value: Any, types: Any) -> bool:
 
 def exclude_each_other(a: Part, b: Part) -> bool:
     """Return whether it is certain that no value matches both of two parts: by themselves, or by a required member."""
-    a, b = _follow(a), _follow(b)
+    a = _follow(a)
+    b = _follow(b)
     if _are_apart(a, b):
         return True
     names = {name for part in (a, b) for name in list_of(part.schema.get("required")) if isinstance(name, str)}
@@ -38,9 +39,10 @@ def _are_apart(a: Part | None, b: Part | None) -> bool:
     """Return whether two parts have no type in common, or different constants."""
     if a is None or b is None:
         return False
-    constants = _constants(a), _constants(b)
-    if constants[0] is not None and constants[1] is not None:
-        return not constants[0] & constants[1]
+    ours = _constants(a)
+    theirs = _constants(b)
+    if ours is not None and theirs is not None:
+        return not ours & theirs
     return not _kinds(a) & _kinds(b)
 
 
