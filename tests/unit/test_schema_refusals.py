@@ -247,3 +247,25 @@ def test_the_place_is_found_in_linear_time(monkeypatch: pytest.MonkeyPatch) -> N
         assert len(list(iter_parts(open_root(schema)))) == 3 * n + 3
         counts.append(len(seen))
     assert counts[1] < 2.1 * counts[0]
+
+
+KEYWORDS = [
+    *schema_parts.SINGLE, *schema_parts.LISTS, *schema_parts.MAPS, "type", "enum", "const", "$ref", "minimum",
+    "maximum", "exclusiveMinimum", "multipleOf", "format", "pattern", "required", "minItems", "maxItems", "minLength",
+    "$id", "$schema", "$comment", "uniqueItems", "minProperties", "a",
+]  # fmt: skip
+ODD = st.recursive(
+    st.sampled_from(
+        [None, True, False, 0, -1, 2, 1.5, 3.0, 2**53 + 1, 2**64, 1e300, "", "object", "array", "#", "integer"]
+    )
+    | st.sampled_from(["#/$defs/a", "#/a/0", "#/properties/a", "http://x/y", "date", "(", "^a", "string"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYWORDS), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.dictionaries(st.sampled_from(KEYWORDS), ODD, min_size=1, max_size=5))
+def test_any_json_is_a_schema_or_is_refused_at_a_place(compiler: GrammarCompiler, schema: Any) -> None:
+    message = refusal(compiler, schema)
+    assert message is None or message.startswith("JSON schema at #")
