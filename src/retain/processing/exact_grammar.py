@@ -7,6 +7,7 @@ within the grammar. What such a part cannot be combined with is refused, with it
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
@@ -36,6 +37,7 @@ KEYWORDS = (*NUMERIC, *OF_ARRAYS, *OF_OBJECTS, *OF_STRINGS, *UNIONS, "$ref", "co
 INTEGER = "an integer beyond 2^53"
 TOO_LARGE = f"the schema is too large for {INTEGER}"
 MAX_ALTERNATIVES = 64  # of `oneOf`
+MAY_BE_LARGE = re.compile("[0-9]{16}|[0-9]e")  # in the text of a schema: most have no such number
 SMALL = 2**52  # numbers up to this one are left to llguidance
 COMMON_RULES = r"""ws: WS?
 WS: /[ \n\r\t]+/
@@ -47,6 +49,8 @@ def build_exact_grammar(schema: dict[str, Any]) -> str | None:
 
     Raises SchemaError.
     """
+    if not MAY_BE_LARGE.search(json.dumps(schema)):
+        return None
     root = open_root(schema)
     exact = find_parts_with_large_integers(root)
     if id(schema) not in exact:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -76,6 +76,11 @@ class SchemaError(ValueError):
 
 def find_place_beyond(schema: Any, max_depth: int) -> SchemaPlace | None:
     """Return the first place in a JSON value that is nested too deeply; None if there is none."""
+    level = [schema]
+    for _ in range(max_depth + 1):
+        level = [item for value in level for item in _items(value)]
+    if not level:
+        return None
     stack = [(schema, SchemaPlace(), max_depth)]
     while stack:
         value, place, depth = stack.pop()
@@ -84,6 +89,10 @@ def find_place_beyond(schema: Any, max_depth: int) -> SchemaPlace | None:
         items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         stack += reversed([(item, place.at(token), depth - 1) for token, item in items])
     return None
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
 
 
 def open_part(schema: dict[str, Any], place: SchemaPlace, root: Any, root_place: SchemaPlace) -> Part:
