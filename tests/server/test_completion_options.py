@@ -1,6 +1,7 @@
 """Fields of other engines that completions honour: names for the same thing, usage in every chunk, token ids."""
 
 import json
+import re
 
 import pytest
 
@@ -84,12 +85,40 @@ SAMPLED = {"seed": 5, "temperature": 0.8, "max_tokens": 20}
         ({"max_tokens": None, "n_predict": 9}, {"max_tokens": 9}),
         ({"n_predict": 9}, {}),
         ({"max_tokens": -1, "stop": "e"}, {"max_tokens": 10**6, "stop": "e"}),
+        ({"top_p": 0}, {"temperature": 0}),
+        ({"stop": "", "grammar": "", "kv_policy": "", "pin": 0}, {}),
     ],
 )
 @pytest.mark.parametrize(("path", "prompt"), [CHAT, TEXT])
 def test_names_of_other_engines_mean_the_same(tiny_server, path, prompt, fields, same):
     ours, theirs = (complete(tiny_server, path, **prompt, **SAMPLED | f)["choices"] for f in (same, fields))
     assert ours == theirs
+
+
+@pytest.mark.parametrize(
+    ("path", "prompt"),
+    [
+        ("/messages", {"messages": MESSAGES, "max_tokens": 6}),
+        ("/responses", {"input": "Hello there", "max_output_tokens": 6}),
+        ("/completions", {"prompt": "Hello there", "max_tokens": 6, "suffix": "", "seed": -1}),
+        ("/chat/completions", {"messages": MESSAGES, "max_tokens": 6, "seed": -1}),
+    ],
+)
+def test_a_top_p_of_zero_is_greedy(tiny_server, path, prompt):
+    """An empty suffix is none, and a seed of -1 changes nothing in what is not random."""
+    greedy, narrow = (complete(tiny_server, path, **prompt, **f) for f in ({"temperature": 0}, {"top_p": 0}))
+    names = [name for name in ("content", "output", "choices") if name in greedy]
+    texts = [json.dumps([answer[name] for name in names]) for answer in (greedy, narrow)]
+    assert (
+        names and [re.sub('"id": "[^"]*"', "", text) for text in texts] == [re.sub('"id": "[^"]*"', "", texts[0])] * 2
+    )
+
+
+@pytest.mark.parametrize(("path", "prompt"), [CHAT, TEXT])
+def test_a_seed_of_minus_one_is_random(tiny_server, path, prompt):
+    fields = {**prompt, "temperature": 2, "max_tokens": 20, "ignore_eos": True}
+    answers = [json.dumps(complete(tiny_server, path, **fields, seed=-1)["choices"]) for _ in range(2)]
+    assert answers[0] != answers[1]
 
 
 def test_a_penalty_of_llama_cpp_has_an_effect(tiny_server):
