@@ -41,7 +41,7 @@ from tests.server.conftest import API_KEYS, HTTP, application_of, run_in_engine_
 
 # Renders the end of a conversation only, so that the largest ones pass every step up to the engine.
 TEMPLATE = (
-    "{% if tools %}<tool_call>{{ tools | length }}{% endif %}"
+    "{% if tools %}<tool_call>{'name': {{ tools | length }}}{% endif %}"
     "{% for m in messages[-2:] %}{{ m.role }}: {{ (m.content or '')[:40] }}\n{% endfor %}"
 )
 OF_PROMPTS = (  # shapes for routes that return a prompt, which is prepared as that of an answer

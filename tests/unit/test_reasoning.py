@@ -14,11 +14,11 @@ from retain.processing.grammar import GrammarCompiler, grammar_from_lark
 from retain.processing.lark import precede_with_reasoning
 from retain.processing.reasoning import (
     KNOWN_MARKS,
-    Part,
     Reasoning,
     ReasoningMarks,
     ReasoningSplitter,
     ReasoningState,
+    TextPart,
     find_reasoning_marks,
 )
 from retain.processing.reasoning_budget import ReasoningBudget
@@ -50,11 +50,11 @@ def cut_texts(draw: st.DrawFn) -> tuple[ReasoningMarks, list[str]]:
     return marks, draw(st.lists(st.sampled_from(parts), max_size=12))
 
 
-def split(marks: Sequence[ReasoningMarks], is_open: bool, pieces: Sequence[str]) -> list[tuple[Part, str]]:
+def split(marks: Sequence[ReasoningMarks], is_open: bool, pieces: Sequence[str]) -> list[tuple[TextPart, str]]:
     """Return the parts of a text, neighbours of a kind joined."""
     splitter = ReasoningSplitter(marks, is_open)
     found = [part for piece in pieces for part in splitter.feed(piece, finished=False)]
-    joined: list[tuple[Part, str]] = []
+    joined: list[tuple[TextPart, str]] = []
     for part, text in [*found, *splitter.feed("", finished=True)]:
         if joined and joined[-1][0] is part:
             joined[-1] = (part, joined[-1][1] + text)
@@ -84,10 +84,10 @@ def test_stop_strings_are_searched_in_the_answer_alone(
     tokenizer = open_tokenizer("bytes")
     text = "".join(pieces)
     parts = split([marks], state is ReasoningState.OPEN, [text])
-    if [part for part, _ in parts].count(Part.ANSWER) > 1:  # of gpt-oss: several texts
+    if [part for part, _ in parts].count(TextPart.ANSWER) > 1:  # of gpt-oss: several texts
         return
-    before = "".join(part for kind, part in parts if kind is not Part.ANSWER)
-    answer = "".join(part for kind, part in parts if kind is Part.ANSWER)
+    before = "".join(part for kind, part in parts if kind is not TextPart.ANSWER)
+    answer = "".join(part for kind, part in parts if kind is TextPart.ANSWER)
     if not text.startswith(before):  # text before the reasoning of gpt-oss
         return
     ids = [tokenizer.encode(character, add_special_tokens=False) for character in text]

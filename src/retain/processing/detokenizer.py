@@ -12,7 +12,7 @@ from copy import copy
 
 from tokenizers import Tokenizer as Core
 
-from retain.processing.reasoning import Part, Reasoning
+from retain.processing.reasoning import Reasoning, TextPart
 from retain.processing.stop_strings import StopStrings, StopStringSearch
 
 MAX_CHARACTER_BYTES = 4  # in UTF-8
@@ -169,7 +169,7 @@ class IncrementalDetokenizer:
         assert self._splitter
         shown = []
         for part, piece in self._splitter.feed(text, finished):
-            shown.append(self._search(piece) if part is Part.ANSWER else piece)
+            shown.append(self._search(piece) if part is TextPart.ANSWER else piece)
             if self.stopped:
                 break
         return "".join(shown)

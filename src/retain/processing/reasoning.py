@@ -92,7 +92,7 @@ def find_reasoning_marks(template: str) -> ReasoningMarks | None:
     return marks if marks.answer_end in template else replace(marks, answer_begin="", answer_end="")
 
 
-class Part(Enum):
+class TextPart(Enum):
     """What a piece of generated text is."""
 
     REASONING = "reasoning"
@@ -100,7 +100,7 @@ class Part(Enum):
     ANSWER = "answer"
 
 
-Pieces = list[tuple[Part, str]]
+Pieces = list[tuple[TextPart, str]]
 
 
 class ReasoningSplitter:
@@ -138,7 +138,7 @@ class ReasoningSplitter:
         """Add generated text. Returns the pieces that are certain; all of them once the text has `finished`."""
         return list(self._iter_pieces(text, finished))
 
-    def _iter_pieces(self, text: str, finished: bool) -> Iterator[tuple[Part, str]]:
+    def _iter_pieces(self, text: str, finished: bool) -> Iterator[tuple[TextPart, str]]:
         text = self._held + text
         self._held = ""
         rest: str | None = text
@@ -164,25 +164,25 @@ class ReasoningSplitter:
     def _begin_reasoning(self, before: str, marks: ReasoningMarks, after: str) -> tuple[Pieces, str | None]:
         self.marks = marks
         self._step = self._read_reasoning
-        return [(Part.MARK, before + marks.begin)], after
+        return [(TextPart.MARK, before + marks.begin)], after
 
     def _read_reasoning(self, text: str, finished: bool) -> tuple[Pieces, str | None]:
         assert self.marks
         reasoning, mark, after = text.partition(self.marks.end)
         if mark:
             self._step = self._read_answer
-            return [(Part.REASONING, reasoning), (Part.MARK, mark)], after
-        return [(Part.REASONING, self._release(text, self.marks.end, finished))], None
+            return [(TextPart.REASONING, reasoning), (TextPart.MARK, mark)], after
+        return [(TextPart.REASONING, self._release(text, self.marks.end, finished))], None
 
     def _read_answer(self, text: str, finished: bool) -> tuple[Pieces, str | None]:
         marks = next((m for m in self._candidates if m.repeats), None)
         if not marks:
-            return [(Part.ANSWER, text)], None
+            return [(TextPart.ANSWER, text)], None
         answer, mark, after = text.partition(marks.begin)
         if mark:
             pieces, rest = self._begin_reasoning("", marks, after)
-            return [(Part.ANSWER, answer), *pieces], rest
-        return [(Part.ANSWER, self._release(text, marks.begin, finished))], None
+            return [(TextPart.ANSWER, answer), *pieces], rest
+        return [(TextPart.ANSWER, self._release(text, marks.begin, finished))], None
 
     def _release(self, text: str, mark: str, finished: bool) -> str:
         """Return text without the end that may begin a mark, which is held back."""

@@ -10,9 +10,9 @@ from copy import copy
 
 from retain.processing.reasoning import (
     KNOWN_MARKS,
-    Part,
     ReasoningMarks,
     ReasoningSplitter,
+    TextPart,
     find_reasoning_marks,
     partial_mark_length,
 )
@@ -51,8 +51,8 @@ class ReasoningParser:
     def feed(self, text: str, finished: bool) -> tuple[str, str]:
         """Add generated text. Returns what is certainly reasoning, and what is certainly content."""
         pieces = self._splitter.feed(text, finished)
-        reasoning = "".join(piece for part, piece in pieces if part is Part.REASONING)
-        content = "".join(piece for part, piece in pieces if part is Part.ANSWER)
+        reasoning = "".join(piece for part, piece in pieces if part is TextPart.REASONING)
+        content = "".join(piece for part, piece in pieces if part is TextPart.ANSWER)
         return reasoning, self._unwrapper.feed(content, self._splitter.marks is not None, finished)
 
 
