@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from retain.processing.infill import FORMATS
+from retain.processing.fill_in_formats import FILL_IN_FORMATS
 from retain.server.config import Limits
 from tests.helpers.folders import save_tiny_smollm2
 from tests.server.conftest import HTTP, run_server
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
     """A tiny model with the tokens of fill in the middle in place of others."""
     folder = save_tiny_smollm2(tmp_path_factory.mktemp("qwen3"), "qwen3")
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
-    for name, marker in zip(("<repo_name>", "<reponame>", "<file_sep>"), FORMATS[0], strict=True):
+    for name, marker in zip(("<repo_name>", "<reponame>", "<file_sep>"), FILL_IN_FORMATS[0], strict=True):
         text = text.replace(json.dumps(name), json.dumps(marker))
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
     return folder
@@ -127,7 +127,7 @@ def test_a_model_that_generates_makes_no_vectors(generator):
 
 def test_a_suffix_makes_the_answer_a_middle(generator):
     fields = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
-    before, behind, middle = FORMATS[0]
+    before, behind, middle = FILL_IN_FORMATS[0]
     got = post(generator, "completions", prompt="def f(", suffix="):\n", **fields).json()
     same = post(generator, "completions", prompt=f"{before}def f({behind}):\n{middle}", **fields).json()
     assert got["choices"][0]["text"] == same["choices"][0]["text"] and got["usage"]["prompt_tokens"] > 3
