@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, ClassVar, NamedTuple
 
@@ -124,6 +125,33 @@ def _count_bytes(function: Callable[[], object]) -> int:
     finally:
         tracemalloc.stop()
     return num_bytes
+
+
+@contextmanager
+def at_most(num_steps: int) -> Iterator[None]:
+    """Check that the block runs at most so many lines of `retain` and calls of any function. It ends at the next one.
+
+    That tells a pass over some data from one that a damaged count repeats for minutes.
+    """
+    num_left = num_steps
+
+    def count(frame: FrameType, event: str, arg: object) -> Any:
+        nonlocal num_left
+        num_left -= event != "return"
+        assert num_left >= 0, f"more than {num_steps} steps"
+        return count
+
+    def trace(frame: FrameType, event: str, arg: object) -> Any:
+        count(frame, event, arg)
+        return count if _is_ours(frame) else None
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(previous)
+    assert num_left >= 0, f"more than {num_steps} steps"  # also where the block has caught that
 
 
 def _run_traced(function: Callable[[], object], trace: Callable[[FrameType, str, object], Any]) -> None:

@@ -13,7 +13,7 @@ from gguf import GGUFWriter
 from retain import LLM
 from retain.formats.gguf.reader import GGUFReader
 from retain.kernels.ggml_blocks import dequantize_blocks
-from tests.helpers import processor_time
+from tests.helpers import counted_work
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, tiny_for_gguf, write_gguf
 
 
@@ -77,7 +77,7 @@ ZERO_BYTES = bytes(200)
 def test_damaged_files_are_refused_at_once(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "m.gguf"
     path.write_bytes(data)
-    with processor_time.at_most(1), pytest.raises(ValueError) as e:
+    with counted_work.at_most(10_000), pytest.raises(ValueError) as e:
         GGUFReader(path)
     assert str(e.value).startswith(f"{path}: damaged GGUF file: ") or "begin with 'GGUF'" in str(e.value)
     assert "\n" not in str(e.value)
@@ -89,7 +89,7 @@ def test_huge_counts_in_a_huge_file_are_refused_at_once(tmp_path: Path) -> None:
     path.write_bytes(gguf_bytes(n_pairs=1, pairs=string_bytes("a") + struct.pack("<II", 9, 8) + HUGE_COUNT))
     with path.open("ab") as f:
         f.truncate(1 << 30)  # a sparse file
-    with processor_time.at_most(1), pytest.raises(ValueError, match="1152921504606846976 strings"):
+    with counted_work.at_most(10_000), pytest.raises(ValueError, match="1152921504606846976 strings"):
         GGUFReader(path)
 
 
