@@ -39,6 +39,11 @@ class Scanned(NamedTuple):
         """Return that text before a position was read."""
         return cls(Scan.MORE, position, position)
 
+    @classmethod
+    def text(cls, position: int) -> Scanned:
+        """Return that what was read up to a position is no call."""
+        return cls(Scan.TEXT, position, position)
+
 
 class CallScanner(Protocol):
     """Finds the end of one call."""
@@ -79,9 +84,10 @@ def compile_marks(marks: tuple[str, ...], escapes: bool = False) -> re.Pattern[s
 
 @dataclass
 class MarkerScanner:
-    """Ends a call at the first of its markers."""
+    """Ends a call at the first of its markers. `begins` begin another one: what came before them was no call."""
 
     ends: Sequence[str]
+    begins: Sequence[str] = ()
 
     def copy(self) -> MarkerScanner:
         """See CallScanner."""
@@ -89,9 +95,12 @@ class MarkerScanner:
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """See CallScanner."""
-        match = compile_marks(tuple(self.ends)).search(text, start)
+        marks = (*self.ends, *self.begins)
+        match = compile_marks(marks).search(text, start)
         if not match:
-            return Scanned.more(cut_marks(text, start, self.ends, finished))
+            return Scanned.more(cut_marks(text, start, marks, finished))
+        if match[0] in self.begins:
+            return Scanned.text(match.start())
         return end_call(text, match.start(), match.start(), self.ends, finished)
 
 
@@ -100,6 +109,7 @@ class QuotedScanner:
     """Ends a call at the first of its markers outside of quotes. `escapes`: a backslash escapes a character in them."""
 
     ends: Sequence[str]
+    begins: Sequence[str]
     quotes: Sequence[str] = ('"',)
     escapes: bool = True
     quote: str = ""  # that is open
@@ -112,7 +122,7 @@ class QuotedScanner:
         """See CallScanner."""
         position = start
         while True:
-            marks = (self.quote,) if self.quote else (*self.quotes, *self.ends)
+            marks = (self.quote,) if self.quote else (*self.quotes, *self.ends, *self.begins)
             escapes = self.escapes and bool(self.quote)
             match = compile_marks(marks, escapes).search(text, position)
             if not match:
@@ -120,6 +130,8 @@ class QuotedScanner:
                 return Scanned.more(min(cut_marks(text, position, marks, finished), len(text) - is_escaping))
             if match[0] in self.ends and not self.quote:
                 return end_call(text, match.start(), match.start(), self.ends, finished)
+            if match[0] in self.begins and not self.quote:
+                return Scanned.text(match.start())
             if match[0] in self.quotes:
                 self.quote = "" if self.quote else match[0]
             position = match.end()
@@ -133,6 +145,7 @@ class ValueScanner:
     """
 
     ends: Sequence[str] = ()
+    begins: Sequence[str] = ()
     openers: str = "{["
     depth: int = 0
     in_string: bool = False
@@ -146,9 +159,12 @@ class ValueScanner:
         """See CallScanner."""
         position = start
         if not self.depth and not self.is_complete:
-            opener = compile_marks((*self.openers, *self.ends)).search(text, position)
+            marks = (*self.openers, *self.ends, *self.begins)
+            opener = compile_marks(marks).search(text, position)
             if not opener:
-                return Scanned.more(cut_marks(text, position, self.ends, finished))
+                return Scanned.more(cut_marks(text, position, marks, finished))
+            if opener[0] in self.begins:
+                return Scanned.text(opener.start())
             if opener[0] in self.ends:
                 return end_call(text, opener.start(), opener.start(), self.ends, finished)
             self.depth = 1
@@ -189,11 +205,11 @@ class ValueScanner:
 class TagScanner:
     """Ends a call at the first of its markers outside of values between tags.
 
-    A value goes on behind its closing tag, unless one of the `followers` or a marker comes next: a text may have the
-    tag itself.
+    A value goes on behind its closing tag, unless one of the `followers` comes next: a text may have the tag itself.
     """
 
     ends: Sequence[str]
+    begins: Sequence[str]
     opener: str
     closer: str
     followers: Sequence[str]
@@ -207,12 +223,14 @@ class TagScanner:
         """See CallScanner."""
         position = start
         while True:
-            marks = (self.closer,) if self.in_value else (self.opener, *self.ends)
+            marks = (self.closer,) if self.in_value else (self.opener, *self.ends, *self.begins)
             match = compile_marks(marks).search(text, position)
             if not match:
                 return Scanned.more(cut_marks(text, position, marks, finished))
             if not self.in_value and match[0] in self.ends:
                 return end_call(text, match.start(), match.start(), self.ends, finished)
+            if not self.in_value and match[0] in self.begins:
+                return Scanned.text(match.start())
             is_closed = self.is_closed(text, match.end(), finished) if self.in_value else False
             if is_closed is None:
                 return Scanned.more(match.start())
@@ -224,9 +242,8 @@ class TagScanner:
         at = start
         while at < len(text) and at - start < MAX_BLANKS and text[at].isspace():
             at += 1
-        followers = (*self.followers, *self.ends)
-        if any(text.startswith(follower, at) for follower in followers):
+        if any(text.startswith(follower, at) for follower in self.followers):
             return True
-        rest = text[at : at + max(map(len, followers))]
-        is_open = at - start < MAX_BLANKS and any(follower.startswith(rest) for follower in followers)
+        rest = text[at : at + max(map(len, self.followers))]
+        is_open = at - start < MAX_BLANKS and any(follower.startswith(rest) for follower in self.followers)
         return None if is_open and not finished else finished and at == len(text)

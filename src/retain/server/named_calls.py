@@ -25,7 +25,7 @@ class NamedJsonFormat(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. A call ends where its JSON ends."""
-        return ValueScanner(self.ends, openers="{")
+        return ValueScanner(self.ends, self.begins, openers="{")
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """See ToolFormat."""

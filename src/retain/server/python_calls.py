@@ -26,7 +26,7 @@ class PythonToolFormat(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. The markers may stand in strings."""
-        return QuotedScanner(self.ends, quotes=('"', "'"))
+        return QuotedScanner(self.ends, self.begins, quotes=('"', "'"))
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """See ToolFormat. Values may be literals of Python or of JSON."""

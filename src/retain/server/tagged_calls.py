@@ -12,8 +12,11 @@ from retain.server.text_arguments import TextLayout, convert_texts, iter_text_ru
 from retain.server.tool_format import Functions, ParsedToolCall, Schemas, ToolFormat, write_arguments
 
 NAME = re.compile(r"\s*<function=([^<>\n]+)>")
-PARAMETER_NAME = re.compile(r"\s*<parameter=([^<>\n]+)>")
+PARAMETER = re.compile(r"\s*<parameter=([^<>\n]+)>")
+PARAMETER_BEGIN = "<parameter="
+PARAMETER_END = "</parameter>"
 FUNCTION_END = "</function>"
+FOLLOWERS = (PARAMETER_BEGIN, FUNCTION_END)  # of a parameter
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class FunctionTagFormat(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. The tags of calls may stand in values."""
-        return TagScanner(self.ends, "<parameter=", "</parameter>", ("<parameter=", FUNCTION_END))
+        return TagScanner(self.ends, self.begins, PARAMETER_BEGIN, PARAMETER_END, FOLLOWERS)
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """See ToolFormat."""
@@ -38,28 +41,16 @@ class FunctionTagFormat(ToolFormat):
         name = function[1].strip()
         texts: dict[str, str] = {}
         position = function.end()
-        for parameter, value, end in self._iter_values(text, position):
+        for parameter, value, end in iter_tagged_values(text, position, PARAMETER, PARAMETER_END, FOLLOWERS):
             texts[parameter] = value.removeprefix(self.value_break).removesuffix(self.value_break)
             position = end
-        if text[position:].strip() not in (FUNCTION_END, ""):
+        if text[position:].strip() != FUNCTION_END:  # cut, or no call
             return None
         return [ParsedToolCall(name, write_arguments(convert_texts(texts, schemas.get(name))))]
 
-    def _iter_values(self, text: str, position: int) -> Iterator[tuple[str, str, int]]:
-        """Yield the name and the text of each parameter, and where it ends."""
-        scanner = TagScanner((), "<parameter=", "</parameter>", ("<parameter=", FUNCTION_END), in_value=True)
-        while parameter := PARAMETER_NAME.match(text, position):
-            close = text.find(scanner.closer, parameter.end())
-            while close >= 0 and not scanner.is_closed(text, close + len(scanner.closer), finished=True):
-                close = text.find(scanner.closer, close + 1)
-            if close < 0:
-                return
-            position = close + len(scanner.closer)
-            yield parameter[1].strip(), text[parameter.end() : close], position
-
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat. The parameters keep the order of the schema."""
-        layout = TextLayout("<parameter=", f">{self.value_break}", f"{self.value_break}</parameter>{self.tag_break}")
+        layout = TextLayout(PARAMETER_BEGIN, f">{self.value_break}", f"{self.value_break}{PARAMETER_END}{self.tag_break}")
         begin = write_text(f"{self.begin}{self.tag_break}", special_tokens)
         end = write_text(f"{FUNCTION_END}{self.tag_break}{self.end}", special_tokens)
         rules = [f"start: {begin} ({list_rules('call', len(tools))}) {end}"]
@@ -68,3 +59,21 @@ class FunctionTagFormat(ToolFormat):
             rules.append(f"call{i}: {function} parameters{i}")
             rules += iter_text_rules(f"parameters{i}", tool.get("parameters"), layout)
         return "\n".join(rules)
+
+
+def iter_tagged_values(
+    text: str, position: int, opener: re.Pattern[str], closer: str, followers: tuple[str, ...]
+) -> Iterator[tuple[str, str, int]]:
+    """Yield the name and the text of each value from a position on, and where its closing tag ends.
+
+    `opener` has the name. `followers` come behind the closing tag of a value, or nothing does (see TagScanner).
+    """
+    scanner = TagScanner((), (), "", closer, followers)
+    while found := opener.match(text, position):
+        close = text.find(closer, found.end())
+        while close >= 0 and not scanner.is_closed(text, close + len(closer), finished=True):
+            close = text.find(closer, close + 1)
+        if close < 0:
+            return
+        position = close + len(closer)
+        yield found[1].strip(), text[found.end() : close], position

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import write_text, write_text_before
+from retain.server.literals import LiteralReader
 from retain.server.tool_format import read_json
 
 Schema = Any
@@ -62,12 +63,28 @@ def read_text_value(text: str, schema: Schema, root: Schema) -> Any:
     types = find_types(schema, root)
     if types == {"string"}:
         return text
-    stripped = text.strip()
-    value = WORDS[stripped] if stripped in WORDS else read_json(stripped)
-    if isinstance(value, str) or (value is None and stripped not in ("null", "None")):
+    value = _read_value(text.strip(), may_be_text=not types or "string" in types)
+    if isinstance(value, str):
         return text
     kind = type_of(value)
     return value if not types or kind in types or (kind == "integer" and "number" in types) else text
+
+
+def _read_value(text: str, may_be_text: bool) -> Any:
+    """Return the value of JSON, or what templates write of other values: literals of Python. A text is no value."""
+    if text in WORDS:
+        return WORDS[text]
+    value = read_json(text)
+    if value is not None or text == "null":
+        return value
+    if may_be_text or not text.startswith(("[", "{")):
+        return text
+    reader = LiteralReader(text)
+    try:
+        value = reader.read_value()
+    except (ValueError, RecursionError):
+        return text
+    return value if reader.is_at_end else text
 
 
 def stand_alone(schema: Schema, root: Schema) -> Schema:

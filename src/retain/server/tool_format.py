@@ -53,7 +53,8 @@ class AnswerParser(Protocol):
 class ToolFormat(ABC):
     """How a model writes tool calls: each between two markers. Several calls may stand between those of a section.
 
-    `families`: model types whose published chat templates teach this format.
+    `families`: model types whose published chat templates teach this format. `needs_end`: without the marker behind it
+    a call may be the beginning of a longer one.
     """
 
     begin: str = ""
@@ -61,6 +62,7 @@ class ToolFormat(ABC):
     section_begin: str = ""
     section_end: str = ""
     families: ClassVar[tuple[str, ...]] = ()
+    needs_end: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod
@@ -108,7 +110,7 @@ class ToolFormat(ABC):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """Create a scanner of a call that has begun with one of the texts that may."""
-        return MarkerScanner(self.ends)
+        return MarkerScanner(self.ends, self.begins)
 
     def build_content_grammar(self, schema: Any) -> str | None:
         """Return llguidance's Lark grammar of an answer whose content matches a JSON schema. Raises ValueError.
@@ -141,7 +143,7 @@ class JsonToolFormat(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. A call ends where its JSON ends."""
-        return ValueScanner(self.ends)
+        return ValueScanner(self.ends, self.begins)
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """Parse one object or a list of them. Returns None if it is no tool call."""

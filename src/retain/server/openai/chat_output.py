@@ -130,7 +130,7 @@ class ToolParser:
         self._body_parts.clear()
         begin = self._begin
         self._scanner = None
-        if known := self._parse_known_tools(body):
+        if not self._format.needs_end and (known := self._parse_known_tools(body)):
             return content, calls + known
         if not self._trusts_quotes or not any(end in body for end in self._format.ends):
             return content + begin + body, calls
@@ -167,7 +167,7 @@ class ToolParser:
         is_bare = begin in self._format.bare_begins
         self._begin = "" if is_bare else begin
         trusted = self._format.create_scanner(begin)
-        self._scanner = trusted if self._trusts_quotes else MarkerScanner(self._format.ends)
+        self._scanner = trusted if self._trusts_quotes else MarkerScanner(self._format.ends, self._format.begins)
         return at if is_bare else at + len(begin)
 
     def _read_call(

@@ -11,7 +11,11 @@ from retain.plugins import load_module, plugin_names
 from retain.processing.template_text import read_template_text
 from retain.server.tool_format import ToolFormat
 
-MARKER = re.compile(r"[<\[][^<>\[\]\s]{0,24}(tool|function|action|invoke|call)[^<>\[\]\s]{0,24}[>\]]", re.IGNORECASE)
+NAME = r"[^<>\[\]\s{}\"]{0,24}"
+MARKERS = tuple(  # what looks like one of calls, and what may be one of their results or of tools
+    re.compile(rf"[<\[]{NAME}(?:{words}){NAME}[>\]]", re.IGNORECASE)
+    for words in ("tool_?calls?|function_calls?|call|invoke|action", "tool|function")
+)
 
 
 def tool_format_names() -> list[str]:
@@ -39,5 +43,6 @@ def detect_tool_format(template: str) -> ToolFormat | None:
 
 def find_call_marker(template: str) -> str | None:
     """Return the marker of calls that a chat template writes, as far as it looks like one; None where nothing does."""
-    found = MARKER.search(read_template_text(template))
+    text = read_template_text(template)
+    found = next(filter(None, (marker.search(text) for marker in MARKERS)), None)
     return found[0] if found else None

@@ -38,7 +38,7 @@ class Format(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat."""
-        return ValueScanner((*(f"{FENCE}{end}" for end in self.ends), *self.ends), openers="{")
+        return ValueScanner((*(f"{FENCE}{end}" for end in self.ends), *self.ends), self.begins, openers="{")
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """See ToolFormat."""

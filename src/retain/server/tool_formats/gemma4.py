@@ -36,7 +36,7 @@ class Format(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. The markers may stand in strings."""
-        return QuotedScanner(self.ends, (QUOTE,), escapes=False)
+        return QuotedScanner(self.ends, self.begins, (QUOTE,), escapes=False)
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """See ToolFormat."""

@@ -9,10 +9,13 @@ from typing import ClassVar
 
 from retain.processing.lark import list_rules, write_text
 from retain.server.call_scanner import CallScanner, TagScanner
+from retain.server.tagged_calls import iter_tagged_values
 from retain.server.text_arguments import TextLayout, convert_texts, iter_text_rules
 from retain.server.tool_format import Functions, ParsedToolCall, Schemas, ToolFormat, write_arguments
 
-ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>(?=\s*(?:<arg_key>|$))", re.DOTALL)
+ARGUMENT = re.compile(r"\s*<arg_key>([^<>]+)</arg_key>\s*<arg_value>")
+KEY_BEGIN = "<arg_key>"
+VALUE_END = "</arg_value>"
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,7 @@ class Format(ToolFormat):
     end: str = "</tool_call>"
     line_break: str = "\n"  # behind the name and each tag; GLM-4.7 writes none
     families: ClassVar[tuple[str, ...]] = ("glm4_moe", "glm4_moe_lite")
+    needs_end: ClassVar[bool] = True
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
@@ -33,19 +37,18 @@ class Format(ToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. The tags of calls may stand in values."""
-        return TagScanner(self.ends, "<arg_value>", "</arg_value>", ("<arg_key>",))
+        return TagScanner(self.ends, self.begins, "<arg_value>", VALUE_END, (KEY_BEGIN, *self.ends))
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
         """See ToolFormat."""
-        name, tag, rest = text.partition("<arg_key>")
-        name = name.strip()
+        name = text.partition(KEY_BEGIN)[0]
         texts: dict[str, str] = {}
-        position = 0
-        rest = tag + rest
-        while argument := ARGUMENT.match(rest, position):
-            texts[argument[1].strip()] = argument[2]
-            position = argument.end()
-        if not name or "<" in name or "\n" in name or rest[position:].strip():
+        position = len(name)
+        for key, value, end in iter_tagged_values(text, position, ARGUMENT, VALUE_END, (KEY_BEGIN,)):
+            texts[key] = value
+            position = end
+        name = name.strip()
+        if not name or "<" in name or "\n" in name or text[position:].strip():
             return None
         return [ParsedToolCall(name, write_arguments(convert_texts(texts, schemas.get(name))))]
 

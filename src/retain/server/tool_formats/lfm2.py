@@ -7,6 +7,8 @@ from typing import ClassVar
 
 from retain.server.python_calls import PythonToolFormat
 
+TOOL_LISTS = ("<|tool_list_start|>", "List of tools: [")
+
 
 @dataclass(frozen=True)
 class Format(PythonToolFormat):
@@ -21,5 +23,5 @@ class Format(PythonToolFormat):
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that shows a list of tools between its marks, or writes the marker."""
-        return cls() if "<|tool_list_start|>" in template or cls.begin in template else None
+        """Return the format of a template that writes the marker, or a list of tools as LFM2's and LFM2.5's do."""
+        return cls() if any(text in template for text in (cls.begin, *TOOL_LISTS)) else None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from retain.server.call_scanner import CallScanner, Scan, Scanned, ValueScanner
+from retain.server.call_scanner import CallScanner, Scanned, ValueScanner
 from retain.server.tool_format import JsonToolFormat
 
 MARKER = "<|python_tag|>"
-# An object with a name and arguments that no marker precedes.
-SHOWN_CALL = re.compile(r"""(?<![>\]\s])\s*\{\s*["']name["']\s*:[^{}]*["'](parameters|arguments)["']\s*:""")
+# An object with a name and arguments that follows words, or what a template computes: no marker precedes it.
+SHOWN_CALL = re.compile(
+    r"""[\w.:…][ \t]+\{\s*["']name["']\s*:[^{}]*["'](parameters|arguments)["']\s*:"""
+    r"""|(?:^|\})\s*\{\s*["']name["']\s*:[^{}]*["'](parameters|arguments)["']\s*:"""
+)
 HEADS = tuple(f'{begin}"{key}"' for begin in ("{", "[{") for key in ("name", "type", "function", "parameters"))
 MAX_HEAD = 64  # characters that may be blank before it is known what an object is
 
@@ -46,7 +49,7 @@ class Format(JsonToolFormat):
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. Braces are text, unless what they hold begins as a call does."""
-        return HeadScanner(self.ends)
+        return HeadScanner(self.ends, self.begins)
 
 
 @dataclass
@@ -57,9 +60,7 @@ class HeadScanner(ValueScanner):
 
     def copy(self) -> HeadScanner:
         """See CallScanner."""
-        return HeadScanner(
-            self.ends, self.openers, self.depth, self.in_string, self.is_complete, is_value=self.is_value
-        )
+        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """See CallScanner."""
@@ -69,5 +70,5 @@ class HeadScanner(ValueScanner):
             self.is_value = head.startswith(HEADS)
             is_open = len(shown) < MAX_HEAD and not finished and any(whole.startswith(head) for whole in HEADS)
             if not self.is_value:
-                return Scanned.more(start) if is_open else Scanned(Scan.TEXT, start + 1, start + 1)
+                return Scanned.more(start) if is_open else Scanned.text(start + 1)
         return super().scan(text, start, finished)

@@ -18,5 +18,5 @@ class Format(PythonToolFormat):
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes the tag."""
-        return cls() if "<function_calls>" in template else None
+        """Return the format of a template that writes the tag. DeepSeek-V3.2 writes others behind it: no Python."""
+        return cls() if "<function_calls>" in template and "invoke name=" not in template else None
