@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +22,7 @@ from tests.helpers.gguf_files import (
 )
 from tests.helpers.tiny_models import tiny_checkpoint
 
+END = "<|end of the text|>"
 BUNDLED = ["smollm2", "gemma3"]
 SMALL_VOCABULARIES: dict[str, dict[str, Any]] = {
     "bytes": BYTE_LEVEL_VOCABULARY,
@@ -51,6 +52,16 @@ def build_unigram_core() -> Core:
     return _with_bos(core)
 
 
+def build_byte_core(special_tokens: Sequence[str] = ()) -> Core:
+    """Build a tokenizer whose tokens are the bytes, an end of text and special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Core(models.BPE(vocab={character: i for i, character in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    core.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in (END, *special_tokens)])
+    return core
+
+
 def _with_bos(core: Core) -> Core:
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<unk>", "<s>", "</s>")])
     core.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
@@ -61,6 +72,15 @@ FOLDER_TOKENIZERS: dict[str, Callable[[], Core]] = {
     "llama-folder": build_llama_folder_core,
     "unigram": build_unigram_core,
 }
+
+
+@cache
+def open_byte_tokenizer(special_tokens: tuple[str, ...] = ()) -> Tokenizer:
+    """Open a tokenizer of bytes and of special tokens."""
+    with TemporaryDirectory() as folder:
+        build_byte_core(special_tokens).save(f"{folder}/tokenizer.json")
+        Path(folder, "tokenizer_config.json").write_text(f'{{"eos_token": "{END}"}}')
+        return Tokenizer.open(Path(folder))
 
 
 @cache

@@ -11,11 +11,11 @@ from retain.processing.lark import write_text, write_text_before
 from retain.server.text_arguments import Schema, find_types, iter_member_rules, list_parameters, resolve
 
 BARE_KEY = re.compile(r"[^\W\d]\w*")
-ANY_KEY = "/[A-Za-z_][A-Za-z0-9_]*/"
+ANY_KEY = r"/[^\W\d]\w*/"
 MAX_DEPTH = 64
 PATTERNS = {
     "integer": r"/-?(0|[1-9][0-9]*)/",
-    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
+    "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]{1,3})?/",
     "boolean": '"true" | "false"',
     "null": '"null"',
 }
@@ -76,6 +76,8 @@ class ValueRules:
             item = self.add(schema.get("items"), depth + 1)
             return f'"[" ({item} ("," {item})*)? "]"'
         parameters = list_parameters(schema)
+        if not parameters and schema.get("additionalProperties") is False:
+            return '"{}"'
         if not parameters:
             value = self.add(schema.get("additionalProperties") or None, depth + 1)
             self.rules.append(f"{name}_key: {ANY_KEY}")

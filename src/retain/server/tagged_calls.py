@@ -50,7 +50,9 @@ class FunctionTagFormat(ToolFormat):
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat. The parameters keep the order of the schema."""
-        layout = TextLayout(PARAMETER_BEGIN, f">{self.value_break}", f"{self.value_break}{PARAMETER_END}{self.tag_break}")
+        layout = TextLayout(
+            PARAMETER_BEGIN, f">{self.value_break}", f"{self.value_break}{PARAMETER_END}{self.tag_break}"
+        )
         begin = write_text(f"{self.begin}{self.tag_break}", special_tokens)
         end = write_text(f"{FUNCTION_END}{self.tag_break}{self.end}", special_tokens)
         rules = [f"start: {begin} ({list_rules('call', len(tools))}) {end}"]

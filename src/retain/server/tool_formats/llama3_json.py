@@ -24,6 +24,7 @@ class Format(JsonToolFormat):
     """One object, several with semicolons between them, or a list of them."""
 
     begin: str = ""
+    arguments_key: str = "parameters"
     families: ClassVar[tuple[str, ...]] = ("llama",)
 
     @classmethod
