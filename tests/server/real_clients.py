@@ -22,6 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.engine.request import Request
 from retain.processing.input import GenerateRequest
 from retain.processing.output import RequestOutputState
 from retain.server.launch import GracefulServer
@@ -82,6 +83,7 @@ class Log:
 
     exchanges: list[Exchange] = field(default_factory=list)
     generations: list[Generation] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)  # of the engine, also those of plain texts
 
 
 @dataclass(frozen=True)
@@ -160,6 +162,7 @@ def dictated(server: GracefulServer, recipe: Recipe) -> Iterator[Log]:
 
     def process_dictated(requests: Sequence[GenerateRequest]) -> list[RequestOutputState]:
         states = process(requests)
+        log.requests += [state.request for state in states]
         for request in requests:
             if isinstance(request, DictatedRequest):
                 for state in states:
