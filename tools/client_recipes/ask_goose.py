@@ -6,6 +6,7 @@ The SDK has what goose sends and reads. The loop of the agent is ours here.
 import asyncio
 import json
 import os
+import sys
 from pathlib import Path
 
 from goose import (
@@ -51,3 +52,5 @@ async def main() -> None:
 
 
 asyncio.run(main())
+sys.stdout.flush()
+os._exit(0)  # version 0.1.0a13 sometimes aborts when Python ends
