@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 def share_of_cores(cores: Sequence[int], index: int, num_shares: int) -> Sequence[int]:
@@ -36,3 +39,18 @@ def reset_cpu_affinity() -> None:
     named = re.findall(r"\d+", places) if re.fullmatch(r"\{\d+\}(,\{\d+\})*", places) else ()
     with suppress(OSError, AttributeError):
         os.sched_setaffinity(0, [int(core) for core in named] or range(os.cpu_count() or 1))
+
+
+def without_stop_iteration(function: Callable[[], T]) -> Callable[[], T]:
+    """Return a function for a thread whose StopIteration is a RuntimeError, as in a coroutine.
+
+    Before Python 3.12 asyncio's futures refuse that exception, and who awaits the thread's result waits for ever.
+    """
+
+    def run() -> T:
+        try:
+            return function()
+        except StopIteration as error:
+            raise RuntimeError("the function raised StopIteration") from error
+
+    return run

@@ -15,8 +15,9 @@ from retain.server.auth import ANONYMOUS, ApiKeys
 from retain.server.grammar_trials import MAX_KNOWN, MAX_KNOWN_SIZE, GrammarTrials
 from retain.server.launch import GracefulServer
 from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.preparation import PreparationPool
 from retain.server.sandbox import Sandbox
-from tests.server.conftest import API_KEYS, HTTP, run_tiny_server, wait_until
+from tests.server.conftest import API_KEYS, HTTP, run_in_engine_thread, run_tiny_server, wait_until
 from tests.server.test_connections import connect, head_of
 
 MESSAGES = [{"role": "user", "content": "x"}]
@@ -158,3 +159,22 @@ def test_who_hangs_up_leaves_the_queue(path: str, blocked: tuple[GracefulServer,
         sandbox.release.set()
         assert first.result() == 200
     assert len(sandbox.tried) == 1
+
+
+def test_who_awaits_a_thread_gets_its_stop_iteration(tiny_server: GracefulServer) -> None:
+    """As an error: a coroutine cannot raise it, and a future that refuses it never ends."""
+
+    def run_out() -> int:
+        return next(iter(()))
+
+    async def prepare() -> None:
+        pool = PreparationPool("test")
+        try:
+            await asyncio.wait_for(pool.run("ann", run_out), 60)
+        finally:
+            pool.close()
+
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        asyncio.run(prepare())
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        run_in_engine_thread(tiny_server, run_out).result(60)

@@ -20,6 +20,7 @@ from typing import TypeVar
 from retain.engine.request import Request
 from retain.llm import LLM
 from retain.server.request_group import EngineError, PooledCallStats, RequestGroup
+from retain.threads import without_stop_iteration
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class EngineThread:
             try:
                 if self._stopped:
                     raise self.closed_error or EngineError(SHUTTING_DOWN, 503)
-                result = function()
+                result = without_stop_iteration(function)()
             except BaseException as error:
                 done.set_exception(error)
             else:

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from retain.threads import without_stop_iteration
+
 T = TypeVar("T")
 NUM_THREADS = 8
 THREADS_PER_KEY = 2  # also of a lone key: what the threads run holds the interpreter, so more would gain it nothing
@@ -39,7 +41,7 @@ class PreparationPool:
         ticket = self._queue.enter(key_name, begin_turn)
         try:
             await turn
-            future = self._executor.submit(function)
+            future = self._executor.submit(without_stop_iteration(function))
         except BaseException:
             self._queue.leave(ticket)  # also a place that came after the cancellation
             raise
