@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from anthropic import Anthropic
+from openai import OpenAI
 
 from retain.server.launch import GracefulServer
+from retain.server.openai import streaming
 from tests.helpers.folders import save_tiny_smollm2
 from tests.server.conftest import HTTP, run_server, wait_until
-from tests.server.real_clients import Log, dictated
+from tests.server.real_clients import dictated
 
 pytestmark = pytest.mark.slow
 
@@ -23,6 +26,15 @@ Json = dict[str, Any]
 STEP = 512  # tokens of a prompt that a step computes
 PROMPT_LENGTH = 5 * STEP
 FAMILIES = ["llama", "gemma3_text", "lfm2", "qwen3_5_text"]  # full attention, sliding windows, and two with states
+PATHS = ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"]
+
+
+def body_of(path: str, text: str) -> Json:
+    """Return a request for four tokens."""
+    if path == "/v1/responses":
+        return {"model": "smollm2", "input": text, "max_output_tokens": 4}
+    prompt = {"prompt": text} if path == "/v1/completions" else {"messages": [{"role": "user", "content": text}]}
+    return {"model": "smollm2", "max_tokens": 4, **prompt}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -34,19 +46,17 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
+@pytest.mark.parametrize("path", PATHS)
 def test_a_retry_begins_with_what_was_computed(server: GracefulServer, path: str, streams: bool) -> None:
     text = f"{path} {streams}: " + " ".join("milk" for _ in range(PROMPT_LENGTH))  # no other test's prompt
-    messages = [{"role": "user", "content": text}]
-    body: Json = {"model": "smollm2", "stream": streams}
-    if path == "/v1/responses":
-        body |= {"input": text, "max_output_tokens": 4}
-    else:
-        body |= {"prompt": text} if path == "/v1/completions" else {"messages": messages}
-        body["max_tokens"] = 4
+    body = {**body_of(path, text), "stream": streams}
     with dictated(server, lambda _: "Done.") as log:
-        with paused_after(server, log, 3 * STEP):
-            hang_up(server, path, body, log)
+
+        def is_half_done() -> bool:
+            return bool(log.requests) and log.requests[0].num_computed_tokens >= 3 * STEP
+
+        with steps_held(server, is_half_done):
+            hang_up(server, path, body, is_half_done)
         assert HTTP.post(server.url.removesuffix("/v1") + path, json=body).status_code == 200
     first, second = log.requests
     assert first.prompt == second.prompt and len(second.prompt) > PROMPT_LENGTH
@@ -55,28 +65,61 @@ def test_a_retry_begins_with_what_was_computed(server: GracefulServer, path: str
 
 
 @contextmanager
-def paused_after(server: GracefulServer, log: Log, num_tokens: int) -> Iterator[None]:
-    """Run no step once this much of a prompt is computed, until the block ends and a command is queued."""
-    engine, commands = server.service.llm.engine, server.service.engine_thread._commands
-    step, resume = engine.step, threading.Event()
+def steps_held(server: GracefulServer, is_due: Callable[[], Any] = lambda: True) -> Iterator[None]:
+    """Run no step once one is due, until the block ends; the engine accepts requests meanwhile."""
+    engine, resume = server.service.llm.engine, threading.Event()
+    step = engine.step
 
     def step_or_wait() -> Any:
-        if not resume.is_set() and log.requests and log.requests[0].num_computed_tokens >= num_tokens:
+        if is_due():
             resume.wait(60)
         return step()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine, "step", step_or_wait)
-        yield
-        wait_until(lambda: commands.qsize() > 0)
-        resume.set()
+        try:
+            yield
+        finally:
+            resume.set()
 
 
-def hang_up(server: GracefulServer, path: str, body: Json, log: Log) -> None:
-    """Send a request, and close the connection once a part of its prompt is computed."""
+def hang_up(server: GracefulServer, path: str, body: Json, is_due: Callable[[], bool]) -> None:
+    """Send a request, and close the connection when that is due. Returns when the server has cancelled it."""
     url = urlsplit(server.url)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {url.netloc}\r\nContent-Type: application/json\r\n"
     with socket.create_connection((url.hostname, url.port)) as connection:
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
-        wait_until(lambda: log.requests and log.requests[0].num_computed_tokens >= 3 * STEP)
+        wait_until(is_due)
+    wait_until(lambda: server.service.engine_thread._commands.qsize() > 0)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_silent_stream_has_comments(tiny_server: GracefulServer, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that waits for a long prompt gets bytes, and no event beside those of the answer."""
+    url = tiny_server.url.removesuffix("/v1") + path
+    body = {**body_of(path, "Hi"), "stream": True, "temperature": 0}
+    with HTTP.stream("POST", url, json=body) as stream:
+        expected = [line for line in stream.iter_lines() if line.startswith("data: ")]
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.01)
+    with ExitStack() as stack:
+        with steps_held(tiny_server):
+            lines = stack.enter_context(HTTP.stream("POST", url, json=body)).iter_lines()
+            comments = [next(line for line in lines if line.startswith(":")) for _ in range(2)]
+        rest = list(lines)
+    assert comments == [streaming.KEEP_ALIVE.decode().strip()] * 2
+    # A response begins before its first token: those events came before the comments.
+    assert len([line for line in rest if line.startswith("data: ")]) + 2 * (path == "/v1/responses") == len(expected)
+
+
+def test_clients_skip_comments(tiny_server: GracefulServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streaming, "KEEP_ALIVE_S", 0.001)
+    url = tiny_server.url
+    message: Any = {"role": "user", "content": "Hi"}
+    options: Json = {"model": "smollm2", "messages": [message], "max_tokens": 8, "extra_body": {"temperature": 0}}
+    openai = OpenAI(base_url=url, api_key="none")
+    chunks = list(openai.chat.completions.create(**options, stream=True))
+    text = openai.chat.completions.create(**options).choices[0].message.content
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
+    with Anthropic(base_url=url.removesuffix("/v1"), api_key="none").messages.stream(**options) as stream:
+        assert stream.get_final_text() == text

@@ -20,6 +20,8 @@ from retain.server.request_group import EngineError, OutputDelta, RequestGroup
 from retain.server.warning_header import add_warnings
 
 WRITE_GRACE_S = 5.0  # time to write the timeout error after the deadline
+KEEP_ALIVE_S = 15.0  # of silence: clients give up on a stream after some minutes without a byte
+KEEP_ALIVE = b": still computing\n\n"  # a comment, which every reader of events skips
 
 
 class ClientDisconnected(Exception):
@@ -78,6 +80,7 @@ class GenerationResponse(Response):
         self.group = group
         self.encoder = encoder
         self.stream = stream
+        self._is_silent = True  # since `_keep_alive` looked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Generate and send the response (ASGI)."""
@@ -137,16 +140,28 @@ class GenerationResponse(Response):
         headers += [(name.encode(), value.encode()) for name, value in self.encoder.headers.items()]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         encoder = self.encoder
+        keep_alive = asyncio.create_task(self._keep_alive(send))
         try:
             if start := encoder.encode_start(self.group):
                 await send({"type": "http.response.body", "body": start, "more_body": True})
             async for deltas in self._iter_deltas():
                 if data := b"".join(encoder.encode_delta(delta) for delta in deltas):
+                    self._is_silent = False
                     await send({"type": "http.response.body", "body": data, "more_body": True})
             last = encoder.encode_end(self.group)
         except (EngineError, APIError) as error:
             last = encoder.encode_stream_error(_to_api_error(error))
+        finally:
+            keep_alive.cancel()
         await send({"type": "http.response.body", "body": last, "more_body": False})
+
+    async def _keep_alive(self, send: Send) -> None:
+        """Send a comment after each silence, until this is cancelled: a long prompt, or a call that is not whole."""
+        while True:
+            self._is_silent = True
+            await asyncio.sleep(KEEP_ALIVE_S)
+            if self._is_silent:
+                await send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
 
 def _to_api_error(error: EngineError | APIError) -> APIError:
