@@ -47,7 +47,9 @@ def dictated_answers(server: GracefulServer, answers: Iterable[str]) -> Iterator
 
     def prepare_dictated(*arguments):
         request, parsers = prepare(*arguments)
-        return replace(request, grammar=grammar_from_lark(f"start: {json.dumps(next(remaining))}")), parsers
+        answer = next(remaining, None)
+        assert answer is not None, "more answers were asked for than are dictated"
+        return replace(request, grammar=grammar_from_lark(f"start: {json.dumps(answer)}")), parsers
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "prepare_chat_request", prepare_dictated)
