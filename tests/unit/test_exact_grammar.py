@@ -13,7 +13,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from retain.processing.grammar import grammar_from_json_schema, grammar_from_lark, lark_json_rule
-from retain.processing.schema_parts import SchemaError
+from retain.processing.schemas.parts import SchemaError
 
 BIG = 2**53 + 1
 SPECIAL = [v * sign for sign in (1, -1) for v in (2**53, BIG, 2**63 - 1, 2**63, 2**63 + 1, 2**64, 2**64 + 1, 10**22)]

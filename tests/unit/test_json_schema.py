@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.processing.grammar import GrammarCompiler, grammar_from_json_schema
-from retain.processing.json_schema import MatchableParts, drop_unmatchable
+from retain.processing.schemas.json_schema import MatchableParts, drop_unmatchable
 from tests.helpers.tokenizers import open_tokenizer
 
 NAMES = ("A", "B", "C")

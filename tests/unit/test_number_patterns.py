@@ -7,7 +7,7 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from retain.processing.number_patterns import integer_pattern, magnitude_pattern
+from retain.processing.schemas.number_patterns import integer_pattern, magnitude_pattern
 
 BOUNDS = st.none() | st.integers(-1200, 1200) | st.integers(-(2**80), 2**80) | st.sampled_from([10**99, 3**200])
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from retain.processing import schema_parts
 from retain.processing.grammar import (
     MAX_SCHEMA_DEPTH,
     GrammarCompiler,
@@ -17,9 +16,10 @@ from retain.processing.grammar import (
     grammar_from_lark,
     lark_json_rule,
 )
-from retain.processing.schema_annotations import KNOWN_FORMATS, MEANS_NOTHING
-from retain.processing.schema_parts import SchemaError, iter_parts, open_root
-from retain.processing.schema_refusals import UNSUPPORTED, explain_refusal
+from retain.processing.schemas import parts as schema_parts
+from retain.processing.schemas.annotations import KNOWN_FORMATS, MEANS_NOTHING
+from retain.processing.schemas.parts import SchemaError, iter_parts, open_root
+from retain.processing.schemas.refusals import UNSUPPORTED, explain_refusal
 from tests.helpers.tokenizers import open_tokenizer
 
 # Words of llguidance, and of the tables that its words are compared with.

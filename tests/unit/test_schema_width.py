@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from retain.processing.grammar import TOO_WIDE, grammar_from_json_schema
-from retain.processing.schema_width import MAX_WIDTH, find_width
+from retain.processing.schemas.width import MAX_WIDTH, find_width
 
 
 def optional(begin: int, end: int) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_what_is_long_or_large_but_not_wide_passes(schema: Any) -> None:
 
 
 def test_the_width_takes_no_stack_and_looks_at_each_part_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    from retain.processing import schema_width
+    from retain.processing.schemas import width as schema_width
 
     counts: list[int] = []
     measured = schema_width._own_width

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from retain.kernels.transfers import to_device
 from retain.plugins import needs_extra
-from retain.processing.exact_grammar import build_exact_grammar
-from retain.processing.json_schema import Schema, drop_unmatchable
 from retain.processing.lark import name_special_token
 from retain.processing.reasoning_budget import ReasoningBudget
-from retain.processing.schema_annotations import drop_annotations
-from retain.processing.schema_parts import SchemaError, find_place_beyond
-from retain.processing.schema_refusals import explain_refusal
-from retain.processing.schema_width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_part_that_is_too_wide
+from retain.processing.schemas.annotations import drop_annotations
+from retain.processing.schemas.exact_grammar import build_exact_grammar
+from retain.processing.schemas.json_schema import Schema, drop_unmatchable
+from retain.processing.schemas.parts import SchemaError, find_place_beyond
+from retain.processing.schemas.refusals import explain_refusal
+from retain.processing.schemas.width import MAX_WIDTH, WAYS_PER_OPTIONAL_PROPERTY, find_part_that_is_too_wide
 from retain.processing.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # an optional dependency

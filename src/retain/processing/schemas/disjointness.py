@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from retain.processing.json_schema import TYPES, list_of
-from retain.processing.schema_parts import Part
+from retain.processing.schemas.json_schema import TYPES, list_of
+from retain.processing.schemas.parts import Part
 
 MAX_STEPS = 8  # references in a row that are followed
 KINDS = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}

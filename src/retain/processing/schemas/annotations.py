@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from retain.processing.schema_parts import iter_parts, open_root
+from retain.processing.schemas.parts import iter_parts, open_root
 
 # Those that llguidance enforces. JSON Schema: others are to be ignored.
 KNOWN_FORMATS = ("date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time", "uri", "uuid")

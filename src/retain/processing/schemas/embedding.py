@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.processing.schema_parts import LISTS, MAPS, SINGLE, Part, SchemaError
+from retain.processing.schemas.parts import LISTS, MAPS, SINGLE, Part, SchemaError
 
 OF_WHOLE_SCHEMAS = ("$anchor", "$defs", "$id", "$schema", "definitions", "id")
 
 
 def embed(part: Part) -> dict[str, Any]:
-    """Return a part with all that it refers to. Its `$comment` says where it was (see schema_refusals.py).
+    """Return a part with all that it refers to. Its `$comment` says where it was (see refusals.py).
 
     Raises SchemaError for a reference that leads nowhere.
     """

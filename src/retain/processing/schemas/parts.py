@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from retain.files import shorten
-from retain.processing.json_schema import resolve, root_of
+from retain.processing.schemas.json_schema import resolve, root_of
 
 SINGLE = (
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",

@@ -14,18 +14,18 @@ from fractions import Fraction
 from itertools import combinations
 from typing import Any
 
-from retain.processing.json_schema import TYPES, list_of
-from retain.processing.large_integers import (
+from retain.processing.schemas.disjointness import exclude_each_other, kind_of, matches_type
+from retain.processing.schemas.embedding import embed
+from retain.processing.schemas.json_schema import TYPES, list_of
+from retain.processing.schemas.large_integers import (
     NUMERIC,
     find_parts_with_large_integers,
     has_large_bound,
     has_large_integer,
 )
-from retain.processing.number_patterns import integer_pattern, magnitude_pattern
-from retain.processing.schema_disjointness import exclude_each_other, kind_of, matches_type
-from retain.processing.schema_embedding import embed
-from retain.processing.schema_parts import Part, SchemaError, iter_places, open_root
-from retain.processing.schema_refusals import NO_VALUE, OVERLAP, check_keywords
+from retain.processing.schemas.number_patterns import integer_pattern, magnitude_pattern
+from retain.processing.schemas.parts import Part, SchemaError, iter_places, open_root
+from retain.processing.schemas.refusals import NO_VALUE, OVERLAP, check_keywords
 
 OF_ARRAYS = ("additionalItems", "items", "maxItems", "minItems", "prefixItems")
 OF_OBJECTS = (

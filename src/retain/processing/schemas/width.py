@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.processing.json_schema import Schema, list_of, resolve, root_of
-from retain.processing.schema_parts import SchemaPlace, iter_parts, open_root
+from retain.processing.schemas.json_schema import Schema, list_of, resolve, root_of
+from retain.processing.schemas.parts import SchemaPlace, iter_parts, open_root
 
 MAX_WIDTH = 2000
 WAYS_PER_OPTIONAL_PROPERTY = 4  # in llguidance's parser; any other alternative is one

@@ -9,8 +9,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from retain.processing.json_schema import list_of
-from retain.processing.schema_parts import DEFINITIONS, Part, iter_inner, iter_parts
+from retain.processing.schemas.json_schema import list_of
+from retain.processing.schemas.parts import DEFINITIONS, Part, iter_inner, iter_parts
 
 FIRST_LARGE = 2**53
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")

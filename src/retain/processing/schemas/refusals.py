@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
-from retain.processing.json_schema import TYPES, list_of
-from retain.processing.schema_disjointness import exclude_each_other
-from retain.processing.schema_parts import (
+from retain.processing.schemas.disjointness import exclude_each_other
+from retain.processing.schemas.json_schema import TYPES, list_of
+from retain.processing.schemas.parts import (
     DEFINITIONS,
     LISTS,
     MAPS,
