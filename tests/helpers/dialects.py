@@ -292,8 +292,9 @@ NOW = {"name": "now", "parameters": {"type": "object", "properties": {}, "additi
 TOOLS = [FIND, NOW]
 MARKS = [
     *("<tool_call>", "</tool_call>", "</parameter>", "</function>", "<function=now>", "</arg_value>", "<arg_key>"),
-    *("[TOOL_CALLS]", "[ARGS]", "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "```", "<|tool_call_end|>", "<|/tool_call|>"),
-    *("</function_calls>", "<|END_ACTION|>", "</seed:tool_call>", "<tool_call|>", "<|python_tag|>", "<think>", "</think>"),
+    *("[TOOL_CALLS]", "[ARGS]", "<｜tool▁call▁end｜>", "<｜tool▁calls▁begin｜>", "```", "<|tool_call_end|>"),
+    *("<|/tool_call|>", "</think>"),
+    *("</function_calls>", "<|END_ACTION|>", "</seed:tool_call>", "<tool_call|>", "<|python_tag|>", "<think>"),
 ]  # fmt: skip
 DEEP: dict[str, Any] = {"a": [1, [2.5, {"b": {}}], []], "c": {"d": {"e": {"f": [None, True, "x, y: {z}"]}}}}
 EVERY_TYPE = {"text": "x", "count": -3, "ratio": 0.25, "flag": False, "nothing": None, "items": ["a", 1, True]}

@@ -46,6 +46,40 @@ CHANNEL_TEXTS: dict[str, Callable[[int], str]] = {
     "begun recipients": lambda n: " to" * (n // 3),
 }
 
+# What begins a call of each kind of format, and what hostile texts repeat behind it, beside what all do.
+COMMON_BODIES = ("{begin}", "{end}", " ", "\"'", "\\", "[{{", "[{{}}]", "1")
+HEADS = {
+    "hermes": ("{begin}", ("</tool_cal",)),
+    "llama3_json": ('{{"name": "f", "parameters": ', ('{{"name"', "; {{")),
+    "deepseek_v3": ("{begin}function<｜tool▁sep｜>f\n```json\n", ("```", "<｜tool▁sep｜>")),
+    "ministral3": ("{begin}f[ARGS]", ("[ARGS]", "[CALL_ID]")),
+    "qwen3_coder": ("{begin}<function=f><parameter=a>", ("<parameter=a>", "<parameter=a></parameter>", "</parameter>")),
+    "glm45": (
+        "{begin}f<arg_key>a</arg_key><arg_value>",
+        ("<arg_key>", "</arg_value>", "<arg_key>a</arg_key><arg_value>"),
+    ),
+    "gemma4": ("{begin}call:f{{a:", ('<|"|>', "{{a:", "{{a:1}},a:")),
+    "lfm2": ("{begin}[f(a=", ("f(a=1), ", "\\\\'")),
+}
+HOSTILE = [(name, body) for name, (_, bodies) in HEADS.items() for body in (*COMMON_BODIES, *bodies)]
+
+
+@pytest.mark.parametrize("size", [3, 10**6], ids=["in tokens", "whole"])
+@pytest.mark.parametrize(("format_name", "body"), HOSTILE)
+def test_work_on_a_hostile_call_is_linear_in_the_text(format_name: str, body: str, size: int) -> None:
+    tool_format = FORMATS[format_name]
+    begin = tool_format.begins[0]
+    end = (*tool_format.ends, "")[0]
+    repeated = body.format(begin=begin, end=end)
+
+    def prepare(n: int) -> Callable[[], object]:
+        text = HEADS[format_name][0].format(begin=begin) + repeated * (n // max(1, len(repeated))) + end
+        parser = ChatOutputParser(TaggedAnswerParser(ToolParser(tool_format, {"f": {}})))
+        pieces = [*map(CountedText, cut_into_pieces(text, size)), CountedText("")]
+        return lambda: [parser.feed(piece, finished=not piece) for piece in pieces]
+
+    assert_linear(prepare, 400)
+
 
 @pytest.mark.parametrize("size", [3, 10**6], ids=["in tokens", "whole"])
 @pytest.mark.parametrize(
