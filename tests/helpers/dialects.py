@@ -331,3 +331,41 @@ ANSWERS: dict[str, Answer] = {
     "unknown functions": [(Call("seek", {"a": 1}),), " and ", find(text="x")],
     "a name that another one begins": [(Call("no", {}),), (Call("nowhere", {}),), NOW_CALL],
 }
+
+TOOL_LIST = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+# What chat templates show of the calls of each format, and of those that nobody here reads.
+SHOWN = {
+    "cohere_command": '{{ "<|START_ACTION|>[" }}{"tool_call_id": "{{ i }}", "tool_name": "{{ name }}"}]<|END_ACTION|>',
+    "deepseek_v3": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + kind + '<｜tool▁sep｜>' + name }}```json",
+    "deepseek_v31": "{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' + name + '<｜tool▁sep｜>' + arguments }}",
+    "gemma4": "{{- '<|tool_call>call:' + name + '{' }}",
+    "glm45": "<tool_call>{name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>",
+    "granite": "{{ '<|start_of_role|>available_tools<|end_of_role|>' }}",
+    "harmony": "{{ '<|channel|>commentary to=functions.' + name + '<|message|>' }}",
+    "hermes": '<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    "lfm2": "List of tools: <|tool_list_start|>[...]<|tool_list_end|>",
+    "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary of arguments}.',
+    "ministral3": "{{ '[TOOL_CALLS]' + name + '[ARGS]' + arguments }}",
+    "mistral": "{{ '[TOOL_CALLS] [' }}{{ call.function | tojson }}{{ ']' }}",
+    "olmo3": "<functions>{{ tools }}</functions> Call them in <function_calls></function_calls>.",
+    "phi4_mini_json": "{{ '<|tool|>' + message['tools'] + '<|/tool|>' }}",
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=f>\n<parameter=p>value</parameter>\n</function>\n</seed:tool_call>",
+}  # fmt: skip
+NOT_READ = {  # with the marker that a refusal names
+    "Apriel": ('as a list <tool_calls>[{"name": <f>, "arguments": <x>}, {"name": <g>}]</tool_calls>', "<tool_calls>"),
+    "Command R": ("{{ 'Action:\\n```json\\n[' }}{\"tool_name\": {{ name }}, \"parameters\": {{ x }}}]```", None),
+    "DeepSeek-V3.2": ('{{ "<" + dsml + "function_calls>\\n<" + dsml + "invoke name=" }}', "<…function_calls>"),
+    "Firefunction": ('formatted as functools[{"name": [name], "arguments": [arguments as JSON]}, ...]', None),
+    "Functionary": ("<function={function_name}>{parameters}</function>", "</function>"),
+    "GigaChat": ("{{ '<|function_call|>{\"name\": \"' ~ name ~ '\", \"arguments\": ' ~ x }}", "<|function_call|>"),
+    "GLM-4-9B": ("{{ '<|assistant|>' + name + '\\n' + arguments }}", None),
+    "Hunyuan": ("<tool_calls><tool_call>{{ name }}<tool_sep>{{ arguments }}</tool_call></tool_calls>", "<tool_calls>"),
+    "InternLM2": ("<|action_start|><|plugin|>{{ call | tojson }}<|action_end|>", "<|action_start|>"),
+    "Jamba": ('<tool_calls>[{"name": "{{ name }}", "arguments": {{ x }}}]</tool_calls>', "<tool_calls>"),
+    "Kimi K2": ("<|tool_calls_section_begin|><|tool_call_begin|>{{ id }}", "<|tool_calls_section_begin|>"),
+    "MiniMax-M2": ('<minimax:tool_call>\n<invoke name="{{ name }}">', "<minimax:tool_call>"),
+    "Muse Glimmer": ('<atem:function_calls>\n<atem:invoke name="{{ name }}">', "<atem:function_calls>"),
+    "Nemotron Nano 2": ('<TOOLCALL>[{"name": "f", "arguments": "x"}, {"name": "g"}]</TOOLCALL>', "<TOOLCALL>"),
+    "xLAM": ('{{ \'[{"name": "\' + name + \'", "arguments": \' }}{{ x | tojson }}{{ "}]" }}', None),
+}  # fmt: skip

@@ -13,17 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.processing.chat_template import ChatTemplates
 from retain.processing.grammar import GrammarCompiler, GrammarState, grammar_from_lark
 from retain.processing.tokenizer import Tokenizer
+from retain.server.openai.chat_dialect import _explain_missing_format
 from retain.server.openai.chat_output import TaggedAnswerParser, ToolParser
 from retain.server.tool_format import AnswerParser
-from retain.server.tool_formats import load_tool_format, tool_format_names
+from retain.server.tool_formats import detect_tool_format, find_call_marker, load_tool_format, tool_format_names
 from tests.helpers.dialects import (
     ANSWERS,
     DIALECTS,
     FIND,
     HARMONY_MARKS,
+    NOT_READ,
     NOW,
+    SHOWN,
+    TOOL_LIST,
     TOOLS,
     Answer,
     Call,
@@ -104,7 +109,24 @@ def accepts(state: GrammarState, tokenizer: Tokenizer, text: str) -> bool:
 
 
 def test_each_format_has_a_dialect() -> None:
-    assert {dialect.format for dialect in DIALECTS.values()} == set(tool_format_names())
+    assert {dialect.format for dialect in DIALECTS.values()} == set(tool_format_names()) == set(SHOWN)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_each_format_is_found_by_the_template_that_shows_it(name: str) -> None:
+    assert type(detect_tool_format(TOOL_LIST + " " + SHOWN[name])) is load_tool_format(name)
+    assert detect_tool_format(SHOWN[name].replace("tools", "")) is None
+
+
+@pytest.mark.parametrize("name", NOT_READ)
+def test_a_dialect_that_nobody_reads_is_taken_for_no_other(name: str) -> None:
+    """Its template is refused with tools, in one line that names what it shows."""
+    shown, marker = NOT_READ[name]
+    template = TOOL_LIST + " " + shown
+    assert detect_tool_format(template) is None
+    assert find_call_marker(template) == marker
+    why = _explain_missing_format(ChatTemplates({"default": template}, {}))
+    assert (marker or "no marker") in why and "\n" not in why
 
 
 @pytest.mark.parametrize("dialect_name", DIALECTS)
