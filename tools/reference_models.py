@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from retain import models
+from retain.server.tool_formats import load_tool_format, tool_format_names
 from tests.helpers.family_variants import VARIANTS
 from tests.helpers.gguf_files import GGUF_ARCHS
 from tools.reference_text import NOTE, code, sentence, table
@@ -12,6 +13,9 @@ in chunks, token by token and in company (`tests/models/test_families.py`). Ever
 are compared with that (`tests/models/test_programs.py`). A GGUF file of an architecture that is named here, written by
 the `gguf` package, gives the same logits (`tests/models/test_gguf.py`). Files of Mistral say `llama`, those of
 Nemotron-H without experts `nemotron_h`.
+
+Tool calls: the formats that the published chat templates of a family teach, each a file of
+`src/retain/server/tool_formats/` with its name. The template of the model that is served decides.
 """
 FORMATS = """## Formats
 
@@ -37,11 +41,13 @@ become dense. The zero times the scale is rounded to float16, which moves a weig
 
 def models_page() -> str:
     """Return the page: a row for each family."""
+    formats = {name: load_tool_format(name).families for name in tool_format_names()}
     rows = []
     for family in models.list_families():
         about = sentence(models.load_family(family).__doc__).rstrip(".")
         configs = [", ".join(code(key) for key in changes) for changes in VARIANTS[family]]
         arch = code(GGUF_ARCHS.get(family, ""))
-        rows.append((code(family), about, arch, "; ".join(configs) or "-"))
-    head = ["`model_type`", "what it is", "GGUF architecture", "tested with other values of"]
+        calls = ", ".join(code(name) for name, families in formats.items() if family in families)
+        rows.append((code(family), about, arch, calls or "-", "; ".join(configs) or "-"))
+    head = ["`model_type`", "what it is", "GGUF architecture", "tool calls", "tested with other values of"]
     return f"# Models\n\n{NOTE}{TESTED}\n{table(head, rows)}\n{FORMATS}"

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from retain.models import list_families
 from retain.processing.chat_template import ChatTemplates
 from retain.processing.grammar import GrammarCompiler, GrammarState, grammar_from_lark
 from retain.processing.tokenizer import Tokenizer
@@ -110,6 +111,19 @@ def accepts(state: GrammarState, tokenizer: Tokenizer, text: str) -> bool:
 
 def test_each_format_has_a_dialect() -> None:
     assert {dialect.format for dialect in DIALECTS.values()} == set(tool_format_names()) == set(SHOWN)
+
+
+# Families whose published chat templates have no tools, or whose format nobody here reads.
+WITHOUT_CALLS = {
+    *("gpt2", "gpt_neox", "gptj", "mpt", "opt", "olmo2", "gemma3", "gemma3_text"),
+    *("glm4", "granite_swa", "granitemoeshared", "muse_glimmer", "muse_glimmer_text"),
+}
+
+
+def test_each_family_has_a_format_of_calls_or_is_known_to_have_none() -> None:
+    named = {family for name in tool_format_names() for family in load_tool_format(name).families}
+    assert named.isdisjoint(WITHOUT_CALLS)
+    assert named | WITHOUT_CALLS == set(list_families())
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -23,7 +23,7 @@ class Format(ToolFormat):
     end: str = "<｜tool▁call▁end｜>"
     section_begin: str = "<｜tool▁calls▁begin｜>"
     section_end: str = "<｜tool▁calls▁end｜>"
-    families: ClassVar[tuple[str, ...]] = ("deepseek_v3", "deepseek_v2")
+    families: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3")
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:

@@ -15,7 +15,7 @@ class Format(NamedJsonFormat):
     begin: str = "[TOOL_CALLS]"
     separator: str = "[ARGS]"
     id_mark: str = "[CALL_ID]"
-    families: ClassVar[tuple[str, ...]] = ("ministral3",)
+    families: ClassVar[tuple[str, ...]] = ("ministral3", "mistral")
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:

@@ -14,7 +14,7 @@ class Format(JsonToolFormat):
 
     begin: str = "[TOOL_CALLS]"
     is_list: bool = True
-    families: ClassVar[tuple[str, ...]] = ("mistral", "mixtral")
+    families: ClassVar[tuple[str, ...]] = ("mistral",)
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
