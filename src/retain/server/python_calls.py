@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import list_rules, write_text
@@ -42,6 +44,16 @@ class PythonToolFormat(ToolFormat):
         except (ValueError, RecursionError):
             return None
         return calls if reader.is_at_end and calls else None
+
+    def write_calls(self, functions: Sequence[Mapping[str, Any]]) -> str:
+        """See ToolFormat."""
+        calls = []
+        for function in functions:
+            arguments = function["arguments"] if isinstance(function["arguments"], Mapping) else {}
+            members = (f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in arguments.items())
+            calls.append(f"{function['name']}({', '.join(members)})")
+        between = f"{self.separator} " if self.separator else "\n"
+        return f"{self.begin}{self.opener}{between.join(calls)}{self.closer}{self.end}"
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat. Values are JSON; the parameters keep the order of the schema.

@@ -8,11 +8,12 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import BLANKS, list_rules, write_text
+from retain.server.call_history import change_calls
 from retain.server.call_scanner import CallScanner, MarkerScanner, ValueScanner
 
 Functions = Sequence[Mapping[str, Any]]  # [{"name", "parameters"}]; parameters are a JSON schema
@@ -53,6 +54,7 @@ class AnswerParser(Protocol):
 class ToolFormat(ABC):
     """How a model writes tool calls: each between two markers. Several calls may stand between those of a section.
 
+    `shows_calls`: whether the template shows the calls of earlier turns.
     `families`: model types whose published chat templates teach this format. `needs_end`: without the marker behind it
     a call may be the beginning of a longer one.
     """
@@ -63,6 +65,7 @@ class ToolFormat(ABC):
     section_end: str = ""
     families: ClassVar[tuple[str, ...]] = ()
     needs_end: ClassVar[bool] = False
+    shows_calls: bool = field(default=True, kw_only=True)
 
     @classmethod
     @abstractmethod
@@ -124,12 +127,26 @@ class ToolFormat(ABC):
         return None
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Return messages as templates of this format take them."""
-        return [dict(message) for message in messages]
+        """Return messages as templates of this format take them. Calls that a template does not show are content."""
+        return [dict(m) for m in messages] if self.shows_calls else change_calls(messages, self._move_calls)
+
+    def _move_calls(self, message: dict[str, Any]) -> dict[str, Any]:
+        functions = [call["function"] for call in message.pop("tool_calls")]
+        return {**message, "content": f"{message.get('content') or ''}{self.write_calls(functions)}"}
+
+    def write_calls(self, functions: Sequence[Mapping[str, Any]]) -> str:
+        """Return calls as the model writes them: for formats whose templates may not show them."""
+        raise NotImplementedError
 
     def fit_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return tools as templates of this format take them."""
         return [dict(tool) for tool in tools]
+
+    def place_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return messages, and the tools that a template takes beside them: some take tools in a message."""
+        return [dict(message) for message in messages], self.fit_tools(tools)
 
 
 @dataclass(frozen=True)
@@ -158,6 +175,16 @@ class JsonToolFormat(ToolFormat):
                 return None
             calls.append(ParsedToolCall(name, arguments))
         return calls or None
+
+    def write_calls(self, functions: Sequence[Mapping[str, Any]]) -> str:
+        """See ToolFormat."""
+        calls = [
+            json.dumps({self.name_key: f["name"], self.arguments_key: f["arguments"]}, ensure_ascii=False)
+            for f in functions
+        ]
+        if self.is_list:
+            return f"{self.begin}[{', '.join(calls)}]{self.end}"
+        return "\n".join(f"{self.begin}\n{call}\n{self.end}" for call in calls)
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """Return the grammar of one call.

@@ -88,11 +88,13 @@ def render_prompt(
     body: ChatCompletionRequest, tools: Sequence[Json], tokenizer: Tokenizer, tool_format: ToolFormat | None = None
 ) -> str:
     """Return the prompt text of a conversation with these tools. Raises ValueError."""
-    fitted_tools = tool_format.fit_tools(tools) if tool_format else tools
+    messages = fit_messages(body, tokenizer, tool_format)
+    if tool_format and tools:
+        messages, tools = tool_format.place_tools(messages, tools)
     return tokenizer.apply_chat_template(
-        fit_messages(body, tokenizer, tool_format),
+        messages,
         body.add_generation_prompt,
-        tools=fitted_tools or None,
+        tools=tools or None,
         continue_final_message=body.continue_final_message,
         variables=body.template_variables,
     )

@@ -6,6 +6,7 @@ A model's format is the one that its chat template teaches, so a new file is all
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from retain.plugins import load_module, plugin_names
 from retain.processing.template_text import read_template_text
@@ -38,7 +39,8 @@ def detect_tool_format(template: str) -> ToolFormat | None:
         return None
     text = read_template_text(template)
     found = [load_tool_format(name).from_template(text) for name in tool_format_names()]
-    return min(filter(None, found), key=lambda tool_format: not tool_format.begin, default=None)
+    known = min(filter(None, found), key=lambda tool_format: not tool_format.begin, default=None)
+    return known and replace(known, shows_calls="tool_calls" in template)
 
 
 def find_call_marker(template: str) -> str | None:

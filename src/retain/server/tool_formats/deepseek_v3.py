@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import list_rules, write_text
+from retain.processing.template_text import COMPUTED_JSON
+from retain.server.call_history import write_arguments
 from retain.server.call_scanner import CallScanner, ValueScanner
 from retain.server.tool_format import ANY_OBJECT, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
 
@@ -17,19 +19,26 @@ FENCE = "```"
 
 @dataclass(frozen=True)
 class Format(ToolFormat):
-    """`function`, a separator, the name, and a block of JSON."""
+    """`function`, a separator, the name, and a block of JSON. `joins_texts`: the template takes arguments as a text."""
 
     begin: str = "<｜tool▁call▁begin｜>"
     end: str = "<｜tool▁call▁end｜>"
     section_begin: str = "<｜tool▁calls▁begin｜>"
     section_end: str = "<｜tool▁calls▁end｜>"
+    joins_texts: bool = False
     families: ClassVar[tuple[str, ...]] = ("deepseek_v2", "deepseek_v3")
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
         """Return the format of a template that writes the marks, and a block of code or the kind of a call."""
         is_fenced = f"{FENCE}json" in template or f"function{SEPARATOR}" in template
-        return cls() if cls.begin in template and is_fenced else None
+        joins_texts = COMPUTED_JSON not in template.partition(cls.begin)[2]
+        return cls(joins_texts=joins_texts) if cls.begin in template and is_fenced else None
+
+    def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """See ToolFormat."""
+        fitted = super().fit_messages(messages)
+        return write_arguments(fitted) if self.joins_texts else fitted
 
     @property
     def markers(self) -> tuple[str, ...]:

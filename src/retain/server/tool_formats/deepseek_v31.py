@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from retain.processing.template_text import COMPUTED_JSON
+from retain.server.call_history import write_arguments
 from retain.server.named_calls import NamedJsonFormat
 
 
 @dataclass(frozen=True)
 class Format(NamedJsonFormat):
-    """A name, a separator and JSON."""
+    """A name, a separator and JSON. `joins_texts`: the template takes arguments as a text."""
 
     begin: str = "<｜tool▁call▁begin｜>"
     end: str = "<｜tool▁call▁end｜>"
     section_begin: str = "<｜tool▁calls▁begin｜>"
     section_end: str = "<｜tool▁calls▁end｜>"
     separator: str = "<｜tool▁sep｜>"
+    joins_texts: bool = False
     families: ClassVar[tuple[str, ...]] = ("deepseek_v3",)
 
     @classmethod
     def from_template(cls, template: str) -> Format | None:
         """Return the format of a template that writes the marks, and no block of code between them."""
         is_fenced = "```json" in template or f"function{cls.separator}" in template
-        return cls() if cls.begin in template and not is_fenced else None
+        joins_texts = COMPUTED_JSON not in template.partition(cls.begin)[2]
+        return cls(joins_texts=joins_texts) if cls.begin in template and not is_fenced else None
+
+    def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """See ToolFormat."""
+        fitted = super().fit_messages(messages)
+        return write_arguments(fitted) if self.joins_texts else fitted

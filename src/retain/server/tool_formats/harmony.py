@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import list_rules
+from retain.server.call_history import change_calls, split_calls
 from retain.server.tool_format import ChatOutput, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
 
 START = "<|start|>"
@@ -90,19 +91,7 @@ class Format(ToolFormat):
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with one call each and one text beside it: the template shows no more."""
-        fitted: list[dict[str, Any]] = []
-        i = 0
-        while i < len(messages):
-            message = messages[i]
-            i += 1
-            if not message.get("tool_calls"):
-                fitted.append(dict(message))
-                continue
-            first = i
-            while i < len(messages) and messages[i]["role"] == "tool":
-                i += 1
-            fitted += _split_calls(_join_texts(message), messages[first:i])
-        return fitted
+        return split_calls(change_calls(messages, _join_texts))
 
     def fit_tools(self, tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return tools that all have a description, which the template reads."""
@@ -116,23 +105,6 @@ def _join_texts(message: Mapping[str, Any]) -> dict[str, Any]:
     if not reasoning or not content:
         return dict(message)
     return {**message, "reasoning_content": f"{reasoning}{SEPARATOR}{content}", "content": ""}
-
-
-def _split_calls(message: dict[str, Any], results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a message for each call, each before its results. Results of no call here follow the last one."""
-    calls = message["tool_calls"]
-    place: dict[Any, int] = {}
-    for i, call in enumerate(calls):
-        place.setdefault(call.get("id"), i)
-    of_call: list[list[dict[str, Any]]] = [[] for _ in calls]
-    for result in results:
-        of_call[place.get(result.get("tool_call_id"), -1)].append(dict(result))
-    bare = {key: value for key, value in message.items() if key not in ("reasoning_content", "thinking")}
-    split: list[dict[str, Any]] = []
-    for i, call in enumerate(calls):
-        head = {**bare, "content": ""} if i else message
-        split += [{**head, "tool_calls": [call]}, *of_call[i]]
-    return split
 
 
 def parse_call(recipient: str, body: str) -> ParsedToolCall | None:

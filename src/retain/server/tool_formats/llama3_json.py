@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from retain.server.call_history import split_calls
 from retain.server.call_scanner import CallScanner, Scanned, ValueScanner
 from retain.server.tool_format import JsonToolFormat
 
@@ -47,6 +49,10 @@ class Format(JsonToolFormat):
     def ends(self) -> tuple[str, ...]:
         """See ToolFormat."""
         return (";",)
+
+    def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """See ToolFormat. The published templates take one call in a message."""
+        return split_calls(super().fit_messages(messages))
 
     def create_scanner(self, begin: str) -> CallScanner:
         """See ToolFormat. Braces are text, unless what they hold begins as a call does."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from retain.server.call_history import shorten_ids
 from retain.server.tool_format import JsonToolFormat
 
 
@@ -20,3 +22,7 @@ class Format(JsonToolFormat):
     def from_template(cls, template: str) -> Format | None:
         """Return the format of a template that shows the marker, and no other one behind it."""
         return cls() if "[TOOL_CALLS]" in template and "[ARGS]" not in template else None
+
+    def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """See ToolFormat. Templates refuse ids of calls of another length than nine."""
+        return shorten_ids(super().fit_messages(messages))

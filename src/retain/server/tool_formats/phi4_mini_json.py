@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from retain.server.tool_format import JsonToolFormat
 
@@ -21,3 +23,12 @@ class Format(JsonToolFormat):
     def from_template(cls, template: str) -> Format | None:
         """Return the format of a template that shows tools between its marks."""
         return cls() if "<|tool|>" in template and "<|/tool|>" in template else None
+
+    def place_tools(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """See ToolFormat. The template takes the functions as a text in the system message."""
+        first = dict(messages[0]) if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}
+        rest = [dict(message) for message in messages if message is not messages[0] or message["role"] != "system"]
+        functions = [tool["function"] for tool in tools]
+        return [{**first, "tools": json.dumps(functions, ensure_ascii=False)}, *rest], []
