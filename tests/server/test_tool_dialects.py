@@ -10,7 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from retain.models import list_families
@@ -307,3 +307,31 @@ STRICT = {
         },
     },
 }
+
+
+HOSTILE = [
+    *("\\", '"', "'", '<|"|>', "{", "}", "[", "]", "(", "=", ":", "[TOOL_CALLS]", "NaN", "1e400", '"a":1,"a":2'),
+    *("\\ud800", "\ud800", "[" * 100, "</parameter>", "<parameter=text>", "<arg_key>", "</arg_value>"),
+    *("<tool_call>", "\\U00110000"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dialect_name", DIALECTS)
+@settings(max_examples=100)
+@given(st.data())
+@example(None)
+def test_broken_calls_are_content_or_calls_however_they_are_cut(dialect_name: str, data: st.DataObject | None) -> None:
+    """No text is lost, arguments are objects of JSON in UTF-8, and pieces do not matter."""
+    dialect = DIALECTS[dialect_name]
+    begin = format_of(dialect_name).begins[0]
+    text = f'{begin}[f("\\'
+    if data:
+        whole = dialect.write(expressible(dialect, data.draw(st.sampled_from(list(ANSWERS.values())))))
+        at = data.draw(st.integers(0, len(whole)))
+        broken = "".join(data.draw(st.lists(st.sampled_from(HOSTILE), max_size=4)))
+        text = data.draw(st.sampled_from([whole[:at], begin])) + broken + whole[at + data.draw(st.integers(0, 3)) :]
+    content, calls = parse(dialect_name, [text])
+    assert parse(dialect_name, list(text)) == (content, calls)
+    assert all(isinstance(call.arguments, dict) and json.dumps(call.arguments, allow_nan=False) for call in calls)
+    if not calls and dialect.format != "harmony":
+        assert content == text

@@ -126,7 +126,7 @@ class QuotedScanner:
             escapes = self.escapes and bool(self.quote)
             match = compile_marks(marks, escapes).search(text, position)
             if not match:
-                is_escaping = escapes and text.endswith("\\", position)
+                is_escaping = escapes and not finished and text.endswith("\\", position)
                 return Scanned.more(min(cut_marks(text, position, marks, finished), len(text) - is_escaping))
             if match[0] in self.ends and not self.quote:
                 return end_call(text, match.start(), match.start(), self.ends, finished)
@@ -165,6 +165,8 @@ class ValueScanner:
                 return Scanned.more(cut_marks(text, position, marks, finished))
             if opener[0] in self.begins:
                 return Scanned.text(opener.start())
+            if opener.start() >= cut_marks(text, opener.start(), self.begins, finished):
+                return Scanned.more(opener.start())  # it may begin a marker
             if opener[0] in self.ends:
                 return end_call(text, opener.start(), opener.start(), self.ends, finished)
             self.depth = 1
