@@ -18,18 +18,8 @@ class Format(JsonToolFormat):
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
     families: ClassVar[tuple[str, ...]] = (
-        *(
-            "ernie4_5",
-            "granite",
-            "granitemoehybrid",
-            "llama",
-            "qwen2",
-            "qwen3",
-            "qwen3_moe",
-            "qwen3_next",
-            "smollm3",
-        ),
-        *(),
+        *("ernie4_5", "granite", "granitemoehybrid", "llama", "qwen2"),
+        *("qwen3", "qwen3_moe", "qwen3_next", "smollm3"),
     )
 
     @classmethod

@@ -18,16 +18,8 @@ class Format(FunctionTagFormat):
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
     families: ClassVar[tuple[str, ...]] = (
-        *(
-            "nemotron_h",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "qwen3_5_moe_text",
-            "qwen3_5_text",
-            "qwen3_moe",
-            "qwen3_next",
-        ),
-        *(),
+        *("nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
+        *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
     )
 
     @classmethod
