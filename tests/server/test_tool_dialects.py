@@ -19,6 +19,7 @@ from retain.processing.grammar import GrammarCompiler, GrammarState, grammar_fro
 from retain.processing.tokenizer import Tokenizer
 from retain.server.openai.chat_dialect import _explain_missing_format
 from retain.server.openai.chat_output import TaggedAnswerParser, ToolParser
+from retain.server.text_arguments import find_types, read_text_value
 from retain.server.tool_format import AnswerParser
 from retain.server.tool_formats import detect_tool_format, find_call_marker, load_tool_format, tool_format_names
 from tests.helpers.dialects import (
@@ -335,3 +336,32 @@ def test_broken_calls_are_content_or_calls_however_they_are_cut(dialect_name: st
     assert all(isinstance(call.arguments, dict) and json.dumps(call.arguments, allow_nan=False) for call in calls)
     if not calls and dialect.format != "harmony":
         assert content == text
+
+
+RECURSIVE = {"anyOf": [{"$ref": "#/$defs/A"}, {"type": "integer"}]}
+
+
+@pytest.mark.parametrize("name", [name for name in tool_format_names() if name != "harmony"])
+def test_a_schema_that_refers_to_itself_is_read_and_demanded(name: str) -> None:
+    """Each format: the value has the type of the alternative that is no reference."""
+    tool_format = load_tool_format(name)()
+    schema = {"type": "object", "properties": {"a": {"$ref": "#/$defs/A"}}, "$defs": {"A": RECURSIVE}}
+    assert find_types({"$ref": "#/$defs/A"}, schema) == {"integer"}
+    assert read_text_value("5", {"$ref": "#/$defs/A"}, schema) == 5
+    assert tool_format.build_grammar([{"name": "f", "parameters": schema}]).startswith("start:")
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("lfm2", "<|tool_call_start|>[f(a=1e999)]<|tool_call_end|>"),
+        ("olmo3", "<function_calls>\nf(a=-1e999)\n</function_calls>"),
+        ("gemma4", "<|tool_call>call:f{a:1e999}<tool_call|>"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>'),
+    ],
+)
+def test_a_number_that_json_lacks_is_content(name: str, text: str) -> None:
+    parser = ToolParser(load_tool_format(name)(), {"f": {}})
+    content, calls = parser.feed(text)
+    rest, more = parser.close()
+    assert (content + rest, calls + more) == (text, [])

@@ -21,7 +21,7 @@ from retain.processing.reasoning import (
     TextPart,
     find_reasoning_marks,
 )
-from retain.processing.reasoning_budget import ReasoningBudget
+from retain.processing.reasoning_limit import ReasoningLimit
 from retain.processing.stop_strings import StopStrings
 from retain.processing.template_text import read_template_text
 from retain.processing.tokenizer import Tokenizer
@@ -111,7 +111,7 @@ def test_a_budget_ends_reasoning(num_tokens: int, marks: ReasoningMarks, state: 
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size)
     reasoning = Reasoning(marks, state)
     start = compiler.compile(grammar_from_lark(precede_with_reasoning('start: "yes"', reasoning)))
-    start.budget = ReasoningBudget(reasoning, num_tokens, tokenizer)
+    start.reasoning_limit = ReasoningLimit(reasoning, num_tokens, tokenizer)
     begun = tokenizer.encode(marks.begin, add_special_tokens=False) if state is ReasoningState.POSSIBLE else []
     generator = torch.Generator().manual_seed(num_tokens)
     grammar = start.copy()

@@ -19,7 +19,7 @@ from torch import Tensor
 from retain.kernels.transfers import to_device
 from retain.plugins import needs_extra
 from retain.processing.lark import name_special_token
-from retain.processing.reasoning_budget import ReasoningBudget
+from retain.processing.reasoning_limit import ReasoningLimit
 from retain.processing.schemas.annotations import drop_annotations
 from retain.processing.schemas.exact_grammar import build_exact_grammar
 from retain.processing.schemas.json_schema import Schema, drop_unmatchable
@@ -82,12 +82,14 @@ class GrammarCompiler:
 class GrammarState:
     """The progress of one answer through a grammar (see retain.engine.grammar).
 
-    `budget`: of the reasoning that the grammar allows before the form that it demands.
+    `reasoning_limit`: of the reasoning that the grammar allows before what it demands.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, num_known: int, budget: ReasoningBudget | None = None):
+    def __init__(
+        self, matcher: LLMatcher, vocab_size: int, num_known: int, reasoning_limit: ReasoningLimit | None = None
+    ):
         """`num_known`: tokens that the matcher knows, at least those of the vocabulary."""
-        self.budget = budget
+        self.reasoning_limit = reasoning_limit
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._num_known = num_known
@@ -95,14 +97,14 @@ class GrammarState:
 
     def copy(self) -> GrammarState:
         """Return the same state for another answer. Compiling the grammar again may take seconds."""
-        budget = self.budget and self.budget.copy()
-        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._num_known, budget)
+        limit = self.reasoning_limit and self.reasoning_limit.copy()
+        return GrammarState(self._matcher.deep_copy(), self._vocab_size, self._num_known, limit)
 
     def allowed_tokens(self) -> NDArray[np.bool_]:
         """Return which tokens may follow, [V]. None may after a matcher's error."""
         self._matcher.unsafe_compute_mask_ptr(self._bitmask.ctypes.data, self._bitmask.nbytes)
         allowed = np.unpackbits(self._bitmask.view(np.uint8), count=self._vocab_size, bitorder="little") != 0
-        forced = self.budget.next_token if self.budget else None
+        forced = self.reasoning_limit.next_token if self.reasoning_limit else None
         if forced is not None and allowed[forced]:  # not in the middle of a character
             allowed[:] = False
             allowed[forced] = True
@@ -125,8 +127,8 @@ class GrammarState:
 
     def accept_token(self, token: int) -> bool:
         """Advance by a sampled token. Returns whether it may follow."""
-        if self.budget:
-            self.budget.accept_token(token)
+        if self.reasoning_limit:
+            self.reasoning_limit.accept_token(token)
         return bool(self._matcher.consume_token(token))
 
     @property

@@ -20,7 +20,7 @@ from retain.kv.manager import KVCacheManager
 from retain.processing.grammar import GrammarCompiler, GrammarState
 from retain.processing.output import RequestOutputState, is_logging_prefixes
 from retain.processing.reasoning import Reasoning
-from retain.processing.reasoning_budget import ReasoningBudget
+from retain.processing.reasoning_limit import ReasoningLimit
 from retain.processing.stop_strings import StopStrings
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
@@ -181,7 +181,7 @@ class InputProcessor:
         inputs = (replace(shared, params=params.for_answer(i)) for i in range(params.n))
         grammar = self.grammar_compiler.compile(g.grammar) if g.grammar else None
         if grammar and g.reasoning and g.reasoning.max_tokens is not None:
-            grammar.budget = ReasoningBudget(g.reasoning, g.reasoning.max_tokens, self.tokenizer)
+            grammar.reasoning_limit = ReasoningLimit(g.reasoning, g.reasoning.max_tokens, self.tokenizer)
         stop = self._share_stop_strings(params.stop)
         return [self._create_state(g, input, grammar.copy() if grammar else None, stop, on_logits) for input in inputs]
 

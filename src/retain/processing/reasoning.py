@@ -1,8 +1,8 @@
 """Reasoning in generated text: the marks that families write around it, and the parts of a text between them.
 
-The marks are facts of the published chat templates: <think> of DeepSeek-R1, Qwen, GLM-4.5, Nemotron and most others,
-with <response> around the answer in Granite 3.3 and ERNIE 4.5; Magistral and Ministral 3; Gemma 4; Seed-OSS; Command;
-gpt-oss, whose reasoning is a message to a channel.
+What vLLM calls a reasoning parser. The marks are facts of the published chat templates: of DeepSeek-R1, Qwen, GLM-4.5
+and most others; of Granite 3.3 and ERNIE 4.5, with marks around the answer. Then Magistral and Ministral 3, Gemma 4,
+Seed-OSS, Command, and gpt-oss, whose reasoning is a message to a channel.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ VLLM: FieldTable = {
     "prompt_logprobs": Refused("use /v1/completions with echo and logprobs"),
     "truncate_prompt_tokens": Refused("a prompt is never shortened"),
     "truncation_side": PROMPT_STAYS,
-    "thinking_token_budget": only(-1, why="reasoning is bounded by max_tokens only"),
+    "thinking_token_budget": only(-1, why="half of max_tokens before a structured output, else max_tokens"),
     "repetition_detection": Refused("an answer ends by its tokens only"),
     "structured_outputs": USE_RESPONSE_FORMAT,
     "guided_json": USE_RESPONSE_FORMAT,

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from retain.processing.lark import write_text, write_text_before
-from retain.server.text_arguments import Schema, find_types, iter_member_rules, list_parameters, resolve
+from retain.server.text_arguments import Schema, find_types, follow_references, iter_member_rules, list_parameters
 
 BARE_KEY = re.compile(r"[^\W\d]\w*")
 ANY_KEY = r"/[^\W\d]\w*/"
@@ -50,7 +50,7 @@ class ValueRules:
         self._num_rules += 1
         if reference:
             self._names[reference] = name
-        found = resolve(schema, self._root)
+        found = follow_references(schema, self._root)
         ways = self._list_ways(name, found if isinstance(found, dict) else {}, depth)
         self.rules.append(f"{name}: {' | '.join(ways)}")
         return name
@@ -73,6 +73,8 @@ class ValueRules:
             self._add_text()
             return f"{self._quote} {self._prefix}_text"
         if kind == "array":
+            if schema.get("items") is False:
+                return '"[]"'
             item = self.add(schema.get("items"), depth + 1)
             return f'"[" ({item} ("," {item})*)? "]"'
         parameters = list_parameters(schema)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from math import isinf
 from typing import Any
 
 MAX_DEPTH = 64
@@ -73,7 +74,12 @@ class LiteralReader:
                 raise ValueError(f"{name} is no value")
             return CONSTANTS[name]
         number = self._match(NUMBER)
-        return float(number[0]) if number[1] or number[2] else int(number[0])
+        if not (number[1] or number[2]):
+            return int(number[0])
+        value = float(number[0])
+        if isinf(value):  # JSON has no such number
+            raise ValueError(f"{number[0]} is too large")
+        return value
 
     def read_arguments(self, closer: str) -> dict[str, Any]:
         """Read `name=value, ...` up to a closing bracket."""

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import write_text, write_text_before
+from retain.processing.schemas.embedding import embed
+from retain.processing.schemas.json_schema import resolve
+from retain.processing.schemas.parts import open_root
 from retain.server.literals import LiteralReader
 from retain.server.tool_format import read_json
 
@@ -19,10 +22,13 @@ WORDS = {"True": True, "False": False, "None": None}  # as jinja writes constant
 TYPES = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
 
 
-def find_types(schema: Schema, root: Schema) -> set[str]:
-    """Return the JSON types that a schema allows; none if it allows any. `root` is what references are to."""
-    schema = resolve(schema, root)
-    if not isinstance(schema, dict):
+def find_types(schema: Schema, root: Schema, outer: frozenset[int] = frozenset()) -> set[str]:
+    """Return the JSON types that a schema allows; none if it allows any. `root` is what references are to.
+
+    `outer`: ids of the schemas that this one is an alternative of. One that refers to itself adds nothing.
+    """
+    schema = follow_references(schema, root)
+    if not isinstance(schema, dict) or id(schema) in outer:
         return set()
     declared = schema.get("type")
     if isinstance(declared, str):
@@ -33,22 +39,21 @@ def find_types(schema: Schema, root: Schema) -> set[str]:
         return {type_of(schema["const"])}
     if isinstance(schema.get("enum"), list):
         return {type_of(value) for value in schema["enum"]}
+    outer |= {id(schema)}
     branches: list[Schema] = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
-    found = [find_types(branch, root) for branch in branches if branch is not schema]
+    others = [branch for branch in branches if id(follow_references(branch, root)) not in outer]
+    found = [find_types(branch, root, outer) for branch in others]
     return set().union(*found) if all(found) else set()
 
 
-def resolve(schema: Schema, root: Schema) -> Schema:
-    """Return what a schema refers to within its root."""
+def follow_references(schema: Schema, root: Schema) -> Schema:
+    """Return what a schema refers to within its root; any value where that leads nowhere."""
     for _ in range(MAX_REFERENCES):
         reference = schema.get("$ref") if isinstance(schema, dict) else None
-        if not isinstance(reference, str) or not reference.startswith("#"):
+        if not isinstance(reference, str):
             return schema
-        schema = root
-        for key in reference.removeprefix("#").split("/")[1:]:
-            key = key.replace("~1", "/").replace("~0", "~")
-            schema = schema.get(key) if isinstance(schema, dict) else None
-    return None
+        schema, _root = resolve(reference, root)
+    return True
 
 
 def type_of(value: Any) -> str:
@@ -88,22 +93,13 @@ def _read_value(text: str, may_be_text: bool) -> Any:
 
 
 def stand_alone(schema: Schema, root: Schema) -> Schema:
-    """Return the schema of a part of another one as a document of its own, whose references keep their meaning."""
-    if not isinstance(schema, dict) or not isinstance(root, dict) or '"$ref"' not in json.dumps(schema):
-        return schema
-    return {**_move(schema), "$defs": {"root": _move(root)}}
+    """Return a part of a schema as a document of its own, whose references keep their meaning.
 
-
-def _move(schema: Schema) -> Schema:
-    """Return a schema whose local references are to where its root has moved."""
-    if isinstance(schema, list):
-        return [_move(item) for item in schema]
-    if not isinstance(schema, dict):
+    Raises ValueError for a reference that leads nowhere.
+    """
+    if not isinstance(schema, dict) or '"$ref"' not in json.dumps(schema):
         return schema
-    moved = {key: _move(value) for key, value in schema.items()}
-    if isinstance(reference := schema.get("$ref"), str) and reference.startswith("#"):
-        moved["$ref"] = f"#/$defs/root{reference[1:]}"
-    return moved
+    return embed(open_root(root).enter(schema))
 
 
 class Parameter(NamedTuple):
@@ -160,7 +156,7 @@ def iter_text_rules(
 
 def _list_texts(schema: Schema, root: Schema) -> list[str]:
     """Return the texts that a schema lists, if it lists texts."""
-    schema = resolve(schema, root)
+    schema = follow_references(schema, root)
     if not isinstance(schema, dict):
         return []
     values = [schema["const"]] if "const" in schema else schema.get("enum")

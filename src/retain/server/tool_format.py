@@ -1,6 +1,6 @@
 """What a tool format is: where calls stand in generated text, how they are parsed, and which grammar demands one.
 
-The formats themselves are the files of `tool_formats`.
+The formats themselves are the files of `tool_formats`; vLLM calls them tool parsers.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isinf
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 from retain.processing.grammar import lark_json_rule
@@ -226,7 +227,7 @@ def _refuse(text: str) -> Any:
 
 def _read_float(text: str) -> float:
     number = float(text)
-    return number if abs(number) != float("inf") else _refuse(text)
+    return _refuse(text) if isinf(number) else number
 
 
 def read_arguments(given: Any, schema: Any) -> str | None:

@@ -42,7 +42,7 @@ class ChatDialect:
         return cls(tool_format, marks, marks_with_tools, special_tokens, _explain_missing_format(templates))
 
     def find_reasoning(self, prompt: str, has_tools: bool, max_tokens: int | None = None) -> Reasoning | None:
-        """Return the reasoning that the answer to a prompt text may have; `max_tokens` before one of a form."""
+        """Return the reasoning that the answer to a prompt text may have; `max_tokens` before a structured output."""
         marks = self.marks_with_tools if has_tools else self.marks
         return Reasoning(marks, marks.find_state(prompt), max_tokens) if marks else None
 

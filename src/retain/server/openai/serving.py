@@ -134,7 +134,7 @@ class OpenAIServing:
         params = body.to_sampling_params(max_tokens, logprobs)
         begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
         start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
-        # Half of the tokens are left for a form that the answer must have.
+        # Half of the tokens are left for a structured output.
         reasoning = self.dialect.find_reasoning(prompt[:start], bool(tools), max_tokens and max_tokens // 2)
         request = replace(
             request,

@@ -1,4 +1,4 @@
-"""Formats of tool calls, each in a file of its own: `Format` in `<name>.py`, with vLLM's name of the format.
+"""Formats of tool calls, each in a file: `Format` in `<name>.py`, with vLLM's name where it has one of its own.
 
 A model's format is the one that its chat template teaches, so a new file is all that a new format needs.
 """

@@ -1,4 +1,4 @@
-"""A budget of tokens for the reasoning before an answer that must have a form, so that the form is reached."""
+"""A limit of the reasoning before a structured output, so that the output is reached (vLLM: thinking token budget)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from retain.processing.reasoning import Reasoning
 from retain.processing.tokenizer import Tokenizer
 
 
-class ReasoningBudget:
-    """Ends the reasoning of one answer: behind a number of its tokens only those of its end mark may follow."""
+class ReasoningLimit:
+    """Ends the reasoning of one answer: after a number of its tokens only those of its end mark may follow."""
 
     def __init__(self, reasoning: Reasoning, num_tokens: int, tokenizer: Tokenizer):
         self._splitter = reasoning.create_splitter()
@@ -18,15 +18,15 @@ class ReasoningBudget:
         self._num_written = 0  # of the end tokens
         self._tokenizer = tokenizer
 
-    def copy(self) -> ReasoningBudget:
-        """Return the same budget for another answer."""
+    def copy(self) -> ReasoningLimit:
+        """Return the same limit for another answer."""
         other = copy(self)
         other._splitter = self._splitter.copy()
         return other
 
     @property
     def next_token(self) -> int | None:
-        """The token that must follow, if the budget is used up."""
+        """The token that must follow, if the limit is reached."""
         is_over = self._splitter.is_in_reasoning and self._num_left <= 0
         return self._end_tokens[self._num_written % len(self._end_tokens)] if is_over else None
 
