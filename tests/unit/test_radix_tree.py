@@ -51,7 +51,7 @@ class CachedTexts:
         if self.sliding:
             min_resume_position = first * S + W - 1 if first else 0
             windows = SlidingWindows((first,), (self.allocate(text, first, n - first),), min_resume_position, (0,))
-        self.tree.insert(root, text, pages[None], windows)
+        self.tree.insert(root, text, pages, windows)
         self.pool.free(pages.ravel())
         self.texts.setdefault(root, []).append(tuple(text))
 
@@ -65,7 +65,7 @@ class CachedTexts:
             return 0
         assert match.length <= match.common_length <= min(limit, longest)
         assert match.pages.shape[-1] in (match.common_length // S, -(-match.common_length // S))
-        pages = match.pages[0, 0] if match.pages.size else np.zeros(0, np.int32)
+        pages = match.pages[0] if match.pages.size else np.zeros(0, np.int32)
         for n in (match.length, match.common_length // S * S):
             self.check_content(text, pages, 0, range(n))
         if not self.sliding and not self.may_have_evicted:
@@ -112,6 +112,23 @@ def test_random_operations_match_what_was_inserted(sliding: bool, num_pages: int
     assert num_matched > 50
     texts.tree.clear()
     assert texts.pool.num_used == 0
+
+
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_a_text_ends_before_the_page_that_a_row_takes(num_heads: int) -> None:
+    """The blocks before it stay cached, and what goes on behind it does not."""
+    for block in range(5):
+        pool = PagePool(60)
+        tree = RadixTree(pool, S)
+        text = list(range(5 * S))
+        pages = pool.allocate(5 * num_heads).reshape(num_heads, 5)
+        tree.insert(b"a", text, pages)
+        tree.insert(b"a", [*text[: 4 * S], 99], pages)  # so that texts part in it
+        pool.free(pages.ravel())
+        tree.evict_holders(pages[-1:, block])
+        match = tree.match_prefix(b"a", text, len(text), False)
+        assert (match.length if match else 0) == block * S
+        pool.check(tree.all_pages)
 
 
 def test_equal_pages_are_cached_once() -> None:

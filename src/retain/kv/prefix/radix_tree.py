@@ -389,7 +389,7 @@ class RadixTree:
             if node.snapshot and node not in self.pins and wanted[node.snapshot.page_list].any():
                 self._evict_snapshot(node)
         for node in reversed(list(self.iter_nodes())):  # children come before their parents
-            holds = wanted[node.pages].any(axis=(0, 1)) if node.pages.size else np.zeros(0, bool)
+            holds = wanted[node.pages].any(axis=0)  # which of its blocks
             if holds.any():
                 self._evict_below(node)
                 if not node.children and node not in self.pins:
