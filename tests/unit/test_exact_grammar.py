@@ -212,12 +212,29 @@ def test_a_rule_of_a_grammar_has_such_a_schema_in_it() -> None:
         ({"minimum": BIG, "not": {"const": BIG}}, "/not"),
         ({"minimum": BIG, "maximum": "x"}, "/maximum"),
         ({"items": {"const": BIG}, "minItems": "x"}, "/minItems"),
+        ({"minimum": -BIG, "maximum": float("inf")}, "/maximum"),
+        ({"minimum": float("nan"), "maximum": BIG}, "/minimum"),
+        ({"properties": {f"p{i}": {"const": BIG} for i in range(257)}}, ""),
+        ({"prefixItems": [{"const": BIG}] * 257}, ""),
     ],
 )
 def test_what_cannot_be_exact_is_refused_with_its_place(part: Any, place: str) -> None:
     with pytest.raises(SchemaError) as error:
         grammar_from_json_schema({**in_object(part), "$defs": {"A": {"type": "integer"}}})
     assert str(error.value).startswith(f"JSON schema at #/properties/a{place}: ")
+
+
+@pytest.mark.parametrize(
+    "name", ["a/b", "\x7f", "\0", "\n", "/", "\\", '"', "é", "\u2028", "", "#", "//", "😀", "start:"]
+)
+def test_a_member_has_its_schema_however_its_name_is_written(name: str) -> None:
+    schema = {"type": "object", "properties": {name: {"const": BIG}}, "additionalProperties": {"type": "string"}}
+    grammar = grammar_from_json_schema(schema)
+    plain = json.dumps(name, ensure_ascii=False)
+    for written in (plain, json.dumps(name), plain.replace("/", "\\/")):
+        assert json.loads(written) == name
+        assert match(grammar, f"{{{plain}: {BIG}}}")
+        assert not match(grammar, f'{{{written}: "x"}}')
 
 
 @pytest.mark.parametrize("kind", ["integer", "number"])
@@ -229,6 +246,11 @@ def test_bounds_of_code_generators_are_followed(kind: str, low: float, high: flo
     grammar = grammar_from_json_schema(in_object({"type": kind, "minimum": low, "maximum": high, "format": "int64"}))
     for number in (0, 5, int(low), int(high), int(low) - 1, int(high) + 1):
         assert match(grammar, json.dumps({"a": number})) == (int(low) <= number <= int(high))
+
+
+def test_constants_that_json_cannot_write_match_nothing() -> None:
+    schema = {"enum": [float("nan"), float("inf"), -(10**400), BIG]}
+    assert allows(schema, BIG) and allows(schema, -(10**400)) and not allows(schema, "NaN")
 
 
 def test_alternatives_that_exclude_each_other_are_followed() -> None:

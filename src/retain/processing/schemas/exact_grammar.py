@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations
@@ -37,11 +37,12 @@ KEYWORDS = (*NUMERIC, *OF_ARRAYS, *OF_OBJECTS, *OF_STRINGS, *UNIONS, "$ref", "co
 INTEGER = "an integer beyond 2^53"
 TOO_LARGE = f"the schema is too large for {INTEGER}"
 MAX_ALTERNATIVES = 64  # of `oneOf`
+MAX_MEMBERS = 256  # that follow each other in a value: llguidance recurses through their rules, and its stack ends
 MAY_BE_LARGE = re.compile("[0-9]{16}|[0-9]e")  # in the text of a schema: most have no such number
 SMALL = 2**52  # numbers up to this one are left to llguidance
 COMMON_RULES = r"""ws: WS?
 WS: /[ \n\r\t]+/
-NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\\/bfnrt])*"/"""
+NAME: /"([^"\\\x00-\x1f\x7f]|\\["\\bfnrt])*"/"""
 
 
 def build_exact_grammar(schema: dict[str, Any]) -> str | None:
@@ -175,6 +176,10 @@ class _ExactGrammar:
             alternatives.append(_json(embed(replace(part, schema={**others, "type": types}))))
         return self._any_of(part, [found for found in alternatives if found])
 
+    def _check_length(self, part: Part, members: Collection[Any]) -> None:
+        if len(members) > MAX_MEMBERS:
+            raise SchemaError(part.place, f"more than {MAX_MEMBERS} members beside {INTEGER} are not supported")
+
     def _of_type(self, part: Part, kind: str) -> str | None:
         if kind == "array":
             return self._array(part)
@@ -193,14 +198,16 @@ class _ExactGrammar:
         properties = dict(schema.get("properties", {}))
         required = [name for name in list_of(schema.get("required")) if isinstance(name, str)]
         members: list[tuple[str, bool]] = []
-        for name in [*properties, *(name for name in required if name not in properties)]:
+        names = dict.fromkeys([*properties, *required])
+        self._check_length(part, names)
+        for name in names:
             tokens = ("properties", name) if name in properties else ("additionalProperties",)
             value = self._inner(part, properties.get(name, additional), *tokens)
             if value:
                 members.append((f'{_literal(_write(name))} ws ":" ws {value} ws', name in required))
             elif name in required:
                 raise SchemaError(part.place.at("required"), NO_VALUE)
-        taken = [_literal(_write(name)) for name in dict.fromkeys([*properties, *required])]
+        taken = [_literal(_write(name)) for name in names]
         other = self._inner(part, additional, "additionalProperties")
         return f'"{{" ws {self._members(members, taken, other)} "}}"'
 
@@ -228,6 +235,7 @@ class _ExactGrammar:
         items = schema.get("items", True)
         is_tuple = isinstance(items, list)
         keyword = "items" if is_tuple else "prefixItems"
+        self._check_length(part, list_of(schema.get(keyword)))
         first = [self._inner(part, item, keyword, i) for i, item in enumerate(list_of(schema.get(keyword)))]
         rest_keyword = "additionalItems" if is_tuple else "items"
         rest = self._inner(part, schema.get(rest_keyword, True), rest_keyword)
@@ -271,8 +279,8 @@ def _write(value: Any) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as Lark writes it, which is as JSON does."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text as Lark writes it, which is as JSON does but for the character DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _canonical(value: Any) -> str:
@@ -319,6 +327,8 @@ def _plain(number: Fraction) -> float:
 def _is_within(value: float, part: Part) -> bool:
     """Return whether a number satisfies the numeric keywords of a part."""
     low, excludes_low, high, excludes_high = _limits(part.schema)
+    if value - value != 0:  # it is infinite or no number, and JSON cannot write it
+        return False
     number = Fraction(str(value))
     step = part.schema.get("multipleOf", 0)
     if step and number % Fraction(str(step)):

@@ -89,7 +89,7 @@ def find_wrong_value(part: Part, message: str) -> Problem | None:
 
 def _find_wrong_type(name: str, value: Any) -> str | None:
     """Return what the value of a keyword must be; None where it is."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and value - value == 0  # it is finite
     rules = (
         (name == "type", _is_type(value), f"one or several of {', '.join(TYPES)}"),
         (name in COUNTS, is_number and value >= 0 and value % 1 == 0, "a whole number from 0"),
