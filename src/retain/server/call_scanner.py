@@ -58,11 +58,10 @@ class CallScanner(Protocol):
 def end_call(text: str, body_end: int, start: int, ends: Sequence[str], finished: bool) -> Scanned:
     """Return the end of a call whose body has ended, behind the longest of some markers that stands at `start`."""
     found = max((len(end) for end in ends if text.startswith(end, start)), default=0)
-    rest = text[start : start + max(map(len, ends), default=0)]
-    if any(len(end) > len(rest) and end.startswith(rest) for end in ends):
+    if _may_be_longer(text, start, ends):
         if not finished:
             return Scanned.more(body_end)
-        found = len(rest)  # the text ends inside of the marker
+        found = len(text) - start  # the text ends inside of the marker
     return Scanned(Scan.CALL, body_end, start + found if found else body_end)
 
 
@@ -73,6 +72,12 @@ def cut_marks(text: str, start: int, marks: Iterable[str], finished: bool) -> in
     marks = tuple(marks)
     tail = text[max(start, len(text) - max(map(len, marks), default=0)) :]
     return len(text) - max((partial_mark_length(tail, mark) for mark in marks), default=0)
+
+
+def _may_be_longer(text: str, start: int, marks: Sequence[str]) -> bool:
+    """Return whether a text from `start` on may be the beginning of a mark, and not all of it."""
+    rest = text[start : start + max(map(len, marks), default=0)]
+    return any(len(mark) > len(rest) and mark.startswith(rest) for mark in marks)
 
 
 @lru_cache(64)
@@ -161,7 +166,7 @@ class ValueScanner:
         if not self.depth and not self.is_complete:
             marks = (*self.openers, *self.ends, *self.begins)
             opener = compile_marks(marks).search(text, position)
-            if not opener:
+            if not opener or (not finished and _may_be_longer(text, opener.start(), marks)):
                 return Scanned.more(cut_marks(text, position, marks, finished))
             if opener[0] in self.begins:
                 return Scanned.text(opener.start())

@@ -70,16 +70,19 @@ class AnswerUnwrapper:
         text = self._held + text
         self._held = ""
         if self._is_at_start:
-            visible = text.lstrip("\n") if follows_reasoning else text
+            visible = text.lstrip("\n") if follows_reasoning or self._end else text
             if not visible and not finished:
                 return ""
             marks = next((m for m in self._marks if visible.startswith(m.answer_begin)), None)
             if not marks and not finished and any(m.answer_begin.startswith(visible) for m in self._marks):
                 self._held = visible
                 return ""
+            if marks:  # blank lines behind the mark are no content either, and no second mark is expected
+                self._marks = ()
+                self._end = marks.answer_end
+                return self.feed(visible[len(marks.answer_begin) :], True, finished)
             self._is_at_start = False
-            self._end = marks.answer_end if marks else ""
-            text = visible[len(marks.answer_begin) :].lstrip("\n") if marks else visible
+            text = visible
         return self._drop_end(text, finished) if self._end else text
 
     def _drop_end(self, text: str, finished: bool) -> str:
