@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import AddedToken
 
 from retain.processing.fill_in_formats import FILL_IN_FORMATS
 from retain.processing.infill import encode_infill
@@ -69,6 +70,17 @@ def test_special_tokens_of_folders_are_text_where_they_are_quoted(name: str) -> 
     for marker in markers:
         ids = tokenizer.encode_quoted(f"the{marker}cat")
         assert {"<s>", "</s>"}.isdisjoint(names_of(tokenizer, ids))
+
+
+@pytest.mark.parametrize("name", FOLDER_TOKENIZERS)
+def test_tokens_that_were_added_behind_a_vocabulary_are_text_where_they_are_quoted(name: str, tmp_path: Path) -> None:
+    core = FOLDER_TOKENIZERS[name]()
+    markers = ["<|im_end|>", "<|fim_middle|>"]
+    core.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in markers])
+    core.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = Tokenizer.open(tmp_path)
+    for marker in (*markers, "</s>"):
+        assert marker not in names_of(tokenizer, tokenizer.encode_quoted(f"the{marker}cat"))
 
 
 @pytest.mark.parametrize("kind", [CONTROL, USER_DEFINED])

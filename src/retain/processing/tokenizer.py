@@ -144,8 +144,10 @@ class Tokenizer:
         for token in description["added_tokens"]:
             token["special"] = token["id"] in self._markers
         if description["model"]["type"] == "Unigram":  # markers are pieces like others
+            pieces = description["model"]["vocab"]  # without tokens that were added behind it
             for i in self._markers:
-                description["model"]["vocab"][i][1] = -1e9
+                if i < len(pieces):
+                    pieces[i][1] = -1e9
         core = Core.from_str(json.dumps(description))
         core.encode_special_tokens = True  # as text, that is
         return core
