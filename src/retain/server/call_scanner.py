@@ -170,8 +170,6 @@ class ValueScanner:
                 return Scanned.more(cut_marks(text, position, marks, finished))
             if opener[0] in self.begins:
                 return Scanned.text(opener.start())
-            if opener.start() >= cut_marks(text, opener.start(), self.begins, finished):
-                return Scanned.more(opener.start())  # it may begin a marker
             if opener[0] in self.ends:
                 return end_call(text, opener.start(), opener.start(), self.ends, finished)
             self.depth = 1
@@ -200,9 +198,7 @@ class ValueScanner:
         """Read the marker behind a value. Without one the call ends with the value."""
         if not self.ends:
             return Scanned(Scan.CALL, value_end, value_end)
-        at = value_end
-        while at < len(text) and at - value_end < MAX_BLANKS and text[at].isspace():
-            at += 1
+        at = skip_blanks(text, value_end)
         if at == len(text) and not finished:
             return Scanned.more(value_end)
         return end_call(text, value_end, at, self.ends, finished)
@@ -234,23 +230,35 @@ class TagScanner:
             match = compile_marks(marks).search(text, position)
             if not match:
                 return Scanned.more(cut_marks(text, position, marks, finished))
-            if not self.in_value and match[0] in self.ends:
+            if self.in_value:
+                is_closed = is_value_closed(text, match.end(), self.followers, finished)
+                if is_closed is None:
+                    return Scanned.more(match.start())
+                self.in_value = not is_closed
+            elif match[0] in self.ends:
                 return end_call(text, match.start(), match.start(), self.ends, finished)
-            if not self.in_value and match[0] in self.begins:
+            elif match[0] in self.begins:
                 return Scanned.text(match.start())
-            is_closed = self.is_closed(text, match.end(), finished) if self.in_value else False
-            if is_closed is None:
-                return Scanned.more(match.start())
-            self.in_value = not is_closed
+            else:
+                self.in_value = True
             position = match.end()
 
-    def is_closed(self, text: str, start: int, finished: bool) -> bool | None:
-        """Return whether a closing tag before `start` ends its value; None: more text will tell."""
-        at = start
-        while at < len(text) and at - start < MAX_BLANKS and text[at].isspace():
-            at += 1
-        if any(text.startswith(follower, at) for follower in self.followers):
-            return True
-        rest = text[at : at + max(map(len, self.followers))]
-        is_open = at - start < MAX_BLANKS and any(follower.startswith(rest) for follower in self.followers)
-        return None if is_open and not finished else finished and at == len(text)
+
+def is_value_closed(text: str, start: int, followers: Sequence[str], finished: bool) -> bool | None:
+    """Return whether a closing tag before `start` ends its value; None: more text will tell."""
+    at = skip_blanks(text, start)
+    if any(text.startswith(follower, at) for follower in followers):
+        return True
+    if finished:
+        return at == len(text)
+    rest = text[at : at + max(map(len, followers))]
+    may_follow = at - start < MAX_BLANKS and any(follower.startswith(rest) for follower in followers)
+    return None if may_follow else False
+
+
+def skip_blanks(text: str, start: int) -> int:
+    """Return where a text goes on behind blanks, of which at most MAX_BLANKS are skipped."""
+    at = start
+    while at < len(text) and at - start < MAX_BLANKS and text[at].isspace():
+        at += 1
+    return at

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from retain.processing.lark import list_rules, write_text
-from retain.server.call_scanner import CallScanner, TagScanner
+from retain.server.call_scanner import CallScanner, TagScanner, is_value_closed
 from retain.server.text_arguments import TextLayout, convert_texts, iter_text_rules
 from retain.server.tool_format import Functions, ParsedToolCall, Schemas, ToolFormat, write_arguments
 
@@ -70,10 +70,9 @@ def iter_tagged_values(
 
     `opener` has the name. `followers` come behind the closing tag of a value, or nothing does (see TagScanner).
     """
-    scanner = TagScanner((), (), "", closer, followers)
     while found := opener.match(text, position):
         close = text.find(closer, found.end())
-        while close >= 0 and not scanner.is_closed(text, close + len(closer), finished=True):
+        while close >= 0 and not is_value_closed(text, close + len(closer), followers, finished=True):
             close = text.find(closer, close + 1)
         if close < 0:
             return

@@ -102,7 +102,7 @@ class ToolParser:
     `tools`: names, or the schemas of parameters by name, which tell the types of values that a model writes as text.
     """
 
-    def __init__(self, tool_format: ToolFormat, tools: Collection[str] | Mapping[str, Schemas]):
+    def __init__(self, tool_format: ToolFormat, tools: Collection[str] | Schemas):
         self._format = tool_format
         self._tools = tools
         self._schemas: Schemas = tools if isinstance(tools, Mapping) else {}
