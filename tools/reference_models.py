@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from retain import models
+from retain.processing.reasoning import KNOWN_MARKS
 from retain.server.tool_formats import load_tool_format, tool_format_names
 from tests.helpers.family_variants import VARIANTS
 from tests.helpers.gguf_files import GGUF_ARCHS
@@ -15,7 +16,8 @@ the `gguf` package, gives the same logits (`tests/models/test_gguf.py`). Files o
 Nemotron-H without experts `nemotron_h`.
 
 Tool calls: the formats that the published chat templates of a family teach, each a file of
-`src/retain/server/tool_formats/` with its name. The template of the model that is served decides.
+`src/retain/server/tool_formats/` with its name. Reasoning: the marks that begin it in templates of models that reason
+(`src/retain/processing/reasoning.py`). The template of the model that is served decides.
 """
 FORMATS = """## Formats
 
@@ -48,6 +50,7 @@ def models_page() -> str:
         configs = [", ".join(code(key) for key in changes) for changes in VARIANTS[family]]
         arch = code(GGUF_ARCHS.get(family, ""))
         calls = ", ".join(code(name) for name, families in formats.items() if family in families)
-        rows.append((code(family), about, arch, calls or "-", "; ".join(configs) or "-"))
-    head = ["`model_type`", "what it is", "GGUF architecture", "tool calls", "tested with other values of"]
+        reasoning = ", ".join(code(marks.begin) for marks in KNOWN_MARKS if family in marks.families)
+        rows.append((code(family), about, arch, calls or "-", reasoning or "-", "; ".join(configs) or "-"))
+    head = ["`model_type`", "what it is", "GGUF architecture", "tool calls", "reasoning", "tested with other values of"]
     return f"# Models\n\n{NOTE}{TESTED}\n{table(head, rows)}\n{FORMATS}"

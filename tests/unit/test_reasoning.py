@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.models import list_families
 from retain.models.resolve import resolve_model
 from retain.processing.grammar import GrammarCompiler, grammar_from_lark
 from retain.processing.lark import precede_with_reasoning
@@ -166,3 +167,8 @@ def test_marks_are_those_that_the_template_shows(template: str, begin: str | Non
 )
 def test_the_text_of_a_template(source: str, text: str) -> None:
     assert read_template_text(source) == text
+
+
+def test_each_family_of_marks_is_one_that_there_is() -> None:
+    named = [family for marks in KNOWN_MARKS for family in marks.families]
+    assert len(set(named)) == len(named) and set(named) <= set(list_families())

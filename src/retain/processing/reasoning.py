@@ -17,7 +17,8 @@ from enum import Enum
 class ReasoningMarks:
     """Texts around reasoning, and those around the answer behind it, if a model writes any.
 
-    `repeats`: an answer may have reasoning several times. Otherwise only its beginning is searched.
+    `repeats`: an answer may have reasoning several times. Otherwise only its beginning is searched. `families`: model
+    types of which published chat templates write these marks.
     """
 
     begin: str
@@ -25,6 +26,7 @@ class ReasoningMarks:
     answer_begin: str = ""
     answer_end: str = ""
     repeats: bool = False
+    families: tuple[str, ...] = ()
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -71,13 +73,24 @@ class Reasoning:
         return ReasoningSplitter([self.marks], self.state is ReasoningState.OPEN)
 
 
+# Those of <think> are of distilled models, too: DeepSeek-R1's are Llama and Qwen 2.
+THINKING_FAMILIES = (
+    *("deepseek_v3", "ernie4_5", "glm4_moe", "glm4_moe_lite", "granite", "llama", "nemotron_h", "olmo3", "qwen2"),
+    *("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "smollm3"),
+)
 KNOWN_MARKS = (
-    ReasoningMarks("<think>", "</think>", "<response>", "</response>"),
-    ReasoningMarks("[THINK]", "[/THINK]"),
-    ReasoningMarks("<|channel>thought", "<channel|>"),
-    ReasoningMarks("<seed:think>", "</seed:think>"),
-    ReasoningMarks("<|START_THINKING|>", "<|END_THINKING|>", "<|START_RESPONSE|>", "<|END_RESPONSE|>"),
-    ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>", repeats=True),
+    ReasoningMarks("<think>", "</think>", "<response>", "</response>", families=THINKING_FAMILIES),
+    ReasoningMarks("[THINK]", "[/THINK]", families=("ministral3", "mistral")),
+    ReasoningMarks("<|channel>thought", "<channel|>", families=("gemma4", "gemma4_text")),
+    ReasoningMarks("<seed:think>", "</seed:think>", families=("seed_oss",)),
+    ReasoningMarks(
+        begin="<|START_THINKING|>",
+        end="<|END_THINKING|>",
+        answer_begin="<|START_RESPONSE|>",
+        answer_end="<|END_RESPONSE|>",
+        families=("cohere2",),
+    ),
+    ReasoningMarks("<|channel|>analysis<|message|>", "<|end|>", repeats=True, families=("gpt_oss",)),
 )
 
 
