@@ -16,7 +16,7 @@ import pytest
 from tools import clients
 
 PAGE = Path(__file__).parents[2] / "docs" / "guide" / "clients.md"
-MODULES = {"llm": "llm", "openai-agents": "agents", "pydantic-ai": "pydantic_ai"}  # of the extra `dev`
+MODULES = {"openai-agents": "agents", "pydantic-ai": "pydantic_ai"}  # of the extra `dev`
 
 
 def find_folder(name: str) -> Path | None:
