@@ -34,6 +34,13 @@ def list_rules(prefix: str, number: int) -> str:
     return " | ".join(f"{prefix}{i}" for i in range(number))
 
 
+def start_with_call(begin: str, number: int, end: str, special_tokens: Collection[str] = ()) -> str:
+    """Return the rule `start` of one of several calls, the rules call0, call1 and so on, between two texts."""
+    first = write_text(begin, special_tokens)
+    last = write_text(end, special_tokens)
+    return f"start: {first} ({list_rules('call', number)}) {last}"
+
+
 def write_text_before(name: str, end: str, special_tokens: Collection[str] = ()) -> str:
     """Return the rule of any text up to an end, which is part of it."""
     if end in special_tokens:  # no pattern matches a special token

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from retain.processing.grammar import lark_json_rule
-from retain.processing.lark import list_rules, write_text
+from retain.processing.lark import start_with_call, write_text
 from retain.server.call_scanner import CallScanner, ValueScanner
 from retain.server.tool_format import ANY_OBJECT, Functions, ParsedToolCall, Schemas, ToolFormat, read_arguments
 
@@ -36,9 +36,8 @@ class NamedJsonFormat(ToolFormat):
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat."""
-        begin = write_text(self.section_begin + self.begin, special_tokens)
-        end = write_text(self.end + self.section_end, special_tokens)
-        rules = [f"start: {begin} ({list_rules('call', len(tools))}) {end}"]
+        end = self.end + self.section_end
+        rules = [start_with_call(self.section_begin + self.begin, len(tools), end, special_tokens)]
         for i, tool in enumerate(tools):
             rules.append(f"call{i}: {write_text(tool['name'] + self.separator, special_tokens)} arguments{i}")
             rules.append(lark_json_rule(f"arguments{i}", tool.get("parameters") or ANY_OBJECT))

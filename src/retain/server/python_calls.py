@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from retain.processing.grammar import lark_json_rule
-from retain.processing.lark import list_rules, write_text
+from retain.processing.lark import start_with_call, write_text
 from retain.server.call_scanner import CallScanner, QuotedScanner
 from retain.server.literals import LiteralReader
 from retain.server.text_arguments import iter_member_rules, list_parameters, stand_alone
@@ -60,9 +60,8 @@ class PythonToolFormat(ToolFormat):
 
         Raises ValueError for a parameter whose name Python cannot have.
         """
-        begin = write_text(f"{self.begin}{self.opener}", special_tokens)
-        end = write_text(f"{self.closer}{self.end}", special_tokens)
-        rules = [f"start: {begin} ({list_rules('call', len(tools))}) {end}"]
+        end = f"{self.closer}{self.end}"
+        rules = [start_with_call(f"{self.begin}{self.opener}", len(tools), end, special_tokens)]
         for i, tool in enumerate(tools):
             parameters = list_parameters(tool.get("parameters"))
             members = [(f'"{p.name}=" value{i}_{k}', p.is_required) for k, p in enumerate(parameters)]

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from retain.processing.lark import list_rules, write_text
+from retain.processing.lark import start_with_call, write_text
 from retain.server.call_scanner import CallScanner, TagScanner, is_value_closed
 from retain.server.text_arguments import TextLayout, convert_texts, iter_text_rules
 from retain.server.tool_format import Functions, ParsedToolCall, Schemas, ToolFormat, write_arguments
@@ -53,9 +53,8 @@ class FunctionTagFormat(ToolFormat):
         layout = TextLayout(
             PARAMETER_BEGIN, f">{self.value_break}", f"{self.value_break}{PARAMETER_END}{self.tag_break}"
         )
-        begin = write_text(f"{self.begin}{self.tag_break}", special_tokens)
-        end = write_text(f"{FUNCTION_END}{self.tag_break}{self.end}", special_tokens)
-        rules = [f"start: {begin} ({list_rules('call', len(tools))}) {end}"]
+        end = f"{FUNCTION_END}{self.tag_break}{self.end}"
+        rules = [start_with_call(f"{self.begin}{self.tag_break}", len(tools), end, special_tokens)]
         for i, tool in enumerate(tools):
             function = write_text(f"<function={tool['name']}>{self.tag_break}")
             rules.append(f"call{i}: {function} parameters{i}")

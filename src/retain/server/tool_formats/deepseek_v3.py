@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from retain.processing.grammar import lark_json_rule
-from retain.processing.lark import list_rules, write_text
+from retain.processing.lark import start_with_call, write_text
 from retain.processing.template_text import COMPUTED_JSON
 from retain.server.call_history import write_arguments
 from retain.server.call_scanner import CallScanner, ValueScanner
@@ -59,9 +59,9 @@ class Format(ToolFormat):
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat."""
-        before = write_text(f"{self.section_begin}{self.begin}function{SEPARATOR}", special_tokens)
-        behind = write_text(f"\n{FENCE}{self.end}{self.section_end}", special_tokens)
-        rules = [f"start: {before} ({list_rules('call', len(tools))}) {behind}"]
+        begin = f"{self.section_begin}{self.begin}function{SEPARATOR}"
+        end = f"\n{FENCE}{self.end}{self.section_end}"
+        rules = [start_with_call(begin, len(tools), end, special_tokens)]
         for i, tool in enumerate(tools):
             head = write_text(f"{tool['name']}\n{FENCE}json\n")
             rules.append(f"call{i}: {head} arguments{i}")

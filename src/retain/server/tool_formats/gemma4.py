@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
-from retain.processing.lark import list_rules, write_text
+from retain.processing.lark import start_with_call
 from retain.server.call_scanner import CallScanner, QuotedScanner
 from retain.server.gemma4_values import ValueRules
 from retain.server.literals import LiteralReader
@@ -53,8 +53,7 @@ class Format(ToolFormat):
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
         """See ToolFormat. Members keep the order of the schema."""
-        begin = write_text(f"{self.begin}call:", special_tokens)
-        rules = [f"start: {begin} ({list_rules('call', len(tools))}) {write_text(self.end, special_tokens)}"]
+        rules = [start_with_call(f"{self.begin}call:", len(tools), self.end, special_tokens)]
         for i, tool in enumerate(tools):
             schema = tool.get("parameters") or ANY_OBJECT
             values = ValueRules(f"v{i}", schema, QUOTE, special_tokens)

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar
 
-from retain.processing.lark import list_rules, write_text
+from retain.processing.lark import start_with_call, write_text
 from retain.server.call_scanner import CallScanner, TagScanner
 from retain.server.tagged_calls import iter_tagged_values
 from retain.server.text_arguments import TextLayout, convert_texts, iter_text_rules
@@ -56,10 +56,7 @@ class Format(ToolFormat):
         """See ToolFormat. The parameters keep the order of the schema."""
         line = self.line_break
         layout = TextLayout("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}")
-        rules = [
-            f"start: {write_text(self.begin, special_tokens)} ({list_rules('call', len(tools))}) "
-            + write_text(self.end, special_tokens)
-        ]
+        rules = [start_with_call(self.begin, len(tools), self.end, special_tokens)]
         for i, tool in enumerate(tools):
             rules.append(f"call{i}: {write_text(tool['name'] + line)} parameters{i}")
             rules += iter_text_rules(f"parameters{i}", tool.get("parameters"), layout, special_tokens)
