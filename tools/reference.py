@@ -156,7 +156,7 @@ def plugins_page() -> str:
     for title, package, cls, note in (
         ("", "retain.kv.eviction.policies", "Policy", ""),
         ("Drafters", "retain.engine.drafters", "Drafter", "For `--speculate`; [guide](../guide/speculation.md)."),
-        ("Tiers", "retain.kv.offload.tiers", "Tier", "For `--tier`; [guide](../guide/prefixes.md#tiers)."),
+        ("Tiers", "retain.kv.stores.tiers", "Tier", "For `--tier`; [guide](../guide/prefixes.md#tiers)."),
     ):
         text += f"\n## {title}\n\n{note}\n" if title else ""
         for name in plugin_names(package):

@@ -17,8 +17,8 @@ from statistics import median
 
 from retain import LLM, SamplingParams
 from retain.bench.tasks import load_records
-from retain.kv.offload.tiers.remote import RemoteStore
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.invariants.test_remote_tier import FAULTS
 

@@ -27,8 +27,8 @@ import numpy as np
 from retain import LLM, SamplingParams
 from retain.engine.request import Request, RequestInput
 from retain.kv.eviction import policies
-from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.stores.cost_model import LoadCostModel
 
 MAX_RATIO = 1.3  # pages that a chat may hold, times what its text needs
 MAX_GROWTH = 1.05  # of memory in the second half of a run

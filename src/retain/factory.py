@@ -29,13 +29,13 @@ from retain.kv.manager import KVCacheManager
 from retain.kv.memory.group_pages import divide_pages, first_attention_group, fold_states
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
-from retain.kv.offload import tiers
-from retain.kv.offload.manager import Offloader
-from retain.kv.offload.selective.block_cache import BlockCache
-from retain.kv.offload.selective.repack import ProbeConfig
-from retain.kv.offload.span import SpanFormat
-from retain.kv.offload.tiers import ram
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
+from retain.kv.stores import tiers
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.selective.block_cache import BlockCache
+from retain.kv.stores.selective.repack import ProbeConfig
+from retain.kv.stores.span import SpanFormat
+from retain.kv.stores.tiers import ram
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.weights import open_weights
 

@@ -30,8 +30,8 @@ from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.manager import KVCacheManager
-from retain.kv.offload import tiers
 from retain.kv.prefix import config as prefix_configs
+from retain.kv.stores import tiers
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size

@@ -19,8 +19,8 @@ from typing import Any
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.offload.tiers.disk import DiskStore
 from retain.kv.row import Row
+from retain.kv.stores.tiers.disk import DiskStore
 from tests.helpers.backend_variants import use_isa
 from tests.helpers.conversations import Turn
 from tests.helpers.one_row import Spoken, answer_after

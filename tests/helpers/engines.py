@@ -24,10 +24,10 @@ from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.kv.memory.group_pages import divide_pages
-from retain.kv.offload.cost_model import LoadCostModel
-from retain.kv.offload.tiers import parse_all
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.stores.tiers import parse_all
 from retain.models.weights import Weights
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.output import OutputProcessor, RequestOutputState

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from retain.kv.offload.span import Span, alloc_aligned
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.disk import DiskStore
-from retain.kv.offload.tiers.ram import RamStore
+from retain.kv.stores.span import Span, alloc_aligned
+from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers.disk import DiskStore
+from retain.kv.stores.tiers.ram import RamStore
 
 BLOCK_BYTES = 1536
 

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 
 from retain.engine.engine import Engine
-from retain.kv.offload.manager import Offloader
-from retain.kv.offload.tiers.disk import DiskStore
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.tiers.disk import DiskStore
 
 
 def disk_spec(path: Path, capacity: str = "100MB") -> str:

@@ -41,7 +41,7 @@ LAYERS = [
     {"kv.row"},
     {"kv.prefix"},
     {"kv.capacity"},
-    {"kv.eviction", "kv.offload", "kv.stats"},
+    {"kv.eviction", "kv.stores", "kv.stats"},
     {"kv.memory", "models"},
     {"formats"},
     {"kernels"},
@@ -63,7 +63,7 @@ CACHE_OPTIONS = {
     "eviction.policies",
     "eviction.auto_policy",
     "eviction.cost",
-    "offload.tiers",
+    "stores.tiers",
     "prefix.config",
 }
 KNOWN_OF_KV = {

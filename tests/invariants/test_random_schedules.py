@@ -22,9 +22,9 @@ from retain.engine.request import RequestInput
 from retain.kernels import cpu
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.offload import tiers
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
+from retain.kv.stores import tiers
 from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import torch_threads
 from tests.helpers.marks import slow

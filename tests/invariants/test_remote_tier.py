@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from retain.engine.engine import Engine
-from retain.kv.offload.cost_model import LoadCostModel
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.remote import RemoteStore
+from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.marks import slow

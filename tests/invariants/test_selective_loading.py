@@ -12,11 +12,11 @@ import torch
 
 from retain.engine.engine import Engine
 from retain.kernels.api import NO_WINDOW
-from retain.kv.offload.loader import write_pages
-from retain.kv.offload.selective.block_cache import BlockCache
-from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.span import ReadJob
 from retain.kv.prefix.query import PrefixQuery
+from retain.kv.stores.loader import write_pages
+from retain.kv.stores.selective.block_cache import BlockCache
+from retain.kv.stores.selective.loader import SelectiveLoader
+from retain.kv.stores.span import ReadJob
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts
@@ -104,7 +104,7 @@ def test_selected_tokens_are_a_row_that_has_already_evicted(
     monkeypatch.setattr(
         SelectiveLoader, "finish", lambda self: selected.append(self.num_selected_blocks) or finish(self)
     )
-    monkeypatch.setattr("retain.kv.offload.selective.importance.heads_agree", lambda mass, ratio: True)
+    monkeypatch.setattr("retain.kv.stores.selective.importance.heads_agree", lambda mass, ratio: True)
     for i in range(3):
         finish_repacking(engine)
         clear_pool(engine)
@@ -182,7 +182,7 @@ def test_failed_reordering_is_logged_and_changes_no_token(
     def fail(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr("retain.kv.offload.selective.repack.reorder_span", fail)
+    monkeypatch.setattr("retain.kv.stores.selective.repack.reorder_span", fail)
     prompts = related_prompts(7)
     engine = make_selective_engine("llama", tmp_path, 1.0)
     answers = [run_to_completion(engine, [make_request(t)])[0] for t in prompts]

@@ -26,9 +26,9 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState
 from retain.kv.eviction.state_format import decode_state, encode_state, page_runs, with_pages
-from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.prefix.query import PrefixQuery
 from retain.kv.prefix.state_tiers import StateTiers
+from retain.kv.stores.cost_model import LoadCostModel
 from retain.sampling_params import SamplingParams
 from tests.helpers import engines
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
@@ -275,8 +275,8 @@ def test_states_of_another_model_cache_or_gate_are_never_read(
     pauses.close()
 
 
-READ = "retain.kv.offload.disk_reader.DiskReader.read_blocks"
-UPLOAD = "retain.kv.offload.whole_pages.WholePageTransfer.upload"
+READ = "retain.kv.stores.disk_reader.DiskReader.read_blocks"
+UPLOAD = "retain.kv.stores.whole_pages.WholePageTransfer.upload"
 
 
 @pytest.mark.parametrize("error", [MemoryError, *slow(OSError, TimeoutError)])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-import retain.kv.offload.loader
+import retain.kv.stores.loader
 from retain.kv.prefix.attach import attach_pages
 from tests.helpers.disk_faults import FAULTS, Fault
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
@@ -283,7 +283,7 @@ def test_an_error_of_a_reader_fails_only_its_load_and_is_logged_once(
     def fail(*_: object) -> None:
         raise error("broken")
 
-    monkeypatch.setattr(retain.kv.offload.loader, "write_pages", fail)
+    monkeypatch.setattr(retain.kv.stores.loader, "write_pages", fail)
     for r in (requests := [make_request(t) for t in prompts]):
         engine.add(r)
     for _ in iter_steps(engine):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
+from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span, open_disk_store
 
 PAGE = 4096  # bytes; a cached block takes whole ones

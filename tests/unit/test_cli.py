@@ -17,7 +17,7 @@ from retain import SamplingParams
 from retain.bench.config import SpeculateBenchConfig
 from retain.cli.args import build_parser, given_args
 from retain.config import Config
-from retain.kv.offload.sqlite_index import StoreIndex
+from retain.kv.stores.sqlite_index import StoreIndex
 from retain.models.resolve import resolve_model
 from retain.server.config import Limits, ServerConfig
 from tests.helpers.cli import assert_one_line_error, run_cli

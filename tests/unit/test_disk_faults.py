@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.offload import store_connection
-from retain.kv.offload.span import SpanFormat
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.disk import DiskStore
-from retain.kv.offload.tiers.remote import RemoteStore
+from retain.kv.stores import store_connection
+from retain.kv.stores.span import SpanFormat
+from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers.disk import DiskStore
+from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.disk_faults import FAULTS, Fault, no_room, read_only
 from tests.helpers.stored_spans import count_intact, key_of, make_span, open_disk_store

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.offload.sqlite_index import StoredSpan, list_spans
-from retain.kv.offload.tiers import disk, parse
+from retain.kv.stores.sqlite_index import StoredSpan, list_spans
+from retain.kv.stores.tiers import disk, parse
 from tests.helpers.stored_spans import count_intact, expected_blocks, key_of, make_span, open_disk_store, read_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -214,7 +214,7 @@ def test_a_smaller_capacity_keeps_the_last_used_spans(tmp_path: Path, caplog: py
         time.sleep(0.002)
     store.touch([store.find(key_of(0))[0]])
     store.close()
-    caplog.set_level(logging.INFO, "retain.kv.offload")
+    caplog.set_level(logging.INFO, "retain.kv.stores")
     store = open_disk_store(tmp_path, "24576")
     assert [i for i in range(6) if store.find(key_of(i))] == [0, 5]
     assert f"tier disk: opened {tmp_path}, 2 spans, 0.0 MiB" in caplog.text

@@ -11,8 +11,8 @@ import pytest
 
 from retain.cluster import launch
 from retain.files import atomic_write, get_cache_dir
-from retain.kv.offload.span import SpanFormat
-from retain.kv.offload.tiers import parse
+from retain.kv.stores.span import SpanFormat
+from retain.kv.stores.tiers import parse
 from tests.helpers.file_modes import open_to_others
 from tests.helpers.stored_spans import make_span
 

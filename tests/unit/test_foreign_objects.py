@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.offload.remote import bucket, index
-from retain.kv.offload.remote.bucket import ObjectInfo
-from retain.kv.offload.remote.folder import Folder
-from retain.kv.offload.span import SpanFormat
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.remote import RemoteStore
+from retain.kv.stores.remote import bucket, index
+from retain.kv.stores.remote.bucket import ObjectInfo
+from retain.kv.stores.remote.folder import Folder
+from retain.kv.stores.span import SpanFormat
+from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span
 
@@ -180,7 +180,7 @@ def test_what_a_failed_listing_found_counts(tmp_path: Path, monkeypatch: pytest.
     fill(f"remote:url=file://{tmp_path}")
     failing = FailingFolder(f"file://{tmp_path}")
     failing.listed = []
-    monkeypatch.setattr("retain.kv.offload.tiers.remote.Tier.open_bucket", lambda tier: failing)
+    monkeypatch.setattr("retain.kv.stores.tiers.remote.Tier.open_bucket", lambda tier: failing)
     with closing(open_store(f"remote:url=file://{tmp_path},refresh=0.01")) as store:
         store.breaker.first = store.breaker.delay = 0.0
         while len(store.index.span_index.spans) < len(SPANS):

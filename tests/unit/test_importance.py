@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from retain.kv.offload.selective import importance
-from retain.kv.offload.selective.importance import SpanMetadata
 from retain.kv.prefix import config
+from retain.kv.stores.selective import importance
+from retain.kv.stores.selective.importance import SpanMetadata
 
 S, D = 16, 8
 NO_BLOCKS = np.zeros(0, np.int32)

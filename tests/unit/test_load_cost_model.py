@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from retain.kv.offload.cost_model import LoadCostModel
+from retain.kv.stores.cost_model import LoadCostModel
 
 
 def test_unknown_rates_are_tried() -> None:

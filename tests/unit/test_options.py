@@ -20,8 +20,8 @@ from retain.config import Config
 from retain.engine import drafters
 from retain.fit.config import FitConfig
 from retain.kv.eviction import policies
-from retain.kv.offload import tiers
 from retain.kv.prefix.config import SelectiveConfig
+from retain.kv.stores import tiers
 from retain.options import Bounds, ByteCount, bounds_of, field_types, split_bounds
 from retain.plugins import Amount, from_strings
 from retain.sampling_params import SamplingParams

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.kv.offload.circuit_breaker import CircuitBreaker
-from retain.kv.offload.remote import reader
-from retain.kv.offload.remote.bucket import ObjectInfo
-from retain.kv.offload.remote.object_format import decode_header, encode_header, header_size, object_name
-from retain.kv.offload.span import CorruptionError, Span, SpanFormat
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.remote import RemoteStore
+from retain.kv.stores.circuit_breaker import CircuitBreaker
+from retain.kv.stores.remote import reader
+from retain.kv.stores.remote.bucket import ObjectInfo
+from retain.kv.stores.remote.object_format import decode_header, encode_header, header_size, object_name
+from retain.kv.stores.span import CorruptionError, Span, SpanFormat
+from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span
 

@@ -7,9 +7,9 @@ import random
 import numpy as np
 import pytest
 
-from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.selective.block_cache import BlockCache
-from retain.kv.offload.span import Span
+from retain.kv.stores.index import SpanIndex
+from retain.kv.stores.selective.block_cache import BlockCache
+from retain.kv.stores.span import Span
 
 PAGE = 4096  # bytes; spans are padded to whole blocks of this size
 

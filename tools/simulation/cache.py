@@ -14,13 +14,13 @@ import numpy as np
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.pool import PagePool
-from retain.kv.offload.cost_model import LoadCostModel
 from retain.kv.prefix.node import Node, PrefixMatch
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.row import AttachedPrefix
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.request import LoadStats
+from retain.kv.stores.cost_model import LoadCostModel
 from retain.types import Ints
 from tools.simulation.calibration import Calibration
 from tools.simulation.tiers import KeyListener, SimulatedTier

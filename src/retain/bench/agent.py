@@ -28,7 +28,7 @@ from retain.bench.recording import Turn, read_conversations, to_sessions, write_
 from retain.bench.replay import OutOfMemoryError, References, Replay, TurnResult, score_references
 from retain.config import KV_DTYPES, Config
 from retain.kv.eviction.auto_policy import check_spec
-from retain.kv.offload import tiers
+from retain.kv.stores import tiers
 from retain.llm import LLM
 from retain.plugins import parse_spec
 

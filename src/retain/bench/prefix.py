@@ -20,14 +20,14 @@ from retain.bench import chats
 from retain.bench.config import PrefixBenchConfig
 from retain.bench.tasks import load_records
 from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
-from retain.kv.offload.loader import LayerLoader
-from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.tiers import parse
-from retain.kv.offload.tiers.disk import DiskStore
-from retain.kv.offload.tiers.remote import RemoteStore
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.kv.prefix.null_cache import NullPrefixCache
+from retain.kv.stores.loader import LayerLoader
+from retain.kv.stores.selective.loader import SelectiveLoader
+from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers.disk import DiskStore
+from retain.kv.stores.tiers.remote import RemoteStore
 from retain.llm import LLM
 from retain.outputs import RequestOutput
 from retain.plugins import check_known, format_size

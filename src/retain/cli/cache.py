@@ -9,11 +9,11 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from retain.kv.offload import tiers
-from retain.kv.offload.remote import maintenance
-from retain.kv.offload.span import Span
-from retain.kv.offload.sqlite_index import list_spans
-from retain.kv.offload.tiers import disk, remote
+from retain.kv.stores import tiers
+from retain.kv.stores.remote import maintenance
+from retain.kv.stores.span import Span
+from retain.kv.stores.sqlite_index import list_spans
+from retain.kv.stores.tiers import disk, remote
 from retain.plugins import needs_extra
 
 AGE_UNITS = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))

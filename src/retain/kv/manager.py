@@ -32,7 +32,6 @@ from retain.kv.memory.group_pages import first_attention_group
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.quantized_copies import QuantizedCopies
-from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
@@ -43,6 +42,7 @@ from retain.kv.row import CacheParts, Row
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
 from retain.kv.stats.request import LayerSizes, RequestMemory, request_memory_stats
+from retain.kv.stores.manager import Offloader
 from retain.types import Ints
 
 

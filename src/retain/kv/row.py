@@ -27,7 +27,6 @@ from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
 from retain.kv.memory.ring_snapshot import RingSnapshot
-from retain.kv.offload.loader import LayerLoader
 from retain.kv.prefix.cache import FoundPrefix, PrefixCache
 from retain.kv.prefix.diagnosis import PrefixDiagnosis, explain_prefix
 from retain.kv.prefix.history import SeenText
@@ -36,6 +35,7 @@ from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.resuming import attach_evicted_state
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.request import LoadStats
+from retain.kv.stores.loader import LayerLoader
 from retain.types import Ints
 
 

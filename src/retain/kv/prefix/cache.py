@@ -24,10 +24,6 @@ from retain.kv.eviction.prompt_masses import PromptMasses
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
 from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.kv.offload.loader import LayerLoader
-from retain.kv.offload.manager import Offloader
-from retain.kv.offload.selective.loader import SelectiveLoader
-from retain.kv.offload.span import ReadJob, SpanRange
 from retain.kv.prefix.attach import AttachPlan, attach_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
@@ -40,6 +36,10 @@ from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.state_tiers import FoundState, StateTiers
 from retain.kv.prefix.windows import capture_sliding_windows
 from retain.kv.stats.request import LoadStats
+from retain.kv.stores.loader import LayerLoader
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.selective.loader import SelectiveLoader
+from retain.kv.stores.span import ReadJob, SpanRange
 from retain.types import Ints
 
 

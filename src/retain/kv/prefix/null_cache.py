@@ -11,13 +11,13 @@ from retain.kv.eviction.evicted_state import EvictedState
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.prompt_masses import PromptMasses
-from retain.kv.offload.manager import Offloader
 from retain.kv.prefix.cache import FoundPrefix
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
+from retain.kv.stores.manager import Offloader
 from retain.types import Ints
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kv.offload.span import alloc_aligned
+from retain.kv.stores.span import alloc_aligned
 from retain.types import Bytes, Ints
 
 

@@ -20,13 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kv.offload.loader import LayerLoader
-from retain.kv.offload.manager import Offloader
-from retain.kv.offload.selective import importance
-from retain.kv.offload.selective.block_cache import CachedReader
-from retain.kv.offload.selective.importance import SpanMetadata
-from retain.kv.offload.selective.repack import ProbeConfig
-from retain.kv.offload.span import ReadJob, SpanRange
+from retain.kv.stores.loader import LayerLoader
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.selective import importance
+from retain.kv.stores.selective.block_cache import CachedReader
+from retain.kv.stores.selective.importance import SpanMetadata
+from retain.kv.stores.selective.repack import ProbeConfig
+from retain.kv.stores.span import ReadJob, SpanRange
 from retain.types import Floats, Ints
 
 NO_BLOCKS: Ints = np.zeros(0, np.int32)

@@ -21,9 +21,9 @@ from pathlib import Path
 from time import time
 from typing import Any
 
-from retain.kv.offload.checksums import checksum
-from retain.kv.offload.span import Span
-from retain.kv.offload.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file, span_file
+from retain.kv.stores.checksums import checksum
+from retain.kv.stores.span import Span
+from retain.kv.stores.store_folder import INDEX_FILES, is_complete, prepare_folder, remove_file, span_file
 
 log = logging.getLogger(__name__)
 

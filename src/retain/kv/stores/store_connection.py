@@ -12,11 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from retain.kv.offload.circuit_breaker import CircuitBreaker
-from retain.kv.offload.span import SpanFormat
-from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex, find_spans
-from retain.kv.offload.store_folder import file_system, is_store
-from retain.kv.offload.warning_log import WarningLog
+from retain.kv.stores.circuit_breaker import CircuitBreaker
+from retain.kv.stores.span import SpanFormat
+from retain.kv.stores.sqlite_index import StoredSpan, StoreIndex, find_spans
+from retain.kv.stores.store_folder import file_system, is_store
+from retain.kv.stores.warning_log import WarningLog
 
 Adopt = Callable[[Sequence[StoredSpan | None]], list[int]]  # spans of the folder to the file numbers not wanted
 

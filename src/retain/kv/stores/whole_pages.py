@@ -11,7 +11,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV
 from retain.kernels.transfers import to_device
-from retain.kv.offload.transfer import PageTransfer, create_transfers
+from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.types import Bytes, Ints
 
 

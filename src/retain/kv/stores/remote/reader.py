@@ -8,9 +8,9 @@ from concurrent.futures import Future
 from itertools import accumulate
 from time import monotonic
 
-from retain.kv.offload.checksums import verify_blocks
-from retain.kv.offload.circuit_breaker import CircuitBreaker
-from retain.kv.offload.remote.object_format import RemoteSpan
+from retain.kv.stores.checksums import verify_blocks
+from retain.kv.stores.circuit_breaker import CircuitBreaker
+from retain.kv.stores.remote.object_format import RemoteSpan
 from retain.types import Bytes
 
 RANGE_BYTES = 8 * 2**20  # of a read ahead, about

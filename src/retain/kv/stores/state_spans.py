@@ -14,9 +14,9 @@ from time import monotonic, perf_counter
 from typing import TypeVar
 
 from retain.kernels.api import KV
-from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import Span, SpanRange, Store
-from retain.kv.offload.whole_pages import create_whole_page_transfers
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.span import Span, SpanRange, Store
+from retain.kv.stores.whole_pages import create_whole_page_transfers
 from retain.types import Bytes, Ints
 
 State = TypeVar("State")

@@ -16,12 +16,12 @@ import numpy as np
 from retain.kernels.api import KV
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.kv.offload.cost_model import LoadCostModel
-from retain.kv.offload.selective.block_cache import BlockCache, CachedReader
-from retain.kv.offload.selective.repack import ProbeConfig, Repacker
-from retain.kv.offload.span import CorruptionError, Span, SpanRange, SpanReader, Store
-from retain.kv.offload.transfer import PageTransfer, create_transfers
-from retain.kv.offload.warning_log import WarningLog
+from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
+from retain.kv.stores.selective.repack import ProbeConfig, Repacker
+from retain.kv.stores.span import CorruptionError, Span, SpanRange, SpanReader, Store
+from retain.kv.stores.transfer import PageTransfer, create_transfers
+from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes, Floats, Ints
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from retain.files import make_private_folder
-from retain.kv.offload.remote.bucket import ObjectInfo
+from retain.kv.stores.remote.bucket import ObjectInfo
 from retain.types import Bytes
 
 MAX_PARTS = 3  # of an object's name

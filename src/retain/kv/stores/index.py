@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import count
 from time import time
 
-from retain.kv.offload.span import Span
+from retain.kv.stores.span import Span
 
 
 class SpanIndex:

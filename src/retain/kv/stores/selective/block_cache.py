@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.span import Span, SpanReader
+from retain.kv.stores.index import SpanIndex
+from retain.kv.stores.span import Span, SpanReader
 from retain.types import Bytes, Floats
 
 METADATA_LAYER = 2**31 - 1  # the layer number of metadata in keys

@@ -18,16 +18,16 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from retain.kv.offload.checksums import span_checksums
-from retain.kv.offload.direct_io import open_direct, sync_folder, write_and_sync
-from retain.kv.offload.disk_reader import DiskReader
-from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.span import UNKNOWN_FORMAT, Span, SpanFormat
-from retain.kv.offload.sqlite_index import StoredSpan, StoreIndex
-from retain.kv.offload.store_connection import StoreConnection
-from retain.kv.offload.store_folder import remove_file, span_file
-from retain.kv.offload.throttle import Throttle
-from retain.kv.offload.warning_log import WarningLog
+from retain.kv.stores.checksums import span_checksums
+from retain.kv.stores.direct_io import open_direct, sync_folder, write_and_sync
+from retain.kv.stores.disk_reader import DiskReader
+from retain.kv.stores.index import SpanIndex
+from retain.kv.stores.span import UNKNOWN_FORMAT, Span, SpanFormat
+from retain.kv.stores.sqlite_index import StoredSpan, StoreIndex
+from retain.kv.stores.store_connection import StoreConnection
+from retain.kv.stores.store_folder import remove_file, span_file
+from retain.kv.stores.throttle import Throttle
+from retain.kv.stores.warning_log import WarningLog
 from retain.options import Size, check_bounds
 from retain.plugins import check_choice
 from retain.threads import reset_cpu_affinity

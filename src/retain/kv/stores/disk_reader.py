@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from itertools import accumulate
 
-from retain.kv.offload.checksums import verify_blocks
-from retain.kv.offload.span import IO_ALIGNMENT, CorruptionError, alloc_aligned
-from retain.kv.offload.sqlite_index import StoredSpan
+from retain.kv.stores.checksums import verify_blocks
+from retain.kv.stores.span import IO_ALIGNMENT, CorruptionError, alloc_aligned
+from retain.kv.stores.sqlite_index import StoredSpan
 from retain.types import Bytes
 
 

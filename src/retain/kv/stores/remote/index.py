@@ -11,12 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from heapq import nlargest
 from time import monotonic
 
-from retain.kv.offload.circuit_breaker import CircuitBreaker
-from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
-from retain.kv.offload.remote.object_format import FIRST_READ, OBJECT_NAME, RemoteSpan, decode_header, header_size
-from retain.kv.offload.span import CorruptionError, Span
-from retain.kv.offload.warning_log import WarningLog
+from retain.kv.stores.circuit_breaker import CircuitBreaker
+from retain.kv.stores.index import SpanIndex
+from retain.kv.stores.remote.bucket import Bucket, ObjectInfo
+from retain.kv.stores.remote.object_format import FIRST_READ, OBJECT_NAME, RemoteSpan, decode_header, header_size
+from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 
 LIST_SECONDS = 5.0  # of listing at once; then what was found is indexed, and the listing goes on from there

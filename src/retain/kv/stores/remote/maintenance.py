@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from contextlib import closing
 from math import inf
 
-from retain.kv.offload.remote.bucket import Bucket, ObjectInfo
-from retain.kv.offload.remote.index import read_header
-from retain.kv.offload.remote.object_format import OBJECT_NAME, RemoteSpan, object_name
-from retain.kv.offload.span import CorruptionError
-from retain.kv.offload.tiers.remote import Tier
+from retain.kv.stores.remote.bucket import Bucket, ObjectInfo
+from retain.kv.stores.remote.index import read_header
+from retain.kv.stores.remote.object_format import OBJECT_NAME, RemoteSpan, object_name
+from retain.kv.stores.span import CorruptionError
+from retain.kv.stores.tiers.remote import Tier
 
 
 def iter_spans(bucket: Bucket) -> Iterator[tuple[ObjectInfo, RemoteSpan | None]]:

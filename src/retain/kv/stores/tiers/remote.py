@@ -18,15 +18,15 @@ from math import inf
 from time import monotonic
 from typing import Annotated, Any
 
-from retain.kv.offload.circuit_breaker import CircuitBreaker
-from retain.kv.offload.remote.bucket import Bucket, ObjectInfo, ObjectStore
-from retain.kv.offload.remote.folder import Folder
-from retain.kv.offload.remote.index import RemoteIndex
-from retain.kv.offload.remote.object_format import RemoteSpan, decode_header, encode_header, object_name
-from retain.kv.offload.remote.reader import RANGE_BYTES, RemoteReader
-from retain.kv.offload.span import UNKNOWN_FORMAT, CorruptionError, Span, SpanFormat
-from retain.kv.offload.throttle import Throttle
-from retain.kv.offload.warning_log import WarningLog
+from retain.kv.stores.circuit_breaker import CircuitBreaker
+from retain.kv.stores.remote.bucket import Bucket, ObjectInfo, ObjectStore
+from retain.kv.stores.remote.folder import Folder
+from retain.kv.stores.remote.index import RemoteIndex
+from retain.kv.stores.remote.object_format import RemoteSpan, decode_header, encode_header, object_name
+from retain.kv.stores.remote.reader import RANGE_BYTES, RemoteReader
+from retain.kv.stores.span import UNKNOWN_FORMAT, CorruptionError, Span, SpanFormat
+from retain.kv.stores.throttle import Throttle
+from retain.kv.stores.warning_log import WarningLog
 from retain.options import Bounds, Size, check_bounds
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes

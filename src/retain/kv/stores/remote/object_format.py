@@ -19,9 +19,9 @@ from hashlib import blake2b
 from struct import Struct
 from typing import Any
 
-from retain.kv.offload.checksums import checksum, span_checksums
-from retain.kv.offload.remote.bucket import ObjectInfo
-from retain.kv.offload.span import IO_ALIGNMENT, CorruptionError, Span
+from retain.kv.stores.checksums import checksum, span_checksums
+from retain.kv.stores.remote.bucket import ObjectInfo
+from retain.kv.stores.span import IO_ALIGNMENT, CorruptionError, Span
 from retain.types import Bytes
 
 PREFIX = Struct("<8sIIIQ")  # magic, version, bytes of the description, checksums, checksum of the header

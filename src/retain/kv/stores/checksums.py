@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from retain.kv.offload.span import CorruptionError, Span
+from retain.kv.stores.span import CorruptionError, Span
 from retain.types import Bytes
 
 

@@ -12,8 +12,8 @@ from math import inf
 from threading import Lock
 from typing import Any
 
-from retain.kv.offload.index import SpanIndex
-from retain.kv.offload.span import UNKNOWN_FORMAT, MemoryReader, Span, SpanFormat, SpanReader
+from retain.kv.stores.index import SpanIndex
+from retain.kv.stores.span import UNKNOWN_FORMAT, MemoryReader, Span, SpanFormat, SpanReader
 from retain.options import Size, check_bounds
 from retain.plugins import check_choice
 from retain.types import Bytes

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from retain.kv.offload.manager import Offloader
-from retain.kv.offload.span import ReadJob, Span, SpanReader, Store
-from retain.kv.offload.transfer import PageTransfer
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.span import ReadJob, Span, SpanReader, Store
+from retain.kv.stores.transfer import PageTransfer
 from retain.types import Bytes
 
 
