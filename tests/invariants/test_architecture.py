@@ -42,7 +42,7 @@ LAYERS = [
     {"kv.prefix"},
     {"kv.capacity"},
     {"kv.eviction", "kv.stores", "kv.stats"},
-    {"kv.memory", "models"},
+    {"kv.memory", "kv.text", "models"},
     {"formats"},
     {"kernels"},
     {"config", "sampling_params"},
@@ -55,7 +55,7 @@ LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
 # What may be known of the cache outside of `kv`: the manager, rows, what they are asked for and what they answer.
 CACHE_INTERFACE = {
-    *("manager", "row", "draft_tables"),
+    *("manager", "row", "text", "draft_tables"),
     *("eviction.policy", "prefix.query", "prefix.diagnosis", "stats.attention_trace", "stats.request"),
 }
 CACHE_OPTIONS = {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from retain.kv.prefix.block_hash import common_prefix_length, hash_blocks
+from retain.kv.text import common_prefix_length, hash_blocks
 from retain.server.openai.prompt_comparison import (
     BLOCK_SIZE,
     PromptChange,

@@ -13,7 +13,7 @@ import numpy as np
 
 from retain.bench.engines import plain_token_ids
 from retain.bench.tasks import load_records
-from retain.kv.prefix.block_hash import hash_blocks
+from retain.kv.text import hash_blocks
 from retain.types import Ints
 from tools.simulation.calibration import Calibration
 

@@ -15,11 +15,11 @@ import numpy as np
 from retain.kernels.api import NO_WINDOW
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.block_hash import hash_block, hash_blocks, iter_end_hashes
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixQuery
+from retain.kv.text import hash_block, hash_blocks, iter_end_hashes
 from retain.types import Ints
 
 NO_TOKENS: Ints = np.zeros(0, np.int32)

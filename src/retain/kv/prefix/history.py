@@ -14,7 +14,7 @@ from time import monotonic
 import numpy as np
 
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.block_hash import common_prefix_length
+from retain.kv.text import common_prefix_length
 from retain.types import Ints
 
 MAX_TEXTS = 256

@@ -21,13 +21,13 @@ import numpy as np
 
 from retain.kv.memory.pool import PagePool
 from retain.kv.memory.snapshot import Snapshot
-from retain.kv.prefix.block_hash import common_prefix_length, hash_block, hash_blocks
 from retain.kv.prefix.events import PrefixObserver, StoredPages
 from retain.kv.prefix.eviction_order import candidates, leaf_value
 from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.pins import Pins
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
+from retain.kv.text import common_prefix_length, hash_block, hash_blocks
 from retain.types import Ints
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
-from retain.kv.prefix.block_hash import common_prefix_length
+from retain.kv.text import common_prefix_length
 from retain.processing.input import GenerateRequest
 from retain.server.anthropic.conversion import cut_at_breakpoints, to_chat_request
 from retain.server.anthropic.encoder import MessagesEncoder

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from retain.kv.prefix.block_hash import hash_blocks
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
+from retain.kv.text import hash_blocks
 from retain.processing.input import GenerateRequest
 from retain.processing.prefix_report import NO_MISS
 from retain.sequences import count_common
