@@ -78,9 +78,11 @@ def digest_salt(salt: str) -> str:
 
 def tree_content(tree: RadixTree, salt_of_root: Mapping[bytes, str]) -> set[Prefix]:
     """Return the prefixes of whole pages that a tree holds below some of its roots."""
-    found, size = set(), tree.page_size
+    found, size = set(), tree.block_size
 
     def visit(node: Node, salt: str, before: tuple[int, ...]) -> None:
+        if not node.has_pages:
+            return
         text = before + tuple(node.tokens.tolist())
         found.update(Prefix(salt, text[:n]) for n in range(len(before) + size, len(text) + 1, size))
         for child in node.children.values():

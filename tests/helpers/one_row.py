@@ -15,9 +15,9 @@ from typing import Any, cast
 
 from retain.engine.engine import Engine
 from retain.engine.request import Logprob, Request, RequestInput
-from retain.kv.eviction.evicted_state import EvictedState
+from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
+from retain.kv.checkpoints.budget.resumption import plan_resumption
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.resumption import plan_resumption
 from retain.kv.row import AttachedPrefix, Row
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine
@@ -52,14 +52,15 @@ class OneRow:
         p = self.num_computed
         if row is None:
             return None
-        state = EvictedState(p, row.evictors[0].policy, tuple(e.capture_state(p) for e in row.evictors), None)
+        parts = tuple(e.capture_state(p) for e in row.evictors)
+        groups = tuple(g for g, t in enumerate(row.groups) if len(t.full_layers(row.index)))
+        state = BudgetCheckpoint(p, row.evictors[0].policy, parts, groups, None)
         plan = plan_resumption(state, policy)
         assert plan
         for tables in row.groups:
             tables.allocated_upto[row.index] = p  # the next policy may want more slots behind the same tokens
         row.policy = policy
-        row.evictors = []
-        row._open_evictors(plan.policy)
+        row.open_evictors(plan.policy)
         for evictor, part, slots in zip(row.evictors, state.evictors, plan.slots, strict=True):
             evictor.resume(part, plan, slots)
         row.attach_prefix = lambda *_: AttachedPrefix(p, 0)  # type: ignore[method-assign]

@@ -40,6 +40,7 @@ LAYERS = [
     {"kv.draft_tables"},
     {"kv.row"},
     {"kv.prefix"},
+    {"kv.checkpoints"},
     {"kv.capacity"},
     {"kv.eviction", "kv.stores", "kv.stats"},
     {"kv.memory", "kv.text", "models"},

@@ -15,6 +15,7 @@ from retain.kernels.pool_dtypes import INT8
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.text import Text
 from retain.server.kv_events.queue import KVEventQueue
 from retain.server.kv_events.wire import Event, to_block_number
 from tests.helpers.engines import make_engine, make_request, run_to_completion
@@ -43,7 +44,7 @@ def test_events_rebuild_the_tree(schedule: list[tuple[bytes, list[int]] | int | 
             if not pool.ensure_free(n := -(-len(text) // S)):
                 continue
             pages = pool.allocate(n)
-            stored = tree.insert(root, text, pages[None, None])
+            stored = tree.insert(root, Text(text), len(text), pages[None]).stored
             pool.free(pages)
             if stored:
                 queue.on_stored(stored, SALTS[root])
@@ -91,7 +92,8 @@ class FollowedEngine:
 
     def roots(self, *salts: str) -> dict[bytes, str]:
         """Return the roots of texts under the model's own windows."""
-        return {self.prefix.root_hash(salt, self.prefix.planner.model_windows): salt for salt in salts}
+        windows = self.prefix.planner.model_windows
+        return {Text(salt=salt).first_link(windows): salt for salt in salts}
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text"])

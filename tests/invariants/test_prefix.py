@@ -14,6 +14,7 @@ from retain.engine.request import Request
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.node import Node
 from retain.kv.prefix.pins import Pins
+from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
 from tests.helpers.counted_work import assert_linear
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
@@ -132,7 +133,7 @@ def test_equal_prompts_of_two_salts_share_no_page() -> None:
 
 
 def pin(engine: Engine, prompt: Sequence[int], seconds: float) -> int:
-    return prefix_cache_of(engine).pin(make_request(prompt).policy, prompt, "", seconds)
+    return prefix_cache_of(engine).pin(make_request(prompt).policy, Text(prompt), seconds)
 
 
 def test_pins_outlive_drafts_and_other_requests() -> None:
@@ -176,13 +177,13 @@ def test_pins_hold_half_of_the_pool_at_most_and_leave_room_to_other_owners(owner
         prompt = [i + 1] * 64  # 4 pages of each head, of which there are 6
         run_to_completion_with_pins(engine, make_request(prompt, 1))
         policy, before = make_request(prompt).policy, sum(pinned.values())
-        kept = prefix_cache_of(engine).pin(policy, prompt, "", 1000.0, owner)
+        kept = prefix_cache_of(engine).pin(policy, Text(prompt), 1000.0, owner)
         has_room = pinned.get(owner, 0) + 24 <= 2 * (max_pages - before - 24)
         assert kept == 64 * has_room
         pinned[owner] = pinned.get(owner, 0) + 24 * has_room
         assert sum(node.all_pages.size for node in tree.pins) == sum(pinned.values()) <= max_pages
     assert set(pinned.values()) != {0} and pinned[owners[4]] > 0
-    assert prefix_cache_of(engine).pin(policy, [1] * 64, "", 1000.0, owners[0]) == 64, (
+    assert prefix_cache_of(engine).pin(policy, Text([1] * 64), 1000.0, owners[0]) == 64, (
         "a second time takes nothing more"
     )
 
@@ -191,7 +192,7 @@ def test_work_of_a_pin_is_linear_in_its_nodes() -> None:
     """However small the parts by which a text grew: each of them is a node."""
 
     def prepare(num_nodes: int) -> Callable[[], object]:
-        nodes = [Node(i, np.zeros(16, np.int32), [], np.zeros((4, 2, 1), np.int32)) for i in range(num_nodes)]
+        nodes = [Node(i, np.zeros(16, np.int32), [], True, np.zeros((8, 1), np.int32)) for i in range(num_nodes)]
         return lambda: Pins().add(nodes, 1.0, "ann", 10**9)
 
     assert_linear(prepare, 200)

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request
+from retain.kv.checkpoints.windows_and_states import WindowsAndStates
 from retain.kv.memory.pool import PagePool
-from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.snapshot_ladder import NUM_DENSE, SnapshotLadder
+from retain.kv.stores.checkpoint_spans import PageRun
+from retain.kv.text import Text
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.state_family import VARIANTS as STATE_VARIANTS
@@ -137,7 +139,7 @@ def test_a_chat_computes_only_new_tokens_and_holds_one_window_beside_its_text(fa
         answer, num_cached = run_equal(engine, plain, text, 14)
         assert num_cached >= num_before
         num_before = len(text) + len(answer) - 1
-        snapshots = [node for node in tree.iter_nodes() if node.snapshot]
+        snapshots = [node for node in tree.iter_nodes() if node.checkpoints]
         assert len(snapshots) <= 3  # where the last turn began, the end of its prompt, and its end
         held = len(np.unique(tree.all_pages))
         full = engine.cache.planner.effective_policy(make_request(text).policy)
@@ -215,10 +217,11 @@ def test_a_snapshot_behind_what_was_computed_holds_no_later_token(family: str, c
             if case != "keep=prompt" and first.num_output_tokens == 7:
                 engine.finish(first, FinishReason.STOP, rng.randint(3, 6))
         for node in tree_of(engine).iter_nodes():
-            if isinstance(node.snapshot, SlidingWindows):
-                end = node.start_page * S + len(node.tokens)
-                whole = node.snapshot.before(end // S * S, [S])
-                pos = engine.cache.kv.pos[engine.cache.kv.to_index(whole.page_list)] if whole else np.zeros(0)
+            for found in node.checkpoints.values():
+                assert isinstance(found, WindowsAndStates)
+                end = node.start_block * S + len(node.tokens)
+                whole = found.before(end // S * S, [S])
+                pos = engine.cache.kv.pos[engine.cache.kv.to_index(whole.page_list)]
                 assert (pos < end).all()
         text = first.prompt if case == "keep=prompt" else first.tokens
         run_equal(engine, plain, [*text, *random_tokens(rng, rng.randint(1, 30))], 12)
@@ -292,10 +295,10 @@ def test_a_pin_and_a_place_where_texts_parted_keep_their_snapshot(keeps: str) ->
         others = [run(system + random_tokens(rng, 40)) for _ in range(2)]
         assert others
     chat = run(system + random_tokens(rng, 40))
-    for node in [n for n in tree.iter_nodes() if not n.children and n.start_page >= 6]:
-        own = {*chat.tokens[node.start_page * S :]} >= {*node.tokens.tolist()} and len(node.tokens) < S
+    for node in [n for n in tree.iter_nodes() if not n.children and n.start_block >= 6]:
+        own = {*chat.tokens[node.start_block * S :]} >= {*node.tokens.tolist()} and len(node.tokens) < S
         if keeps == "a branch" and not own and not np.array_equal(node.tokens[:16], chat.tokens[96:112]):
-            tree._truncate(node, 0)
+            tree._evict_pages(node, 0)
     for _ in range(2):
         chat = run(chat.tokens + random_tokens(rng, 20))
     assert run(system + random_tokens(rng, 40)).stats.num_cached_tokens == 96
@@ -307,7 +310,7 @@ def test_a_text_that_is_computed_in_one_go_keeps_the_rungs_of_the_ladder_only() 
     run_to_completion(engine, [request])
     ladder = tree_of(engine).ladder
     rungs = [p for p in range(S, len(request.tokens), S) if ladder.keeps(p, len(request.tokens))]
-    held = [node for node in tree_of(engine).iter_nodes() if node.snapshot]
+    held = [node for node in tree_of(engine).iter_nodes() if node.checkpoints]
     assert len(held) == len(rungs) + 1  # and the end
 
 
@@ -331,15 +334,28 @@ def test_a_ladder_is_dense_at_the_end_and_grows_with_the_logarithm(interval: int
     assert len(rungs) <= NUM_DENSE * (2 + max(length // interval, 1).bit_length())
 
 
+KEY = b"one"
+
+
 class OnePage:
-    """A snapshot of one page."""
+    """A checkpoint of one page."""
+
+    kind = "one"
+    needs_pages = True
+    ladder_reach = 0
 
     def __init__(self, pool: PagePool, position: int, num_pages: int = 1):
         self.page_list = pool.allocate(num_pages)
-        self.num_pages = num_pages
-        self.min_resume_position = position
-        self.ladder_reach = 0
-        self.holds_text = False
+        self.position = self.resumes_from = position
+
+    def runs(self) -> list[PageRun]:
+        return [PageRun(0, False, self.page_list)]
+
+
+def insert_text(tree: RadixTree, link: bytes, tokens: list[int], pages: Any, found: OnePage | None, begun_at: int = 0):
+    checkpoints = {KEY: found} if found else None
+    required = frozenset([KEY] if found else ())
+    tree.insert(link, Text(tokens), len(tokens), pages, checkpoints, begun_at, required)
 
 
 def test_snapshots_that_save_little_go_before_texts_and_those_that_save_much_after_them() -> None:
@@ -350,20 +366,20 @@ def test_snapshots_that_save_little_go_before_texts_and_those_that_save_much_aft
 
     def insert(length: int, snapshot_pages: int) -> None:
         pages = pool.allocate(-(-length // 4))[None]
-        tree.insert(b"root", text[:length], pages, OnePage(pool, length, snapshot_pages))
+        insert_text(tree, b"root", text[:length], pages, OnePage(pool, length, snapshot_pages))
         pool.free(pages.ravel())
 
     insert(4, 20)  # 4 tokens for 20 pages
     insert(36, 1)  # 32 tokens for one page
     insert(40, 1)  # a leaf: 4 tokens for two pages
-    held = [node.start_page * 4 + len(node.tokens) for node in tree.iter_nodes() if node.snapshot]
+    held = [node.start_block * 4 + len(node.tokens) for node in tree.iter_nodes() if node.checkpoints]
     assert sorted(held) == [4, 36, 40]
     tree.evict(1)
-    assert [n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot] != held
-    left = sorted(n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot)
+    assert [n.start_block * 4 + len(n.tokens) for n in tree.iter_nodes() if n.checkpoints] != held
+    left = sorted(n.start_block * 4 + len(n.tokens) for n in tree.iter_nodes() if n.checkpoints)
     assert left == [36, 40]
     tree.evict(1)
-    assert [n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot] == [36]
+    assert [n.start_block * 4 + len(n.tokens) for n in tree.iter_nodes() if n.checkpoints] == [36]
 
 
 def test_a_text_drops_the_snapshots_that_it_left_behind_but_for_branches_and_the_ladder() -> None:
@@ -372,11 +388,11 @@ def test_a_text_drops_the_snapshots_that_it_left_behind_but_for_branches_and_the
 
     def insert(text: list[int], begun_at: int) -> None:
         pages = pool.allocate(-(-len(text) // 4))[None]
-        tree.insert(b"root", text, pages, OnePage(pool, len(text)), begun_at)
+        insert_text(tree, b"root", text, pages, OnePage(pool, len(text)), begun_at)
         pool.free(pages.ravel())
 
     def held() -> list[int]:
-        return sorted(n.start_page * 4 + len(n.tokens) for n in tree.iter_nodes() if n.snapshot)
+        return sorted(n.start_block * 4 + len(n.tokens) for n in tree.iter_nodes() if n.checkpoints)
 
     text = list(range(30))
     insert(text[:4], 0)
@@ -398,7 +414,7 @@ def test_pages_of_two_snapshots_go_before_texts_in_use() -> None:
 
     def insert(root: bytes, text: list[int], snapshot: OnePage | None) -> np.ndarray:
         pages = pool.allocate(len(text) // 4)[None]
-        tree.insert(root, text, pages, snapshot)
+        insert_text(tree, root, text, pages, snapshot)
         return pages.ravel()
 
     insert(b"a", list(range(8)), None)  # a row holds its pages, too

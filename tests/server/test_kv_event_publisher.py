@@ -15,6 +15,7 @@ from retain import LLM
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.events import StoredPages
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.text import Text
 from retain.server.config import ServerConfig
 from retain.server.kv_events import config, publisher
 from retain.server.kv_events.publisher import KVEventPublisher
@@ -43,7 +44,7 @@ class PublishedTree:
             n = -(-len(text) // S)
             assert self.pool.ensure_free(n)
             pages = self.pool.allocate(n)
-            stored = self.tree.insert(ROOT, text, pages[None, None])
+            stored = self.tree.insert(ROOT, Text(text), len(text), pages[None]).stored
             self.pool.free(pages)
             if stored:
                 self.queue.on_stored(stored, "")

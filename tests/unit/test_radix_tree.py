@@ -7,10 +7,11 @@ import random
 import numpy as np
 import pytest
 
+from retain.kv.checkpoints.windows_and_states import KEY, WindowsAndStates
 from retain.kv.memory.pool import PagePool
-from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.prefix.config import parse as parse_prefix_config
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.text import Text
 from retain.types import Ints
 from tests.helpers.marks import slow
 
@@ -47,34 +48,34 @@ class CachedTexts:
         first = max(len(text) - W, 0) // S
         if not self.pool.ensure_free(n + (n - first if self.sliding else 0)):
             return
-        pages, windows = self.allocate(text, 0, n), None
+        pages, checkpoints = self.allocate(text, 0, n), {}
         if self.sliding:
-            min_resume_position = first * S + W - 1 if first else 0
-            windows = SlidingWindows((first,), (self.allocate(text, first, n - first),), min_resume_position, (0,))
-        self.tree.insert(root, text, pages, windows)
+            resumes_from = first * S + W - 1 if first else 0
+            held = self.allocate(text, first, n - first)
+            checkpoints[KEY.name] = WindowsAndStates(len(text), (first,), (held,), resumes_from, (0,), (0,))
+        self.tree.insert(root, Text(text), len(text), pages, checkpoints, 0, frozenset(checkpoints))
         self.pool.free(pages.ravel())
         self.texts.setdefault(root, []).append(tuple(text))
 
     def match(self, root: bytes, text: list[int], limit: int) -> int:
         """Match a text, and check that the pages hold it. Returns the length of the match."""
-        match = self.tree.match_prefix(root, text, limit, self.sliding)
+        match = self.tree.match_prefix(root, Text(text), limit)
         texts = self.texts.get(root, [])
         longest = max((common_length(text[:limit], t) for t in texts), default=0)
-        if match is None:
-            assert not texts or limit < 1 or longest == 0 or self.may_have_evicted
-            return 0
         assert match.length <= match.common_length <= min(limit, longest)
-        assert match.pages.shape[-1] in (match.common_length // S, -(-match.common_length // S))
-        pages = match.pages[0] if match.pages.size else np.zeros(0, np.int32)
-        for n in (match.length, match.common_length // S * S):
-            self.check_content(text, pages, 0, range(n))
-        if not self.sliding and not self.may_have_evicted:
+        assert match.pages.shape[-1] == -(-match.length // S)
+        self.check_content(text, match.pages[0] if match.pages.size else np.zeros(0, np.int32), 0, range(match.length))
+        if not self.may_have_evicted:
             assert match.length == longest
-        if self.sliding and match.length:
-            assert isinstance(match.snapshot, SlidingWindows)
-            (first,), (pages,) = match.snapshot.first_pages, match.snapshot.pages
-            self.check_content(text, pages[0], first, range(max(match.length - W + 1, 0), match.length))
-        return match.length
+        found = 0
+        for windows, end in match.checkpoints(KEY.name):
+            assert isinstance(windows, WindowsAndStates)
+            (first,), (pages,) = windows.first_pages, windows.pages
+            self.check_content(text, pages[0], first, range(max(end.reach - W + 1, 0), end.reach))
+            found = max(found, end.reach)
+        used = [(end.node, KEY.name) for _, end in match.checkpoints(KEY.name) if end.reach == found]
+        self.tree.touch(match.nodes, used[:1])
+        return found if self.sliding else match.length
 
     def check_content(self, text: list[int], pages: Ints, first_page: int, places: range) -> None:
         for p in places:
@@ -109,6 +110,7 @@ def test_random_operations_match_what_was_inserted(sliding: bool, num_pages: int
             texts.may_have_evicted = True
             assert texts.pool.num_free - num_free >= (n if n <= num_evictable else 0)
         texts.pool.check(texts.tree.all_pages)
+        texts.tree.check()
     assert num_matched > 50
     texts.tree.clear()
     assert texts.pool.num_used == 0
@@ -122,12 +124,11 @@ def test_a_text_ends_before_the_page_that_a_row_takes(num_heads: int) -> None:
         tree = RadixTree(pool, S)
         text = list(range(5 * S))
         pages = pool.allocate(5 * num_heads).reshape(num_heads, 5)
-        tree.insert(b"a", text, pages)
-        tree.insert(b"a", [*text[: 4 * S], 99], pages)  # so that texts part in it
+        tree.insert(b"a", Text(text), len(text), pages)
+        tree.insert(b"a", Text([*text[: 4 * S], 99]), 4 * S + 1, pages)  # so that texts part in it
         pool.free(pages.ravel())
         tree.evict_holders(pages[-1:, block])
-        match = tree.match_prefix(b"a", text, len(text), False)
-        assert (match.length if match else 0) == block * S
+        assert tree.match_prefix(b"a", Text(text), len(text)).length == block * S
         pool.check(tree.all_pages)
 
 

@@ -35,7 +35,7 @@ def run(llm: LLM, prefix_cache: PrefixCache, workload: str, config: PrefixBenchC
                 line = _run_turns(llm, workload, config, policy)
                 stats = llm.cache.pool_stats()
             line |= {"snapshots": stats.num_snapshots, "snapshot_pages": stats.num_snapshot_pages}
-            held = int(np.count_nonzero(prefix_cache.num_holders))
+            held = int(np.count_nonzero(prefix_cache.tree.num_holders))
             line["held_per_need"] = round(held * multiple / num_pages, 3)
             prefix_cache.tree.clear()
             yield {"workload": workload, "policy": policy, "pool": f"{multiple:g}x", "pool_pages": num_pages, **line}

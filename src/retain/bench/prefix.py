@@ -22,9 +22,6 @@ from retain.bench.tasks import load_records
 from retain.bench.tasks.choice import DATASETS, MultipleChoiceItem
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
-from retain.kv.prefix.null_cache import NullPrefixCache
-from retain.kv.stores.loader import LayerLoader
-from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.disk import DiskStore
 from retain.kv.stores.tiers.remote import RemoteStore
@@ -32,7 +29,6 @@ from retain.llm import LLM
 from retain.outputs import RequestOutput
 from retain.plugins import check_known, format_size
 from retain.sampling_params import SamplingParams
-from retain.types import Ints
 
 Line = dict[str, Any]
 WORKLOADS = (*DATASETS, "document", "documents", "trace", *chats.WORKLOADS)
@@ -123,7 +119,7 @@ def run(llm: LLM, config: PrefixBenchConfig) -> Iterator[Line]:
     The engine must have a prefix cache and no tiers.
     """
     prefix_cache = llm.cache.prefix_cache
-    if not isinstance(prefix_cache, PrefixCache) or prefix_cache.offloader:
+    if not prefix_cache.enabled or prefix_cache.offloader:
         raise ValueError("bench prefix sets up prefixes itself: start it without --prefix-cache and --tier")
     for name in config.workloads:
         if name in chats.WORKLOADS:
@@ -200,10 +196,8 @@ METHODS = {
     "memory": "",
     "ram": "ram:capacity=4GiB",
     "ssd": DISK_TIER,
-    "h2o": DISK_TIER,
     "selective": DISK_TIER,
     "ssd-200": SLOW_DISK_TIER,
-    "h2o-200": SLOW_DISK_TIER,
     "selective-200": SLOW_DISK_TIER,
     "remote": "remote:{remote}",
     "remote-200": "remote:{remote},read=200MB",
@@ -214,28 +208,6 @@ METHODS = {
     "lru": "ram:capacity=256MiB " + DISK_TIER,
     "lfu": "ram:capacity=256MiB,evict=lfu " + DISK_TIER,
 }
-
-
-class AllKeysLoader(SelectiveLoader):
-    """Loads as H2O does in IMPRESS's comparison: all keys, to find the important tokens, then the values of those.
-
-    Spans stay in the order of their text. The bytes are read as whole rows at once, which favours this method.
-    """
-
-    @property
-    def is_selective(self) -> bool:
-        """See SelectiveLoader."""
-        return True
-
-    def _prefetch(self, m: int) -> Ints:
-        for p in self.ranges:
-            n = round((1 - self.probe_config.ratio) / 2 * p.span.num_blocks[m])  # selected blocks bring their keys
-            self._count_bytes(p.store, self.readers[p.span].read_blocks(m, 0, n).size)
-        return np.zeros(0, np.int32)
-
-    def finish(self) -> bool:
-        """Return whether everything was loaded; unlike SelectiveLoader, record no attention for repacking."""
-        return LayerLoader.finish(self)
 
 
 class OffloadSetup:
@@ -252,18 +224,18 @@ class OffloadSetup:
         self.fingerprint = f"bench {method} {store_dir}".encode()  # so that no run finds what another one stored
         self.bytes_before_restart = 0
         prefix_cache.tree.clear()
+        self.config = prefix_cache.config
         if method == "recompute":
-            llm.cache.set_prefix_cache(NullPrefixCache(llm.cache.total_pages + 1))
+            prefix_cache.config = None
         self._attach_tiers()
 
     def _attach_tiers(self) -> None:
         if self.tier_specs:
-            selects = self.method.startswith(("selective", "h2o"))
+            selects = self.method.startswith("selective")
             config = SelectiveConfig(ratio=self.ratio) if selects else PrefixConfig()
             tiers = [parse(t) for t in self.tier_specs.split()]
             offloader = factory.open_offload_tiers(config, tiers, self.llm.cache, self.llm.spec, self.fingerprint)
-            loader = AllKeysLoader if self.method.startswith("h2o") else SelectiveLoader
-            self.prefix_cache.set_offloader(offloader, loader)
+            self.prefix_cache.set_offloader(offloader)
 
     def restart(self) -> None:
         """Open the tiers anew, if one of them outlives a process."""
@@ -291,6 +263,6 @@ class OffloadSetup:
 
     def close(self) -> None:
         """Restore the engine."""
-        self.llm.cache.set_prefix_cache(self.prefix_cache)
+        self.prefix_cache.config = self.config
         self.prefix_cache.close_offloader()
         self.prefix_cache.tree.clear()

@@ -128,8 +128,8 @@ def _format_record(record: dict[str, Any]) -> str:
 
 def _describe(span: Span) -> dict[str, Any]:
     """Say what a span has: pages of a text, windows behind its pages, or a state after `position` tokens."""
-    if span.kind == "state":
-        return {"kind": span.kind, "position": span.min_resume_position}
+    if span.kind != "text":
+        return {"kind": span.kind, "position": span.resumes_from}
     return {"kind": span.kind, "first_page": span.start_page, "pages": len(span.keys)}
 
 

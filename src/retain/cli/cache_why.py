@@ -12,11 +12,13 @@ from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
+from retain.kv.checkpoints import Demand
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
+from retain.kv.prefix.cache import Start
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis, explain_from_history
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.query import PrefixQuery
+from retain.kv.text import Text
 from retain.models.resolve import resolve_model
 from retain.processing.prefix_report import PrefixReport, build_report
 from retain.processing.tokenizer import Tokenizer
@@ -70,10 +72,11 @@ class CacheSimulation:
             policy = policies.parse(AutoPolicy().choose(prompt.kv_policy or self.default_policy)).resolve(len(ids))
         except ValueError as error:
             raise ValueError(f"{prompt.source}: {error}") from None
-        root = f"{policy.ring_window} {prompt.salt}".encode(errors="surrogatepass")
-        diagnosis = explain_from_history(self.history, PrefixQuery(policy, ids, len(ids) - 1, prompt.salt), root)
+        link = f"{policy.ring_window} {prompt.salt}".encode(errors="surrogatepass")
+        asked = Start(Text(ids, prompt.salt), Demand(policy, max_length=len(ids) - 1))
+        diagnosis = explain_from_history(self.history, asked, link)
         nearest = self.sources.get(id(diagnosis.nearest))
-        text = SeenText(root, prompt.salt, policy, diagnosis.prompt, 0 if policy.has_budget else len(ids))
+        text = SeenText(link, prompt.salt, policy, diagnosis.prompt, 0 if policy.has_budget else len(ids))
         self.history.add(text)
         self.sources[id(text.tokens)] = prompt.source
         return diagnosis, nearest

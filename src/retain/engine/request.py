@@ -21,6 +21,7 @@ from retain.engine.request_stats import RequestStats
 from retain.kv.eviction.policy import EvictionPolicy, QueryWeights, ScoringPass
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.stats.attention_trace import AttentionTrace
+from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
 
 
@@ -265,20 +266,20 @@ class Request:
         """What the request can begin with: as much as leaves one token to compute, and the logits that are needed."""
         reads = self.input.needs_logits or self.input.needs_prompt_logits
         limit = len(self.prompt) + self.num_logits_read if reads else len(self.tokens)
-        return PrefixQuery(self.policy, self.tokens, limit - 1, self.input.salt, self.noise_seed)
+        return PrefixQuery(self.policy, Text(self.tokens, self.input.salt), limit - 1, self.noise_seed)
 
     @property
     def prefix_entry(self) -> PrefixEntry:
         """What the request leaves to others."""
-        computed = self.tokens[: self.num_computed_tokens]
+        n = min(self.num_computed_tokens, len(self.tokens))
         return PrefixEntry(
             self.policy,
-            computed,
+            Text(self.tokens, self.input.salt),
             len(self.prompt),
-            self.input.salt,
+            n,
+            self.num_computed_tokens,
             self.noise_seed,
             begun_at=self.stats.num_cached_tokens,
-            num_computed=self.num_computed_tokens,
         )
 
     # ---- drafts --------------------------------------------------------------------------------------------------

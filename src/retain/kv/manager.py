@@ -18,6 +18,7 @@ from torch import Tensor
 from retain.kernels.api import KV, NO_WINDOW, GroupInputs, Tables
 from retain.kernels.transfers import to_device
 from retain.kv.capacity import CapacityPlanner
+from retain.kv.checkpoints import Demand
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
@@ -36,13 +37,13 @@ from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.node import EvictionRecord
-from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixQuery
 from retain.kv.row import CacheParts, Row
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
 from retain.kv.stats.request import LayerSizes, RequestMemory, request_memory_stats
 from retain.kv.stores.manager import Offloader
+from retain.kv.text import Text
 from retain.types import Ints
 
 
@@ -79,31 +80,25 @@ class KVCacheManager:
         self.slots = GroupedKVCache([KVCache(t, c.max_batched_tokens) for t in _open_tables(planner, store)])
         self.tables = self.slots.tables[0]  # of the first group; its rows are those of all groups
         self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
-        prefix_cache: PrefixCache | NullPrefixCache = NullPrefixCache(store.pool.num_pages)
-        if prefix_config:
-            prefix_cache = PrefixCache(self.slots.tables, planner, prefix_config)
+        prefix_cache = PrefixCache(self.slots.tables, planner, prefix_config)
         self._parts = CacheParts(planner, self.slots, prefix_cache, self.copies, key_transform or KeyTransform())
         self.pool.evict_callback = self._free_unneeded
 
     @property
-    def prefix_cache(self) -> PrefixCache | NullPrefixCache:
+    def prefix_cache(self) -> PrefixCache:
         """What caches prefixes. Rows that are open keep theirs."""
         return self._parts.prefix_cache
-
-    def set_prefix_cache(self, prefix_cache: PrefixCache | NullPrefixCache) -> None:
-        """Let rows that are opened from now on use another prefix cache."""
-        self._parts.prefix_cache = prefix_cache
 
     @contextmanager
     def without_prefixes(self) -> Iterator[None]:
         """Let rows that are opened while the context lasts find and leave no prefixes, and count no evictions."""
-        prefix_cache = self.prefix_cache
+        config = self.prefix_cache.config
         num_evicted_slots = self._parts.num_evicted_slots.copy()
-        self.set_prefix_cache(NullPrefixCache(self.pool.num_pages))
+        self.prefix_cache.config = None
         try:
             yield
         finally:
-            self.set_prefix_cache(prefix_cache)
+            self.prefix_cache.config = config
             self._parts.num_evicted_slots = num_evicted_slots
 
     def copy_trash_pages(self) -> None:
@@ -152,7 +147,7 @@ class KVCacheManager:
     @property
     def free_pages(self) -> int:
         """Pages that a request can get now: free, or held by the prefix cache or a quantized copy only."""
-        return self.pool.num_free + self.prefix_cache.num_evictable_pages + self.copies.num_pages
+        return self.pool.num_free + self.prefix_cache.tree.num_evictable_pages + self.copies.num_pages
 
     @property
     def total_pages(self) -> int:
@@ -223,18 +218,19 @@ class KVCacheManager:
 
     def num_shared_pages(self, query: PrefixQuery) -> int:
         """Return how many pages of a text are in the tables of rows already."""
-        return self.prefix_cache.num_shared_pages(query)
+        demand = Demand(query.policy, query.seed, query.max_length)
+        return self.prefix_cache.num_shared_pages(self.prefix_cache.find(query.text, demand))
 
     def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
         """Keep what is cached of a text for `seconds`, as far as pins have room. Returns the number of tokens.
 
         Raises ValueError where no prefixes are cached.
         """
-        return self.prefix_cache.pin(policy, tokens, salt, seconds, owner)
+        return self.prefix_cache.pin(policy, Text(tokens, salt), seconds, owner)
 
     def unpin_all(self) -> bool:
         """Drop all pins of prefixes. Returns whether there were any."""
-        return self.prefix_cache.unpin_all()
+        return self.prefix_cache.tree.unpin_all()
 
     def set_offloader(self, offloader: Offloader) -> None:
         """Put tiers below the pool: what the prefix cache evicts goes there. Raises ValueError where there is none."""
@@ -380,12 +376,15 @@ class KVCacheManager:
         """Check that every page is free, or in the tables of open rows or of the tree. Raises AssertionError."""
         assert sorted(self.rows) == self.tables.open_rows, "a row was closed without its tables, or never closed"
         in_tables = self.slots.page_list(self.tables.open_rows)
-        self.pool.check(np.concatenate([in_tables, *self._pages_beside_tables().values(), self.prefix_cache.pages]))
+        tree = self.prefix_cache.tree
+        tree.check()
+        self.pool.check(np.concatenate([in_tables, *self._pages_beside_tables().values(), tree.all_pages]))
 
     def classify_pages(self) -> tuple[PageStates, Ints]:
         """See stats.pool.classify_pages; between two steps."""
         evicting = {index for index, row in self.rows.items() if row.evictors}
-        return classify_pages(self.slots.tables, self.prefix_cache.num_holders, self._pages_beside_tables(), evicting)
+        num_holders = self.prefix_cache.tree.num_holders
+        return classify_pages(self.slots.tables, num_holders, self._pages_beside_tables(), evicting)
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
@@ -397,7 +396,7 @@ class KVCacheManager:
             prefix.hits_by_source(),
             prefix.num_queried_tokens,
             prefix.tier_stats(),
-            prefix.snapshot_stats(),
+            prefix.checkpoint_stats(),
         )
 
     def evicted_slots(self) -> dict[str, int]:
@@ -439,7 +438,7 @@ class KVCacheManager:
 
     def _ensure_unused(self, n: int) -> bool:
         """Return whether n pages are free that no row uses, quantized copies included."""
-        if n > self.pool.num_free + self.prefix_cache.num_evictable_pages:
+        if n > self.pool.num_free + self.prefix_cache.tree.num_evictable_pages:
             return False
         return self.pool.ensure_free(n)
 
@@ -447,9 +446,9 @@ class KVCacheManager:
         """Free pages that no request needs: cached prefixes, and quantized copies where these are too few."""
         wanted = self.pool.num_free + num_pages
         for _, row in sorted(self.rows.items()):
-            if self.pool.num_free + self.prefix_cache.num_evictable_pages < wanted:
+            if self.pool.num_free + self.prefix_cache.tree.num_evictable_pages < wanted:
                 row.drop_copy()
-        if isinstance(self.prefix_cache, PrefixCache) and wanted > self.pool.num_free:
+        if wanted > self.pool.num_free:
             self.prefix_cache.tree.evict(wanted - self.pool.num_free)
 
 

@@ -16,23 +16,20 @@ import numpy as np
 import torch
 
 from retain.kv.capacity import CapacityPlanner
+from retain.kv.checkpoints import Checkpoint, Demand, Moment
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.prompt_masses import PromptMasses, read_masses, write_masses
-from retain.kv.eviction.resumption import plan_resumption
 from retain.kv.eviction.view import KeyTransform
-from retain.kv.memory.block_tables import UNBOUNDED
+from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
 from retain.kv.memory.ring_snapshot import RingSnapshot
-from retain.kv.prefix.cache import FoundPrefix, PrefixCache
+from retain.kv.prefix.cache import HeldCheckpoint, PrefixCache
 from retain.kv.prefix.diagnosis import PrefixDiagnosis, explain_prefix
 from retain.kv.prefix.history import SeenText
-from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
-from retain.kv.prefix.resuming import attach_evicted_state
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
@@ -45,7 +42,7 @@ class CacheParts:
 
     planner: CapacityPlanner
     slots: GroupedKVCache
-    prefix_cache: PrefixCache | NullPrefixCache
+    prefix_cache: PrefixCache
     copies: QuantizedCopies
     key_transform: KeyTransform
     rows: dict[int, Row] = field(default_factory=dict)
@@ -75,7 +72,7 @@ class Row:
         windows = [group.windows(policy) for group in parts.planner.groups]
         self.parts = parts
         self.policy = policy
-        self.groups = parts.slots.tables
+        self.groups: Sequence[BlockTables] = parts.slots.tables
         self.has_states = any(tables.is_state for tables in self.groups)
         self.tables = self.groups[0]
         self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
@@ -86,15 +83,19 @@ class Row:
         self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.is_resumed = False  # whether it began with a selection of the text's tokens, in any order
         self.depends_on_text_alone = True  # false where it went on from an answer: what is kept depends on turns
-        self.masses: PromptMasses | None = None  # of the prompt
-        self.masses_due = 0  # computed tokens at which the row's slots get them; 0: they have them
+        self.demand = Demand(policy)
+        self.prompt_len = 0
+        self.due: list[HeldCheckpoint] = []  # that it is given when it has computed more
+        self.unstored: dict[bytes, Checkpoint] = {}  # that wait until the pages of its text may be kept
         self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
         if policy.has_budget:
             with self._closed_on_error():
-                self._open_evictors(cast(BudgetPolicy, policy))
+                self.open_evictors(cast(BudgetPolicy, policy))
 
-    def _open_evictors(self, policy: BudgetPolicy) -> None:
+    def open_evictors(self, policy: BudgetPolicy) -> None:
+        """Let the empty row evict under a resolved policy."""
+        self.evictors = []
         for tables, planner in zip(self.groups, self.parts.planner.groups, strict=True):
             if len(tables.full_layers(self.index)):
                 transform = self.parts.key_transform
@@ -120,41 +121,16 @@ class Row:
         prefix_cache = self.parts.prefix_cache
         if explain:
             prefix_cache.keep_history()
-        found = self._resume(query) or prefix_cache.attach(self.index, query, was_preempted)
-        self.load = found.load
-        self.is_sparse = found.is_sparse
-        self.text = found.text
-        self.masses = found.masses
-        if found.masses:
-            self.masses_due = found.masses.position
-            self.restore_masses(found.length)
-        why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
-        return AttachedPrefix(found.length, found.branch_point, why, found.state_load)
-
-    def _resume(self, query: PrefixQuery) -> FoundPrefix | None:
-        """Begin with what an earlier row of the text kept under the same policy, where there is that and room for it.
-
-        The whole prompt must fit into the pool: a row that goes on computes it in all layers at once.
-        """
-        parts = self.parts
-        cache = parts.prefix_cache
-        state = cache.find_state(query) if self.evictors and isinstance(cache, PrefixCache) else None
-        plan = state and plan_resumption(state, cast(BudgetPolicy, self.policy))
-        if not state or not plan or not isinstance(cache, PrefixCache):
-            return None
-        n = max(plan.policy.prompt_len, plan.position)
-        if parts.planner.pages_needed(plan.policy, n, n) >= self.tables.pool.num_pages:
-            return None
-        if not attach_evicted_state(self.groups, cache.layout, self.index, state, plan):
-            return None
-        self.evictors = []
-        self._open_evictors(plan.policy)
-        for evictor, part, slots in zip(self.evictors, state.evictors, plan.slots, strict=True):
-            evictor.resume(part, plan, slots)
-        self.is_resumed = not state.evictors[0].is_dense
-        self.depends_on_text_alone = state.in_prompt
-        load = cache.record_resumed(query, state)
-        return FoundPrefix(state.position, text=cache.record_text(query), state_load=load)
+        self.demand = Demand(query.policy, query.seed, query.max_length)
+        start = prefix_cache.find(query.text, self.demand)
+        self.text = prefix_cache.record_text(query.text, query.policy)
+        begun = prefix_cache.attach(self, start, was_preempted)
+        self.load = begun.load
+        self.is_sparse = begun.is_sparse
+        self.due = list(begun.due)
+        why = explain_prefix(prefix_cache, start, begun.position, self.text) if explain else None
+        branch_point = start.branch_point if start.branch_point > begun.position else 0
+        return AttachedPrefix(begun.position, branch_point, why, begun.state_load)
 
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> Row | None:
         """Open a row that continues the text of this one under its own policy.
@@ -206,7 +182,7 @@ class Row:
         next_snapshot = UNBOUNDED
         if self.has_states:  # those of earlier positions are gone after a step
             next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
-        return min(next_eviction, next_snapshot, self.masses_due or UNBOUNDED) - num_computed_tokens
+        return min(next_eviction, next_snapshot, *self._due_positions()) - num_computed_tokens
 
     @property
     def needs_single_step(self) -> bool:
@@ -237,40 +213,28 @@ class Row:
         finished_at = load.started_at + load.read_seconds
         return LoadStats(load.started_at, finished_at, load.num_tokens, load.bytes_read, load.failed)
 
+    def _due_positions(self) -> list[int]:
+        return [held.kind.due_at(0, held.checkpoint) for held in self.due]
+
     def restore_masses(self, num_computed_tokens: int) -> None:
-        """Give the slots the masses that the row began with, once all those tokens are computed, or attached.
-
-        What the queries of the tokens in between added is overwritten.
-        """
-        if self.masses and num_computed_tokens == self.masses_due:
-            write_masses(self.groups, self.index, self.masses.position, self.masses.masses)
-            self.masses_due = 0
-
-    def _keep_masses(self, num_computed_tokens: int) -> None:
-        """Keep the masses of the prompt, where it is just computed and they depend on the text alone."""
-        policy = self.policy
-        if not self.evictors or not policy.score_key or policy.scoring_chunk or policy.prefill != "exact":
-            return
-        end = cast(BudgetPolicy, policy).prompt_len
-        if num_computed_tokens != end or (self.masses and self.masses.position == end):
-            return
-        if self.depends_on_text_alone and not any(e.has_holes or e.layerwise for e in self.evictors):
-            values = read_masses(self.groups, self.index, end)
-            self.masses = PromptMasses(end, cast(BudgetPolicy, policy), values)
+        """Give the row the checkpoints that are due at this position."""
+        for held, position in zip(list(self.due), self._due_positions(), strict=True):
+            if position <= num_computed_tokens:
+                self.due.remove(held)
+                held.kind.attach(self, num_computed_tokens, held.checkpoint)
 
     def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of the row's text for others, unless it holds or waits for a part of them.
+        """Keep what the row leaves of its text for others."""
+        shares = not self.load and not self.is_sparse and self._may_share_pages(entry.num_computed, still_running)
+        self._leave(entry, Moment(entry.length, entry.num_computed, still_running, shares))
 
-        A row that evicts leaves its state when it ends, where that is one of the whole text.
-        """
-        if self.evictors and not still_running and self._has_whole_state(entry):
-            self.parts.prefix_cache.store_state(entry, self.evictors)
-        if still_running and self.parts.prefix_cache.enabled:
-            self._keep_masses(entry.num_computed)
-        if not self.load and not self.is_sparse and self._may_share_pages(entry.num_computed, still_running):
-            self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
-            if self.masses and self.masses.position <= entry.length:
-                self.parts.prefix_cache.store_masses(entry, self.masses)
+    def _leave(self, entry: PrefixEntry, moment: Moment) -> None:
+        self.demand = Demand(entry.policy, entry.seed)
+        self.prompt_len = entry.prompt_len
+        cache = self.parts.prefix_cache
+        num_stored = cache.store(self, entry.text, moment, entry.begun_at)
+        if num_stored and cache.tree.history and self.text:
+            cache.tree.history.store(self.text, entry.text.tokens[: entry.length].copy(), num_stored)
 
     def _may_share_pages(self, num_computed_tokens: int, still_running: bool) -> bool:
         """Return whether others may hold the pages of the row's text: it has evicted nothing.
@@ -303,14 +267,7 @@ class Row:
 
     def store_chunk_end(self, entry: PrefixEntry) -> None:
         """Keep a copy of the state that the row has at the end of a chunk, for other texts that begin alike."""
-        self.parts.prefix_cache.store_state(entry, self.evictors, in_prompt=True)
-
-    def _has_whole_state(self, entry: PrefixEntry) -> bool:
-        """Return whether a budget has begun, no eviction is due, and all computed tokens are those of the entry."""
-        n = len(entry.tokens)
-        evictor = self.evictors[0]
-        is_whole = entry.num_computed == n and not evictor.has_shrunk
-        return is_whole and max(evictor.compacts_at, 1) <= n < evictor.next_eviction
+        self._leave(entry, Moment(entry.length, entry.num_computed, is_running=True, has_evicted=True))
 
     def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
         """Return the positions after `begin`, up to `end`, where a long text keeps snapshots, if it needs any."""

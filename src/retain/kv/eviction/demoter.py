@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.evicted_state import DemoterState, used_pages
+from retain.kv.eviction.budget_state import DemoterState, used_pages
 from retain.kv.eviction.operations import RowTables, Victims, allocate_budgets, rank_slots
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.device_tables import gather_tables

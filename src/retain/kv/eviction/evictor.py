@@ -16,11 +16,10 @@ from torch import Tensor
 
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.budget_state import EvictorState, Resumption
 from retain.kv.eviction.demoter import Demoter
-from retain.kv.eviction.evicted_state import EvictorState
 from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.operations import RowTables, compact, gather_slots, punch
-from retain.kv.eviction.resumption import Resumption
 from retain.kv.eviction.shared_pages import SharedPages
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform

@@ -1,9 +1,8 @@
-"""Attaching a prefix to a row: shared pages, copied pages, and pages that a loader fills.
+"""Attaching the pages of a text to a row: shared pages, copied pages, and pages that a loader fills.
 
-Whole pages of the text are shared, and so are those of the windows of sliding layers, until the row writes into them. A
-page of which only a part matches is copied: at most one of each head. So are all pages of unwindowed layers where the
-row's queries add mass to their slots. An offloaded prefix gets pages of the row's own, all holes until its blocks are
-loaded.
+Whole pages of the text are shared. A page of which only a part matches is copied: at most one of each head. So are all
+pages where the row's queries add mass to their slots. A text in stores gets pages of the row's own, all holes until its
+blocks are loaded. Only layers without a window are attached here: the others are a checkpoint's business.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import numpy as np
 
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.stores.span import ReadJob, SpanRange
 from retain.types import Ints
 
@@ -24,147 +22,92 @@ NO_PAGES: Ints = np.zeros((0, 0), np.int32)
 
 
 @dataclass(frozen=True)
-class AttachPlan:
-    """What a row can begin with: `length` tokens, in blocks of the tree, then in offloaded spans.
+class PagesOfText:
+    """The first `length` tokens of a text: blocks of the tree [K, n], then ranges of spans.
 
-    Sliding layers resume from windows of the tree, or from offloaded ones.
+    Of the blocks the row shares the pages of the first `shared_length` tokens. `selective`: of the spans only some
+    blocks are loaded; the row gets pages for all of them.
     """
 
     length: int
-    blocks: Ints  # [K, n]; K is 0 where only sliding layers are attached
-    sliding_windows: SlidingWindows | None
+    blocks: Ints
+    shared_length: int
     span_ranges: Sequence[SpanRange] = ()
-    offloaded_windows: SpanRange | None = None
-    selective: bool = False  # load only some blocks of the spans; the row gets pages for all of them
+    selective: bool = False
 
 
 @dataclass(frozen=True)
-class PageSource:
-    """Where `num_pages` pages of every head of a layer come from; they begin at page `first_page` of the text.
+class GroupPlan:
+    """What the layers of a group without a window [M] get: pages of every head, the first `num_shared` shared."""
 
-    The first `num_shared` are those of `src_pages` [G, n], and the others copies of these. Or, where that is empty,
-    they are blocks of offloaded spans, one run behind the other: (span range, layer of the span, first block of that
-    layer, number of blocks).
-    """
-
-    group: int
-    layer: int  # of the group
-    first_page: int
+    matched: Ints  # [M, G, n] pages of the tree
+    num_shared: int
     num_pages: int
-    src_pages: Ints
-    offloaded: Sequence[tuple[SpanRange, int, int, int]] = ()
-    num_shared: int = 0
 
     @property
     def num_own(self) -> int:
-        """Pages of every head that the row must take from the pool."""
-        return self.num_pages - self.num_shared
+        """Pages that the row must take from the pool."""
+        M, G, _ = self.matched.shape
+        return M * G * (self.num_pages - self.num_shared)
+
+
+def num_own_pages(groups: Sequence[BlockTables], layout: BlockLayout, plan: PagesOfText) -> int:
+    """Return how many pages `attach_pages` takes from the pool."""
+    return sum(own.num_own for own in _group_plans(groups, layout, plan))
 
 
 def attach_pages(
-    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: AttachPlan, must_copy: bool
-) -> dict[int, list[ReadJob]] | None:
-    """Put a plan's pages into a row's tables.
+    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: PagesOfText
+) -> dict[int, list[ReadJob]]:
+    """Put the pages of a text into the tables of an empty row. The pool has those that this takes.
 
-    Returns the blocks to load for each layer of the model; None, and nothing is attached, where the pool has too few
-    pages.
+    Returns the blocks to load for each layer of the model.
     """
-    pool = groups[0].pool
-    sources = list(_page_sources(groups, layout, row, plan, 0 if must_copy else plan.length))
-    held = np.concatenate([NO_PAGES.ravel(), *(s.src_pages.ravel() for s in sources)])
-    assert len(np.unique(held)) == len(held), "a page is named twice"
-    num_pages = sum(s.num_own * groups[s.group].counts.shape[2] for s in sources)
-    pool.incref(held)  # before ensure_free, which may evict them
-    if not pool.ensure_free(num_pages):
-        pool.free(held)
-        return None
     jobs: dict[int, list[ReadJob]] = {}
-    for g, tables in enumerate(groups):
-        _attach_group(tables, row, plan.length, [s for s in sources if s.group == g], jobs)
+    span_layer = 0
+    for g, (t, own) in enumerate(zip(groups, _group_plans(groups, layout, plan), strict=True)):
+        layers = t.full_layers(row)[: len(own.matched)]
+        M, G, n = own.matched.shape
+        taken = np.sort(t.store.allocate(own.num_own)).reshape(M, G, own.num_pages - own.num_shared)
+        shared = own.matched[..., : own.num_shared]
+        t.pool.incref(shared)
+        pages = np.concatenate([shared, taken], axis=2)
+        t.pages[row, layers, :, : own.num_pages] = pages
+        t.counts[row, layers] = own.num_pages
+        copies = pages[..., own.num_shared : n].ravel()
+        t.store.copy(own.matched[..., own.num_shared :].ravel(), copies)
+        t.store.punch_from(copies, plan.length)  # tokens behind the end become holes
+        t.kv.mass[t.kv.to_index(taken.ravel())] = 0
+        t.peaks[row] = t.counts[row]
+        t.mark_dirty(row)
+        t.allocated_upto[row] = plan.length
+        r = layout.groups[g].pages_per_block
+        for layer, held in zip(t.layers[layers].tolist(), pages, strict=True):
+            if not plan.selective:
+                found = list(_read_jobs(plan.span_ranges, span_layer, held[:, n:], n, t.page_size, r, g))
+                jobs |= {layer: found} if found else {}
+            span_layer = span_layer + 1
     return jobs
 
 
-def _attach_group(
-    t: BlockTables,
-    row: int,
-    length: int,
-    sources: Sequence[PageSource],
-    jobs: dict[int, list[ReadJob]],
-) -> None:
-    """Put shared pages, and pages of the row's own, into the tables of a group; add what is to be loaded."""
-    S = t.page_size
-    G = t.counts.shape[2]
-    t.ring_base[row] = [_first_visible_page(length, w, S) * S for w in t.window[row].tolist()]
-    allocated = remaining = np.sort(t.store.allocate(sum(s.num_own for s in sources) * G))
-    src = np.concatenate([NO_PAGES.ravel(), *(s.src_pages[:, s.num_shared :].ravel() for s in sources)])
-    dst = [NO_PAGES.ravel()]
-    for s in sources:
-        own, remaining = np.split(remaining, [s.num_own * G])
-        pages = own.reshape(G, s.num_own)
-        if s.num_shared:
-            pages = np.concatenate([s.src_pages[:, : s.num_shared], pages], axis=1)
-        place = s.first_page - int(t.ring_base[row, s.layer]) // S
-        t.pages[row, s.layer, :, place : place + s.num_pages] = pages
-        t.counts[row, s.layer] = place + s.num_pages
-        if s.src_pages.size:
-            dst.append(own)
-        starts = accumulate((n for *_, n in s.offloaded), initial=0)
-        for (part, layer, first_block, n), i in zip(s.offloaded, starts, strict=False):
-            position = (s.first_page + i) * S
-            job = ReadJob(part.store, part.span, layer, first_block, pages[:, i : i + n].T, position, s.group)
-            jobs.setdefault(int(t.layers[s.layer]), []).append(job)
-    _copy_pages(t, src, np.concatenate(dst), length)
-    t.kv.mass[t.kv.to_index(allocated)] = 0
-    t.pool.free(src)
-    t.peaks[row] = t.counts[row]
-    t.mark_dirty(row)
-    t.allocated_upto[row] = length
-    rings = t.ring_layers(row)
-    t.rings_shared[row] = any(s.num_shared for s in sources if s.layer in rings)
+def _group_plans(groups: Sequence[BlockTables], layout: BlockLayout, plan: PagesOfText) -> list[GroupPlan]:
+    found = []
+    for t, blocks, of_block in zip(groups, layout.split(plan.blocks), layout.groups, strict=True):
+        end = -(-plan.length // t.page_size) if len(blocks) else 0
+        matched = blocks[..., : min(blocks.shape[-1], end)]
+        num_shared = min(plan.shared_length // t.page_size, matched.shape[-1])
+        if plan.selective and len(blocks):
+            end = matched.shape[-1] + sum(len(p.span.keys) for p in plan.span_ranges) * of_block.pages_per_block
+        found.append(GroupPlan(matched, num_shared, end))
+    return found
 
 
-def _page_sources(
-    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: AttachPlan, shared_length: int
-) -> Iterator[PageSource]:
-    """Yield the sources of all pages of the row. Unwindowed layers share those of the first `shared_length` tokens.
-
-    Spans have the layers in this order too: those without a window, or those with one, group after group.
-    """
-    full_layer = ring_layer = 0
-    for g, (t, blocks) in enumerate(zip(groups, layout.split(plan.blocks), strict=True)):
-        r = layout.groups[g].pages_per_block
-        end_page = -(-plan.length // t.page_size)
-        matched = min(plan.blocks.shape[-1] * r, end_page)
-        num_shared = min(shared_length // t.page_size, matched)
-        for m, layer in enumerate(t.full_layers(row)[: len(blocks)].tolist()):
-            if matched:
-                yield PageSource(g, layer, 0, matched, blocks[m, :, :matched], num_shared=num_shared)
-            if plan.selective:
-                yield PageSource(g, layer, matched, sum(len(p.span.keys) for p in plan.span_ranges), NO_PAGES)
-            elif end_page > matched:
-                offloaded = [(p, full_layer, p.begin * r, (p.end - p.begin) * r) for p in plan.span_ranges]
-                yield PageSource(g, layer, matched, end_page - matched, NO_PAGES, offloaded)
-            full_layer = full_layer + 1
-        for layer in t.ring_layers(row).tolist():
-            first = _first_visible_page(plan.length, int(t.window[row, layer]), t.page_size)
-            if plan.offloaded_windows:
-                start_block = first - plan.offloaded_windows.span.window_starts[ring_layer]
-                offloaded = [(plan.offloaded_windows, ring_layer, start_block, end_page - first)]
-                yield PageSource(g, layer, first, end_page - first, NO_PAGES, offloaded)
-            elif plan.sliding_windows:
-                place = plan.sliding_windows.first_pages[ring_layer]
-                pages = plan.sliding_windows.pages[ring_layer][:, first - place : end_page - place]
-                num_whole = plan.length // t.page_size - first  # without the page of the next token
-                yield PageSource(g, layer, first, end_page - first, pages, num_shared=num_whole)
-            ring_layer = ring_layer + 1
-
-
-def _first_visible_page(position: int, window: int, page_size: int) -> int:
-    """Return the page with the oldest token that a query at `position` sees."""
-    return max(position - window + 1, 0) // page_size
-
-
-def _copy_pages(tables: BlockTables, src: Ints, dst: Ints, end: int) -> None:
-    """Copy pages; tokens from position `end` on become holes."""
-    tables.store.copy(src, dst)
-    tables.store.punch_from(dst, end)
+def _read_jobs(
+    ranges: Sequence[SpanRange], layer: int, pages: Ints, first_page: int, page_size: int, r: int, group: int
+) -> Iterator[ReadJob]:
+    """Yield the reads of one layer of spans into pages [G, n], one run behind the other; a block has r pages."""
+    starts = accumulate(((p.end - p.begin) * r for p in ranges), initial=0)
+    for part, i in zip(ranges, starts, strict=False):
+        n = (part.end - part.begin) * r
+        position = (first_page + i) * page_size
+        yield ReadJob(part.store, part.span, layer, part.begin * r, pages[:, i : i + n].T, position, group)

@@ -1,464 +1,467 @@
-"""The prefix cache: rows begin with pages that the radix tree or a tier has, and leave their own pages to it.
+"""The prefix cache: rows begin with what the radix tree or a store has of their texts, and leave their own to it.
 
-A row with a budget does so, too, until it first evicts: from then on its pages hold a selection of tokens. Keys and
-values depend on how far layers see, so the windows are part of the root hash, like the tenant's salt and the model.
+Keys and values depend on how far layers see, so the windows are part of a text's first link, like the tenant's salt and
+the model. What a text leaves is pages and checkpoints (kv/checkpoints). A question about a text is asked once, by
+`find`; `attach` gives a row what was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from hashlib import blake2b
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.evicted_state import EvictedState
-from retain.kv.eviction.evictor import BudgetEvictor
+from retain.kv.checkpoints import Checkpoint, CheckpointedRow, Demand, Kind, Moment, Reach, load_kinds
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.eviction.prompt_masses import PromptMasses
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
-from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.kv.prefix.attach import AttachPlan, attach_pages
+from retain.kv.prefix.attach import PagesOfText, attach_pages, num_own_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
-from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.node import NO_BLOCKS, NO_PAGES, EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.kv.prefix.resuming import can_go_on, capture_evicted_state, copy_evicted_state, state_root
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
-from retain.kv.prefix.state_tiers import FoundState, StateTiers
-from retain.kv.prefix.windows import capture_sliding_windows
+from retain.kv.prefix.tiers import StoredCheckpoint, Tiers
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.manager import Offloader
 from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.span import ReadJob, SpanRange
+from retain.kv.text import Text
 from retain.types import Ints
 
 
-@dataclass(frozen=True)
-class FoundPrefix:
-    """What a row was given: `length` computed tokens, and a position where more texts could branch off (0: nowhere).
+class HeldCheckpoint(NamedTuple):
+    """A checkpoint of the tree."""
 
-    `load` is still reading them; `is_sparse` where it reads only the important ones. `text` is the row's in the
-    history. `masses` are those of the tokens, and maybe of a few more. `state_load` has read a state.
+    kind: Kind
+    key: bytes
+    checkpoint: Checkpoint
+    node: Node
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a row may begin: after `position` tokens of a text, with blocks [K, n] and checkpoints, or with spans.
+
+    At `branch_point` more texts could branch off (0: nowhere), if the row left checkpoints there. `further` is where
+    it may begin with spans of stores, if loading them takes less time than computing.
     """
 
-    length: int = 0
+    text: Text
+    demand: Demand
+    position: int = 0
+    blocks: Ints = field(default_factory=lambda: NO_BLOCKS)
+    nodes: Sequence[Node] = ()  # that hold these blocks
+    checkpoints: Sequence[HeldCheckpoint] = ()
+    span_ranges: Sequence[SpanRange] = ()  # of blocks behind those of the tree
+    stored: Sequence[StoredCheckpoint] = ()
     branch_point: int = 0
+    further: Start | None = None
+
+    @property
+    def page_list(self) -> Ints:
+        """The pages of the tree that it needs."""
+        return np.concatenate([self.blocks[self.blocks > 0], *(c.checkpoint.page_list for c in self.checkpoints)])
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What a row was given: `position` computed tokens, and checkpoints that are due when it has computed more.
+
+    `load` is still reading; `is_sparse` where it reads only important tokens. `state_load` has read a checkpoint.
+    """
+
+    position: int = 0
+    due: Sequence[HeldCheckpoint] = ()
     load: LayerLoader | None = None
     is_sparse: bool = False
-    text: SeenText | None = None
-    masses: PromptMasses | None = None
     state_load: LoadStats | None = None
 
 
 class PrefixCache:
-    """Share the pages of the tables of all KV cache groups between texts that begin alike."""
+    """Share what rows leave of their texts, in all KV cache groups, with those that begin alike.
 
-    enabled = True
+    Without a configuration nothing is kept, and nothing found.
+    """
 
-    def __init__(self, groups: Sequence[BlockTables], planner: CapacityPlanner, config: PrefixConfig):
+    def __init__(self, groups: Sequence[BlockTables], planner: CapacityPlanner, config: PrefixConfig | None):
         self.groups = groups
         self.pool = groups[0].pool
         self.planner = planner
         self.config = config
         self.layout = block_layout(groups, [g.windows for g in planner.spec.groups])
-        self._page_sizes = [t.page_size for t in groups]
+        self.kinds = load_kinds(groups, planner)
         B = self.layout.block_size
-        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B)
+        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B if config else 0)
         self.tree = RadixTree(self.pool, B, self.ladder)
         self.pool.uncache_callback = self.tree.evict_holders
-        self.offloader: Offloader | None = None
-        self.state_tiers: StateTiers | None = None
-        self._loaded_state: tuple[EvictedState, LoadStats] | None = None  # the last one, until a row goes on from it
-        self.selective_loader: type[SelectiveLoader] = SelectiveLoader
+        self.tiers: Tiers | None = None
         self.num_queried_tokens = 0  # of all texts that were looked up
         self.num_reused_tokens = 0
 
-    def set_offloader(self, offloader: Offloader, selective_loader: type[SelectiveLoader] = SelectiveLoader) -> None:
-        """Put tiers below the pool: what the tree evicts goes there."""
-        self.offloader = offloader
-        self.selective_loader = selective_loader
-        self.state_tiers = StateTiers(offloader, self.groups, self.planner)
-        self.tree.on_evict = self._offload_evicted
-        self.tree.on_outgrown = self.state_tiers.on_outgrown
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is kept."""
+        return self.config is not None
 
-    def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
-        """Offload what a leaf loses. Of less than a page, only the windows are kept, as they are where it begins."""
-        assert self.offloader and self.state_tiers and node.parent
-        if isinstance(node.snapshot, EvictedState):
-            self.state_tiers.on_evicted(node, node.snapshot)
-        if isinstance(node.snapshot, EvictedState | PromptMasses) or not len(node.pages) + bool(node.snapshot):
-            return  # tiers have no masses
-        B = self.layout.block_size
-        windows = node.snapshot if isinstance(node.snapshot, SlidingWindows) else None
-        if len(node.tokens) == len(node.block_hashes) * B:
-            n = min(num_kept_pages, len(node.block_hashes) - 1)  # the last key names the windows
-            begin = num_kept_pages
-            self.offloader.on_evicted(node.block_hashes[n:], node.start_page + n, node.pages[..., begin:], windows)
-        elif windows and node.start_page:
-            windows = windows.before(node.start_page * B, self._page_sizes)
-            self.offloader.on_evicted(node.parent.block_hashes[-1:], node.start_page - 1, node.pages[..., :0], windows)
+    def set_offloader(self, offloader: Offloader) -> None:
+        """Put tiers below the pool: what the tree evicts goes there. Raises ValueError where nothing is kept."""
+        if not self.enabled:
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
+        self.tiers = Tiers(offloader, self.groups, self.layout, self.kinds)
+        self.tree.on_evict = self.tiers.on_evicted
+        self.tree.on_outgrown = self.tiers.on_outgrown
 
     def close_offloader(self) -> None:
         """Close the tiers, and clear the tree, whose hashes name the model of these tiers."""
-        if self.offloader:
+        if self.tiers:
             self.tree.on_evict = None
             self.tree.on_outgrown = None
-            self.offloader.close()
+            self.tiers.offloader.close()
             self.tree.clear()
-            self.offloader = None
-            self.state_tiers = None
-            self._loaded_state = None
+            self.tiers = None
 
-    # ---- matching ------------------------------------------------------------------------------------------------
+    @property
+    def offloader(self) -> Offloader | None:
+        """What moves pages between the pool and stores."""
+        return self.tiers.offloader if self.tiers else None
 
-    def match_prefix(self, query: PrefixQuery, max_length: int = 0) -> PrefixMatch | None:
-        """Return what the tree has of a text, or None. Counts as a use of the nodes that match.
+    def first_link(self, text: Text, policy: EvictionPolicy, model: bytes = b"") -> bytes:
+        """Return what the hashes of a text begin with under the windows of a policy. The model is the tiers' own."""
+        model = model or (self.tiers.offloader.model_fingerprint if self.tiers else b"")
+        return text.first_link(self.planner.windows(policy), model)
 
-        It has at most the tokens that the policy may skip, or `max_length` where that is more.
-        """
-        windows = self.planner.windows(query.policy)
-        slides = bool((windows < NO_WINDOW).any())
-        root = self.root_hash(query.salt, windows)
-        return self.tree.match_prefix(root, query.tokens, max(query.max_skipped_tokens, max_length), slides)
+    # ---- finding -------------------------------------------------------------------------------------------------
 
-    def num_shared_pages(self, query: PrefixQuery) -> int:
-        """Return how many pages of the text are in the tables of other rows already."""
-        match = None if query.policy.has_budget else self.match_prefix(query)
-        if not match:
+    def find(self, text: Text, demand: Demand) -> Start:
+        """Return where a row of this text may begin. Counts as no use."""
+        start = Start(text, demand)
+        if not self.enabled:
+            return start
+        link = self.first_link(text, demand.policy)
+        match = self.tree.match_prefix(link, text, len(text))
+        start = self._start_with_pages(match, start)
+        for kind in self.kinds.values():
+            for key in kind.keys(demand) if not kind.needs_pages else ():
+                for checkpoint, end in match.checkpoints(key.name):
+                    position = kind.reach(demand, checkpoint).last
+                    if start.position < position <= demand.max_length:
+                        held = HeldCheckpoint(kind, key.name, checkpoint, end.node)
+                        start = Start(text, demand, position, checkpoints=[held])
+        return replace(start, further=self._find_further(link, match, start)) if self.tiers else start
+
+    def _start_with_pages(self, match: PrefixMatch, start: Start) -> Start:
+        """Return where the pages of the text, and the checkpoints that complete them, let a row begin."""
+        demand = start.demand
+        limit = min(match.length, demand.max_length)
+        found = [list(self._options(kind, match, demand)) for kind in self.kinds.values() if kind.needs_pages]
+        lasts = sorted({min(limit, reach.last) for options in found for reach, _ in options} | {limit}, reverse=True)
+        position = next(p for p in (*lasts, 0) if all(_choose(options, p) for options in found) or not p)
+        chosen = [_choose(options, position) for options in found] if position else []
+        B = self.layout.block_size
+        return replace(
+            start,
+            position=position,
+            blocks=match.pages[:, : -(-position // B)],
+            nodes=match.nodes,
+            checkpoints=[held for x in chosen if x and (held := x[1])],
+            branch_point=self._branch_point(limit, position, demand),
+        )
+
+    def _options(self, kind: Kind, match: PrefixMatch, demand: Demand) -> Iterator[tuple[Reach, HeldCheckpoint | None]]:
+        """Yield where a row may begin without a checkpoint of a kind, and with each that is there."""
+        yield kind.reach(demand, None), None
+        for key in kind.keys(demand):
+            for checkpoint, end in match.checkpoints(key.name):
+                first, last = kind.reach(demand, checkpoint)
+                yield Reach(first, min(last, end.reach)), HeldCheckpoint(kind, key.name, checkpoint, end.node)
+
+    def _branch_point(self, limit: int, position: int, demand: Demand) -> int:
+        """Return the last end of a block up to which pages are cached, if checkpoints there would let texts go on."""
+        if demand.policy.score_key:
+            return 0  # such a row stores nothing there
+        for kind in self.kinds.values():
+            if kind.needs_pages and not kind.keys(demand):
+                limit = min(limit, kind.reach(demand, None).last)
+        B = self.layout.block_size
+        return limit // B * B if limit // B * B > position else 0
+
+    def num_shared_pages(self, start: Start) -> int:
+        """Return how many of the pages that a row begins with are in the tables of other rows already."""
+        if start.demand.policy.has_budget:
             return 0
-        shared = match.pages[..., : match.length // self.layout.block_size]
+        shared = start.blocks[:, : start.position // self.layout.block_size]
         return int(np.count_nonzero(self.pool.ref_counts[shared] > 1))
 
-    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
-        """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens."""
-        return self.tree.pin(self.root_hash(salt, self.planner.windows(policy)), tokens, seconds, owner)
+    def _find_further(self, link: bytes, match: PrefixMatch, start: Start) -> Start | None:
+        """Return where the stores would let a row begin, behind where the tree does."""
+        assert self.tiers
+        demand = start.demand
+        hashes = start.text.block_hashes(link, self.layout.block_size, demand.max_length)
+        best = self._find_spans(hashes, match, start)
+        after = max(start.position, best.position if best else 0)
+        for kind in self.kinds.values():
+            for key in kind.keys(demand) if not kind.needs_pages else ():
+                last = min(key.last, demand.max_length)
+                whole = hashes[: last // self.layout.block_size]
+                if found := next(self.tiers.spans.find(key.name, whole, start.text.tokens[:last], after), None):
+                    after = found.position
+                    best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, found.place)])
+        return best
 
-    def unpin_all(self) -> bool:
-        """Drop all pins. Returns whether there were any."""
-        return self.tree.unpin_all()
+    def _find_spans(self, hashes: Sequence[bytes], match: PrefixMatch, start: Start) -> Start | None:
+        """Return the last end of a block at which spans of pages and of the checkpoints let a row begin."""
+        assert self.tiers
+        demand = start.demand
+        B = self.layout.block_size
+        offloader = self.tiers.offloader
+        if offloader.probe_config and demand.policy.has_budget:
+            return None  # a policy must not score a selection of tokens
+        kinds = [kind for kind in self.kinds.values() if kind.needs_pages]
+        limit = min([demand.max_length, *(k.reach(demand, None).last for k in kinds if not k.keys(demand))])
+        num_full = int(np.count_nonzero(self.planner.windows(demand.policy) == NO_WINDOW))
+        num_matched = min(match.length // B, limit // B)
+        ranges = offloader.find_spans(hashes[num_matched : limit // B]) if num_full else []
+        end = num_matched + sum(r.end - r.begin for r in ranges) if num_full else limit // B
+        for i in range(end, start.position // B, -1):
+            stored = self._stored_at(kinds, hashes[i - 1], i * B, demand)
+            if stored is not None:
+                break
+        else:
+            return None
+        ranges = offloader.find_spans(hashes[num_matched:i]) if num_full else []
+        if offloader.probe_config and sum(len(p.span.keys) - p.end + p.begin for p in ranges) > EXTRA_TABLE_PAGES:
+            return None
+        blocks = match.pages[:, : min(num_matched, i)]
+        if not blocks.size:
+            blocks = np.zeros((self.layout.pages_per_block if num_full else 0, 0), np.int32)
+        return Start(start.text, demand, i * B, blocks, match.nodes, (), ranges, stored)
 
-    @property
-    def num_evictable_pages(self) -> int:
-        """Pages that the tree would free for a request."""
-        return self.tree.num_evictable_pages
-
-    @property
-    def pages(self) -> Ints:
-        """Pages that the tree holds, for the accountant."""
-        return self.tree.all_pages
+    def _stored_at(
+        self, kinds: Sequence[Kind], block_hash: bytes, position: int, demand: Demand
+    ) -> list[StoredCheckpoint] | None:
+        """Return the stored checkpoints that let a row begin at the end of a block; None where some are missing."""
+        assert self.tiers
+        found = []
+        for kind in kinds:
+            first, last = kind.reach(demand, None)
+            if first <= position <= last:
+                continue
+            places = ((key.name, self.tiers.spans.find_at(key.name, block_hash)) for key in kind.keys(demand))
+            usable = (StoredCheckpoint(kind, key, p) for key, p in places if p and p.span.resumes_from <= position)
+            stored = next(usable, None)
+            if stored is None:
+                return None
+            found.append(stored)
+        return found
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
-    def attach(self, row: int, query: PrefixQuery, was_preempted: bool = False) -> FoundPrefix:
-        """Begin an empty row with cached pages; blocks in tiers are being read when this returns.
+    def attach(self, row: CheckpointedRow, start: Start, was_preempted: bool = False) -> Begun:
+        """Begin an empty row where `find` says; blocks in tiers are being read when this returns.
 
-        A request that was preempted loads nothing selectively: that can take more pages than computing does. Where the
-        row stores its windows at the branch point, more texts can branch off.
+        A request that was preempted loads nothing selectively: that can take more pages than computing does.
         """
-        S = self.layout.block_size
-        must_copy = bool(query.policy.score_key)  # queries add mass to the slots of this row alone
-        text = self.record_text(query)
-        self.num_queried_tokens += len(query.tokens)
-        match, masses = self._match_scored(query)
-        selective = self.offloader is not None and self.offloader.probe_config is not None
-        plan = None if (was_preempted and selective) or masses else self._plan_load(query, match)
-        if match and not plan:
-            windows = match.snapshot if isinstance(match.snapshot, SlidingWindows) else None
-            plan = AttachPlan(match.length, match.pages[..., : -(-match.length // S)], windows)
-        length = plan.length if plan else 0
-        branch_point = match.common_length // S * S if match and not must_copy else 0  # such a row stores nothing there
-        branch_point = branch_point if branch_point > length else 0
-        jobs = attach_pages(self.groups, self.layout, row, plan, must_copy) if plan and length else None
-        if plan is None or jobs is None:
-            return FoundPrefix(branch_point=branch_point, text=text)
-        load: LayerLoader | None = None
-        if self.offloader and (plan.span_ranges or plan.offloaded_windows):
-            start_load = self._start_selective_load if plan.selective else self._start_load
-            load = start_load(self.offloader, row, plan, jobs)
-            load.num_tokens = self.offloader.record_load(plan.span_ranges, plan.offloaded_windows)
-        self.num_reused_tokens += length
-        return FoundPrefix(length, branch_point, load, load is not None and plan.selective, text, masses)
+        if not self.enabled:
+            return Begun()
+        self.num_queried_tokens += len(start.text)
+        begun: Begun | None = None
+        further = start.further
+        if further and not (was_preempted and further.span_ranges and self._is_selective) and self._should_load(start):
+            held = start.page_list
+            self.pool.incref(held)  # to make room for the load, they may be evicted
+            try:
+                begun = self._attach_further(row, further)
+            finally:
+                self.pool.free(held)
+        begun = begun or (self._attach(row, start) if start.position else None) or Begun()
+        self.num_reused_tokens += begun.position
+        return begun
 
-    def record_text(self, query: PrefixQuery) -> SeenText | None:
-        """Remember a text that a row begins to compute, where there is a history."""
-        if not self.tree.history:
-            return None
-        root = self.root_hash(query.salt, self.planner.windows(query.policy))
-        text = SeenText(root, query.salt, query.policy, np.asarray(query.tokens, np.int32), is_running=True)
-        self.tree.history.add(text)
-        return text
+    @property
+    def _is_selective(self) -> bool:
+        return self.tiers is not None and self.tiers.offloader.probe_config is not None
 
-    def _plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> AttachPlan | None:
-        """Return a plan of whole pages that continues the match from tiers, where reading is faster than computing."""
-        S = self.layout.block_size
-        windows = self.planner.windows(query.policy)
-        offloader = self.offloader
-        if not offloader or (offloader.probe_config and query.policy.has_budget):
-            return None  # a policy must not score a selection of tokens
-        tokens = np.asarray(query.tokens[: max(query.max_skipped_tokens, 0)], np.int32)
-        keys = self.tree.hash_blocks(self.root_hash(query.salt, windows), tokens)
-        num_matched, length = (match.common_length // S, match.length) if match else (0, 0)
-        num_full = int(np.count_nonzero(windows == NO_WINDOW))
-        ranges = offloader.find_spans(keys[num_matched:]) if num_full else []
-        end_page = num_matched + sum(p.end - p.begin for p in ranges) if num_full else len(keys)
-        found: SpanRange | None = None
-        if num_full < len(windows):
-            candidates = ((i, offloader.find_windows(keys[i - 1])) for i in range(end_page, length // S, -1))
-            usable = ((i, w) for i, w in candidates if w and w.span.min_resume_position <= i * S)
-            end_page, found = next(usable, (0, None))
-            ranges = offloader.find_spans(keys[num_matched:end_page]) if num_full else []
-        if end_page * S <= length:
+    def _should_load(self, start: Start) -> bool:
+        """Return whether loading what stores have takes less time than computing it."""
+        assert self.tiers and start.further
+        places = [*start.further.span_ranges, *(c.place for c in start.further.stored)]
+        return self.tiers.offloader.should_load(places, start.further.position - start.position)
+
+    def _attach_further(self, row: CheckpointedRow, start: Start) -> Begun | None:
+        """Begin a row with what stores have. A checkpoint that stands in for pages is loaded into the tree first."""
+        assert self.tiers
+        standing = next((c for c in start.stored if not c.kind.needs_pages), None)
+        if not standing:
+            return self._attach(row, start)
+        started_at = perf_counter()
+        checkpoint = self.tiers.load(standing.kind, standing.place, start.demand, start.position)
+        if checkpoint is None:
             return None
-        if offloader.probe_config and sum(len(p.span.keys) - p.end + p.begin for p in ranges) > EXTRA_TABLE_PAGES:
+        link = self.first_link(start.text, start.demand.policy)
+        node = self.tree.insert(link, start.text, start.position, None, {standing.key: checkpoint}).node
+        held = HeldCheckpoint(standing.kind, standing.key, node.checkpoints[standing.key], node)
+        begun = self._attach(row, replace(start, stored=(), checkpoints=[held]))
+        if begun is None:
             return None
-        if not offloader.should_load([*ranges, found] if found else ranges, end_page * S - length):
+        name = standing.place.store.name
+        self.tiers.offloader.num_loaded_tokens[name] += start.position
+        num_bytes = {name: standing.place.span.size}
+        return replace(begun, state_load=LoadStats(started_at, perf_counter(), start.position, num_bytes))
+
+    def _attach(self, row: CheckpointedRow, start: Start) -> Begun | None:
+        """Give an empty row what was found. None, and it has nothing, where the pool has too few pages."""
+        position = start.position
+        shared = 0 if start.demand.policy.score_key else position  # queries add mass to the slots of this row alone
+        selective = self._is_selective and bool(start.span_ranges)
+        pages = PagesOfText(position, start.blocks, shared, start.span_ranges, selective)
+        incoming = self.tiers.prepare(start.stored, start.demand, position) if self.tiers and start.stored else []
+        if incoming is None:
             return None
-        blocks = np.zeros((self.layout.pages_per_block if num_full else 0, 0), np.int32)
-        if match:
-            blocks = match.pages[..., : min(num_matched, end_page)]
-        selective = bool(offloader.probe_config and ranges)
-        return AttachPlan(end_page * S, blocks, None, ranges, found, selective)
+        held = start.page_list
+        num_own = num_own_pages(self.groups, self.layout, pages)
+        num_own += sum(c.kind.num_own_pages(row, position, c.checkpoint) for c in start.checkpoints)
+        num_own += sum(sum(c.place.span.num_blocks) for c in start.stored)
+        self.pool.incref(held)  # before ensure_free, which may evict them
+        try:
+            if not self.pool.ensure_free(num_own):
+                return None
+            jobs = attach_pages(self.groups, self.layout, row.index, pages)
+            due = []
+            for c in start.checkpoints:
+                if c.kind.due_at(position, c.checkpoint) > position:
+                    due.append(c)
+                else:
+                    c.kind.attach(row, position, c.checkpoint)
+            for kind, numbered, place in incoming:
+                assert self.tiers
+                jobs |= self.tiers.attach(kind, numbered, place, row, position)
+        finally:
+            self.pool.free(held)
+        self.tree.touch(start.nodes, [(c.node, c.key) for c in start.checkpoints])
+        load = self._start_load(row, start, pages, jobs) if start.span_ranges or start.stored else None
+        return Begun(position, due, load, load is not None and selective)
 
     def _start_load(
-        self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
+        self, row: CheckpointedRow, start: Start, pages: PagesOfText, jobs: dict[int, list[ReadJob]]
     ) -> LayerLoader:
-        return LayerLoader(offloader, jobs, self._time_limit(offloader, plan))
-
-    def _time_limit(self, offloader: Offloader, plan: AttachPlan) -> float:
-        """Return the seconds that a load may take."""
-        ranges = [*plan.span_ranges, *([plan.offloaded_windows] if plan.offloaded_windows else [])]
+        """Start to read blocks of spans into the row's pages: those of jobs, or of spans only the important ones."""
+        assert self.tiers
+        offloader = self.tiers.offloader
         B = self.layout.block_size
-        num_tokens = plan.length - plan.blocks.shape[-1] * B
-        return offloader.time_limit([r.store for r in ranges], max(num_tokens, B))
+        places = [*start.span_ranges, *(c.place for c in start.stored)]
+        num_tokens = start.position - start.blocks.shape[-1] * B
+        time_limit = offloader.time_limit([place.store for place in places], max(num_tokens, B))
+        load: LayerLoader
+        if pages.selective:
+            load = self._start_selective_load(row.index, pages, jobs, time_limit)
+        else:
+            load = LayerLoader(offloader, jobs, time_limit)
+        load.num_tokens = offloader.record_load(places, num_tokens)
+        return load
 
     def _start_selective_load(
-        self, offloader: Offloader, row: int, plan: AttachPlan, jobs: dict[int, list[ReadJob]]
+        self, row: int, pages: PagesOfText, jobs: dict[int, list[ReadJob]], time_limit: float
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
         (t,) = self.groups  # others are refused
+        assert self.tiers and self.tiers.offloader.probe_config
         S = t.page_size
-        first = plan.blocks.shape[-1]
-        assert offloader.probe_config
+        first = pages.blocks.shape[-1]
         layers = t.full_layers(row)
-        end = first + sum(len(p.span.keys) for p in plan.span_ranges)
-        t.ring_base[row, layers] = plan.length - end * S
+        end = first + sum(len(p.span.keys) for p in pages.span_ranges)
+        t.ring_base[row, layers] = pages.length - end * S
         t.mark_dirty(row, dense=False)
 
         def trim(layer: int, n: int) -> None:
             t.remove_pages(row, layer, first + n, end)
 
-        return self.selective_loader(
-            offloader=offloader,
-            probe_config=offloader.probe_config,
-            ranges=plan.span_ranges,
+        return SelectiveLoader(
+            offloader=self.tiers.offloader,
+            probe_config=self.tiers.offloader.probe_config,
+            ranges=pages.span_ranges,
             layers=layers.tolist(),
             pages=t.pages[row, layers, :, first:end].copy(),
             trim_pages=trim,
             other_jobs=jobs,
-            time_limit=self._time_limit(offloader, plan),
+            time_limit=time_limit,
         )
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Tell the cost model how long a step took that waited for no load."""
-        if self.offloader and num_tokens >= self.layout.block_size:
-            self.offloader.cost_model.record_compute(num_tokens, seconds)
+        if self.tiers and num_tokens >= self.layout.block_size:
+            self.tiers.offloader.cost_model.record_compute(num_tokens, seconds)
 
     # ---- storing -------------------------------------------------------------------------------------------------
 
-    def store(
-        self, row: int, entry: PrefixEntry, still_running: bool = False, seen_text: SeenText | None = None
-    ) -> None:
-        """Keep the pages of a text that a row has computed. A row that is still running shares only whole blocks.
+    def store(self, row: CheckpointedRow, text: Text, moment: Moment, begun_at: int = 0) -> int:
+        """Keep what a row leaves of a text at a moment: pages of whole blocks while it runs, and checkpoints.
 
-        `seen_text` is the row's in the history.
+        The request first began with `begun_at` cached tokens. Returns the number of tokens whose pages are kept.
         """
+        if not self.config:
+            return 0
         B = self.layout.block_size
-        n = entry.length
-        end = n if self.config.keep == "all" else min(n, entry.prompt_len)
-        end = end // B * B if still_running else end
-        if not end:
-            return
-        slides = any(len(t.ring_layers(row)) for t in self.groups)
-        pages = self.layout.blocks_of(self.groups, row, end)
-        visible = self.planner.windows(entry.policy)
-        root = self.root_hash(entry.salt, visible)
-        windows = capture_sliding_windows(self.groups, row, end) if slides else None
-        if slides and not windows:
-            return
-        for t in self.groups if windows and still_running else ():
-            t.note_shared_rings(row, len(entry.tokens))
-        text = np.asarray(entry.tokens[:end], np.int32)
+        end = moment.position if self.config.keep == "all" else min(moment.position, row.prompt_len)
+        end = end // B * B if moment.is_running else end
+        moment = replace(moment, position=end, has_pages=moment.has_pages and end > 0)
+        captured = {k: c for kind in self.kinds.values() for k, c in kind.capture(row, moment).items()}
+        has_pages = moment.has_pages and self._required(row.demand) <= captured.keys()
+        captured = row.unstored | captured
+        row.unstored = {}
+        link = self.first_link(text, row.demand.policy)
         try:
-            self._offload_computed(self.tree.hash_blocks(root, text), pages, windows)
-        except BaseException:
-            self.pool.free(windows.page_list if windows else pages[:0].ravel())
-            raise
-        stored = self.tree.insert(root, entry.tokens[:end], pages, windows, entry.begun_at)
+            for key in [k for k, c in captured.items() if not c.needs_pages]:
+                self._store_checkpoint(link, text, key, captured.pop(key), begun_at)
+            if has_pages:
+                self._store_pages(link, row, text, end)
+                for key in list(captured):
+                    self._store_checkpoint(link, text, key, captured.pop(key), begun_at)
+        finally:
+            self.pool.free(np.concatenate([NO_PAGES, *(c.page_list for c in captured.values())]))
+            row.unstored = {key: c for key, c in captured.items() if not len(c.page_list)}
+        return end if has_pages else 0
+
+    def _required(self, demand: Demand) -> frozenset[bytes]:
+        """Return the keys of the checkpoints without which no text of the demand's windows goes on."""
+        keys = (key for kind in self.kinds.values() for key in kind.keys(demand))
+        return frozenset(key.name for key in keys if key.is_required)
+
+    def _store_checkpoint(self, link: bytes, text: Text, key: bytes, checkpoint: Checkpoint, begun_at: int) -> None:
+        """Keep a checkpoint, which the tree takes over."""
+        self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at)
+        if self.tiers:
+            hashes = text.block_hashes(link, self.layout.block_size, checkpoint.position)
+            self.tiers.on_captured(hashes, text, key, checkpoint)
+
+    def _store_pages(self, link: bytes, row: CheckpointedRow, text: Text, end: int) -> None:
+        """Keep the pages of the first `end` tokens of a text."""
+        pages = self.layout.blocks_of(self.groups, row.index, end)
+        stored = self.tree.insert(link, text, end, pages, required=self._required(row.demand)).stored
+        visible = self.planner.windows(row.demand.policy)
         if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):
-            self.tree.observer.on_stored(stored, entry.salt)
-        if self.tree.history and seen_text:
-            self.tree.history.store(seen_text, entry.tokens, end)
+            self.tree.observer.on_stored(stored, text.salt)
+        if self.tiers:
+            hashes = text.block_hashes(link, self.layout.block_size, end)
+            self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)])
 
-    def _offload_computed(self, keys: Sequence[bytes], pages: Ints, windows: SlidingWindows | None) -> None:
-        """Put the whole blocks of a text, and its windows at their end, into the tiers that keep what is computed."""
-        if self.offloader:
-            B = self.layout.block_size
-            stored_windows = windows.before(len(keys) * B, self._page_sizes) if windows and keys else None
-            self.offloader.on_computed(keys, 0, pages[..., : len(keys)], stored_windows)
+    def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
+        """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens.
 
-    # ---- masses --------------------------------------------------------------------------------------------------
-
-    def find_masses(self, query: PrefixQuery) -> PromptMasses | None:
-        """Return the masses of the longest beginning of a text that the same queries gave to its tokens."""
-        policy = query.policy
-        if not isinstance(policy, BudgetPolicy) or not policy.score_key or policy.prefill != "exact":
-            return None
-        root = self._masses_root(policy, query.salt, query.seed)
-        match = self.tree.match_prefix(root, query.tokens, policy.prompt_len, needs_snapshot=True)
-        found = match.snapshot if match else None
-        if isinstance(found, PromptMasses) and policy.weighs_alike(found.policy, found.position):
-            return found
-        return None
-
-    def _match_scored(self, query: PrefixQuery) -> tuple[PrefixMatch | None, PromptMasses | None]:
-        """Return what the tree has of a text, and the masses without which the policy could skip less of it."""
-        masses = self.find_masses(query)
-        if masses:
-            assert isinstance(query.policy, BudgetPolicy)
-            # At least one token of the prompt is computed, for logits.
-            length = min(masses.position, query.max_length, query.policy.prompt_len - 1)
-            match = self.match_prefix(query, length)
-            if match and match.length > query.max_skipped_tokens:
-                return match, masses
-        return self.match_prefix(query), None
-
-    def store_masses(self, entry: PrefixEntry, masses: PromptMasses) -> None:
-        """Keep the masses of the first tokens of a text whose pages were stored."""
-        text_root = self.root_hash(entry.salt, self.planner.windows(entry.policy))
-        if text_root not in self.tree.roots:
-            return
-        text = entry.tokens[: masses.position]
-        pages = self.tree.pages_of(text_root, text)
-        self.pool.incref(pages.ravel())
-        root = self._masses_root(entry.policy, entry.salt, entry.seed)
-        no_pages = np.zeros((0, -(-masses.position // self.layout.block_size)), np.int32)
-        self.tree.insert(root, text, no_pages, replace(masses, page_list=pages.ravel()), entry.begun_at)
-
-    def _masses_root(self, policy: EvictionPolicy, salt: str, seed: int) -> bytes:
-        """Hash all that masses depend on, beside the text."""
-        key = f"masses {policy.score_key!r} {seed if policy.uses_noise else 0}"
-        return blake2b(self.root_hash(salt, self.planner.windows(policy)) + key.encode(), digest_size=16).digest()
-
-    # ---- evicted states ------------------------------------------------------------------------------------------
-
-    def find_state(self, query: PrefixQuery) -> EvictedState | None:
-        """Return the latest state that an earlier row of the text left under the same policy, if there is one.
-
-        None where the pages of the text itself, which nothing was evicted from, reach as far.
+        Raises ValueError where nothing is kept.
         """
-        state = self._match_states(query)
-        pages = self._match_scored(query)[0] if state or self.state_tiers else None
-        length = pages.length if pages else 0
-        if found := self.find_offloaded_state(query, max(length, state.position if state else 0)):
-            self._load_state(query, *found)
-            state = self._match_states(query)  # to make room for the other, this one may have been evicted
-        return state if state and length < state.position else None
+        if not self.enabled:
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
+        return self.tree.pin(self.first_link(text, policy), text, seconds, owner)
 
-    def _match_states(self, query: PrefixQuery) -> EvictedState | None:
-        """Return the latest state of the text that is in the tree."""
-        found = [self._match_state(query, in_prompt) for in_prompt in (False, True)]
-        return max((s for s in found if s), key=lambda s: s.position, default=None)
-
-    def _match_state(self, query: PrefixQuery, in_prompt: bool) -> EvictedState | None:
-        policy = query.policy
-        if not (policy.streamed_key if in_prompt else policy.resume_key):
-            return None
-        root = self._state_root(query, in_prompt)
-        match = self.tree.match_prefix(root, query.tokens, query.max_length, needs_snapshot=True)
-        state = match.snapshot if match else None
-        if not isinstance(state, EvictedState) or not isinstance(policy, BudgetPolicy):
-            return None
-        return state if can_go_on(state, policy) else None
-
-    def _state_root(self, of: PrefixQuery | PrefixEntry, in_prompt: bool) -> bytes:
-        root = self.root_hash(of.salt, self.planner.windows(of.policy))
-        return state_root(root, of.policy, of.seed, in_prompt)
-
-    def state_roots(self, query: PrefixQuery) -> list[tuple[bytes, int]]:
-        """Return the root hashes of states that the text may go on from, and the most tokens of it that they have."""
-        policy = query.policy
-        found = [(self._state_root(query, False), query.max_length)] if policy.resume_key else []
-        if policy.streamed_key and isinstance(policy, BudgetPolicy):
-            found.append((self._state_root(query, True), min(query.max_length, policy.prompt_len - 1)))
-        return found
-
-    def find_offloaded_state(self, query: PrefixQuery, after: int) -> tuple[FoundState, bytes] | None:
-        """Return the latest state of the text in the tiers, after more than `after` tokens, and its root hash."""
-        found = []
-        for root, max_length in self.state_roots(query) if self.state_tiers else ():
-            tokens = np.asarray(query.tokens[:max_length], np.int32)
-            state = self.state_tiers and self.state_tiers.find(self.tree.hash_blocks(root, tokens), tokens, after)
-            found += [(state, root)] if state else []
-        return max(found, key=lambda x: x[0].position, default=None)
-
-    def _load_state(self, query: PrefixQuery, found: FoundState, root: bytes) -> None:
-        """Bring a state from the tiers into the tree, below this root hash, if that is possible and saves time."""
-        policy = query.policy
-        if not self.state_tiers or not isinstance(policy, BudgetPolicy):
-            return
-        started_at = perf_counter()
-        state = self.state_tiers.load(found, policy)
-        if state:
-            self._insert_state(root, query.tokens[: state.position], state)
-            num_bytes = {found.span.store.name: found.span.span.size}
-            self._loaded_state = state, LoadStats(started_at, perf_counter(), state.position, num_bytes)
-
-    def _insert_state(self, root: bytes, tokens: Sequence[int], state: EvictedState, begun_at: int = 0) -> None:
-        no_pages = np.zeros((0, -(-len(tokens) // self.layout.block_size)), np.int32)
-        self.tree.insert(root, tokens, no_pages, state, begun_at)
-
-    def record_resumed(self, query: PrefixQuery, state: EvictedState) -> LoadStats | None:
-        """Count the tokens of a state that a row goes on from. Returns its load, where it was loaded for that."""
-        self.num_queried_tokens += len(query.tokens)
-        self.num_reused_tokens += state.position
-        if not self.offloader or not self._loaded_state or self._loaded_state[0] is not state:
-            return None
-        load = self._loaded_state[1]
-        self._loaded_state = None
-        for name in load.bytes_by_tier:
-            self.offloader.num_loaded_tokens[name] += state.position
-        return load
-
-    def store_state(self, entry: PrefixEntry, evictors: Sequence[BudgetEvictor], in_prompt: bool = False) -> None:
-        """Keep the state of a row that ends, for texts that go on from there; or one inside a prompt."""
-        if not entry.policy.resume_key or self.config.keep != "all":
-            return
-        n = len(entry.tokens)
-        capture = copy_evicted_state if in_prompt else capture_evicted_state
-        state = capture(self.groups, evictors, n)
-        if state is None:
-            return
-        root = self._state_root(entry, in_prompt)
-        try:
-            if self.state_tiers:
-                tokens = np.asarray(entry.tokens, np.int32)
-                self.state_tiers.on_stored(self.tree.hash_blocks(root, tokens), tokens, state)
-        except BaseException:
-            self.pool.free(state.page_list)
-            raise
-        self._insert_state(root, entry.tokens, state, entry.begun_at)
-
-    # ---- statistics ----------------------------------------------------------------------------------------------
+    # ---- statistics and the accountant ---------------------------------------------------------------------------
 
     def hits_by_source(self) -> dict[str, int]:
         """Return tokens that requests began with, by where they were: the pool, or a store."""
@@ -469,23 +472,15 @@ class PrefixCache:
         """Return the statistics of every tier."""
         return self.offloader.stats() if self.offloader else []
 
-    @property
-    def num_holders(self) -> Ints:
-        """How many nodes and snapshots of the tree hold each page, [P]."""
-        return self.tree.num_holders
-
-    def snapshot_stats(self) -> tuple[int, int]:
-        """Return the number of snapshots, and of the pages that they hold; shared ones count once."""
-        held = [node.snapshot.page_list for node in self.tree.iter_nodes() if node.snapshot]
+    def checkpoint_stats(self) -> tuple[int, int]:
+        """Return the number of checkpoints, and of the pages that they hold; shared ones count once."""
+        held = [c.page_list for node in self.tree.iter_nodes() for c in node.checkpoints.values()]
         return len(held), len(np.unique(np.concatenate(held))) if held else 0
 
-    def keep_history(self) -> PrefixHistory:
-        """Return the history of texts and evictions, which begins at the first call."""
-        self.tree.history = self.tree.history or PrefixHistory()
-        return self.tree.history
-
     def set_observer(self, observer: PrefixObserver) -> None:
-        """Tell an observer from now on which pages requests may begin with."""
+        """Tell an observer from now on which pages requests may begin with. Raises ValueError where nothing is kept."""
+        if not self.enabled:
+            raise ValueError("prefix_cache=off keeps nothing: there are no events for --kv-events")
         self.tree.observer = observer
 
     def take_evictions(self) -> list[EvictionRecord]:
@@ -494,8 +489,24 @@ class PrefixCache:
         self.tree.evictions.clear()
         return found
 
-    def root_hash(self, salt: str, windows: Ints, model: bytes = b"") -> bytes:
-        """Hash what every text of this tenant, these windows and this model (default: the tiers' own) begins with."""
-        model = model or (self.offloader.model_fingerprint if self.offloader else b"")
-        text = model + b"\0" + salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes()
-        return blake2b(text, digest_size=16).digest()
+    # ---- history -------------------------------------------------------------------------------------------------
+
+    def keep_history(self) -> PrefixHistory:
+        """Return the history of texts and evictions, which begins at the first call."""
+        self.tree.history = self.tree.history or PrefixHistory()
+        return self.tree.history
+
+    def record_text(self, text: Text, policy: EvictionPolicy) -> SeenText | None:
+        """Remember a text that a row begins to compute, where there is a history."""
+        if not self.tree.history:
+            return None
+        seen = SeenText(self.first_link(text, policy), text.salt, policy, text.tokens.copy(), is_running=True)
+        self.tree.history.add(seen)
+        return seen
+
+
+def _choose(
+    options: Sequence[tuple[Reach, HeldCheckpoint | None]], position: int
+) -> tuple[Reach, HeldCheckpoint | None] | None:
+    """Return the first of one kind's options with which a row may begin at a position."""
+    return next((x for x in options if x[0].first <= position <= x[0].last), None)

@@ -13,12 +13,11 @@ from time import monotonic
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
+from retain.kv.checkpoints import Key, checkpoint_name
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.cache import PrefixCache, Start
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.null_cache import NullPrefixCache
-from retain.kv.prefix.query import PrefixQuery
 from retain.kv.text import hash_block, hash_blocks, iter_end_hashes
 from retain.types import Ints
 
@@ -65,39 +64,43 @@ class PrefixDiagnosis:
         return len(self.prompt) - self.num_cached_tokens
 
 
-def explain_prefix(
-    cache: PrefixCache | NullPrefixCache, query: PrefixQuery, num_cached_tokens: int, own: SeenText | None
-) -> PrefixDiagnosis:
+def _max_skipped(start: Start) -> int:
+    """Return the first tokens that cached pages may supply; fewer than asked for where the policy needs queries."""
+    skippable = start.demand.policy.max_skippable_tokens
+    return start.demand.max_length if skippable is None else min(start.demand.max_length, skippable)
+
+
+def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own: SeenText | None) -> PrefixDiagnosis:
     """Diagnose a prompt whose row has just begun with `num_cached_tokens` cached tokens; `own` is its own text."""
-    begun = PrefixDiagnosis(np.asarray(query.tokens, np.int32), num_cached_tokens)
-    if not isinstance(cache, PrefixCache):
+    begun = PrefixDiagnosis(start.text.tokens.copy(), num_cached_tokens)
+    if not cache.enabled:
         return replace(begun, reason=MissReason.OFF)
-    if num_cached_tokens >= query.max_length:
+    if num_cached_tokens >= start.demand.max_length:
         return replace(begun, common_length=num_cached_tokens, known_length=num_cached_tokens)
-    windows = cache.planner.windows(query.policy)
+    windows = cache.planner.windows(start.demand.policy)
     slides = bool((windows < NO_WINDOW).any())
-    root_hash = cache.root_hash(query.salt, windows)
+    link = cache.first_link(start.text, start.demand.policy)
     history = cache.keep_history()
-    nearest, common = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
-    usable = min(common, query.max_length)
+    nearest, common = cache.tree.nearest_text(link, start.text) or (NO_TOKENS, 0)
+    usable = min(common, start.demand.max_length)
     begun = replace(begun, nearest=nearest, common_length=common, known_length=common)
-    if num_cached_tokens <= query.max_skipped_tokens < usable:
-        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
+    if num_cached_tokens <= _max_skipped(start) < usable:
+        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(start.demand.policy))
     # Tiers have whole blocks, and rows that still run keep snapshots at the ends of whole blocks.
     B = cache.layout.block_size
     in_blocks = slides or cache.offloader is not None
     next_place = (num_cached_tokens // B + 1) * B if in_blocks else num_cached_tokens + 1
-    state_text = _nearest_state_text(cache, query, begun)
+    state_text = _nearest_state_text(cache, start, begun)
     if state_text and state_text.common_length > common:
         begun = state_text
-        usable = min(begun.common_length, query.max_length)
+        usable = min(begun.common_length, start.demand.max_length)
     elif usable >= next_place:
         detail = f"none between {num_cached_tokens} and {usable} tokens" if slides else ""
         return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES, detail=detail)
     ends_block = num_cached_tokens > 0 and num_cached_tokens % B == 0
     least = max(usable, next_place - 1 if ends_block else num_cached_tokens)
-    found = _find_elsewhere(cache, history, query, begun, own)
-    further = [d for d in found if min(d.known_length, query.max_length) > least]
+    found = _find_elsewhere(cache, history, start, begun, own)
+    further = [d for d in found if min(d.known_length, start.demand.max_length) > least]
     if further:  # the first of those that know as much, to a page
         longest = max(d.known_length for d in further)
         first = next(d for d in further if d.known_length > longest - B)
@@ -107,26 +110,26 @@ def explain_prefix(
         detail = f"none between {num_cached_tokens} and {usable} tokens"
         return replace(begun, reason=MissReason.NO_STATE, detail=detail)
     if num_cached_tokens > begun.common_length:  # it is in a tier
-        near = history.nearest_text(query.salt, begun.prompt, [own] if own else ())
+        near = history.nearest_text(start.text.salt, begun.prompt, [own] if own else ())
         if near:
             begun = replace(begun, nearest=near[0].tokens, common_length=near[1], known_length=near[1])
-    return _explain_end(cache, query, begun)
+    return _explain_end(cache, start, begun)
 
 
-def _explain_end(cache: PrefixCache, query: PrefixQuery, begun: PrefixDiagnosis) -> PrefixDiagnosis:
+def _explain_end(cache: PrefixCache, start: Start, begun: PrefixDiagnosis) -> PrefixDiagnosis:
     """Say what a prompt goes on with that began with all that it could."""
     B = cache.layout.block_size
     num_cached = begun.num_cached_tokens
-    usable = min(begun.common_length, query.max_length)
+    usable = min(begun.common_length, start.demand.max_length)
     missing = usable - num_cached
     detail = f"{missing} more tokens are known, inside a block of {B}" if missing > 0 else ""
-    if usable >= query.max_length:
+    if usable >= start.demand.max_length:
         return replace(begun, reason=MissReason.WHOLE_BLOCKS, detail=detail)
     if len(begun.nearest):
         is_new = begun.common_length == len(begun.nearest)
         return replace(begun, reason=MissReason.NEW_TEXT if is_new else MissReason.DIVERGED, detail=detail)
     reason = MissReason.NEW_TEXT if num_cached else MissReason.FIRST_TEXT
-    if num_cached and num_cached == query.max_length // B * B:
+    if num_cached and num_cached == start.demand.max_length // B * B:
         reason = MissReason.WHOLE_BLOCKS
     return replace(begun, reason=reason, detail=_tiers_keep(B) if cache.offloader else "")
 
@@ -135,62 +138,71 @@ def _tiers_keep(block_size: int) -> str:
     return f"tiers keep whole blocks of {block_size} tokens"
 
 
-def explain_from_history(history: PrefixHistory, query: PrefixQuery, root_hash: bytes) -> PrefixDiagnosis:
+def explain_from_history(history: PrefixHistory, start: Start, link: bytes) -> PrefixDiagnosis:
     """Diagnose a prompt for a cache that keeps every text of the history, and never evicts."""
-    prompt = np.asarray(query.tokens, np.int32)
-    absent = [t for t in history.of_salt(query.salt) if t.root_hash != root_hash or not t.num_stored_tokens]
-    text, common = history.nearest_text(query.salt, prompt, besides=absent) or (None, 0)
-    usable = min(common, query.max_length)
-    num_cached = min(common, query.max_skipped_tokens)
+    prompt = start.text.tokens
+    absent = [t for t in history.of_salt(start.text.salt) if t.link != link or not t.num_stored_tokens]
+    text, common = history.nearest_text(start.text.salt, prompt, besides=absent) or (None, 0)
+    usable = min(common, start.demand.max_length)
+    num_cached = min(common, _max_skipped(start))
     nearest = text.tokens if text else NO_TOKENS
     begun = PrefixDiagnosis(prompt, num_cached, MissReason.COMPLETE, nearest, common, common)
-    if num_cached >= query.max_length:
+    if num_cached >= start.demand.max_length:
         return begun
     if num_cached < usable:
-        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(query.policy))
-    other, known = history.nearest_text(query.salt, prompt) or (None, 0)
-    if other and min(known, query.max_length) > usable:
-        return _explain_seen(replace(begun, known_length=known), other, root_hash, query.policy)
+        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(start.demand.policy))
+    other, known = history.nearest_text(start.text.salt, prompt) or (None, 0)
+    if other and min(known, start.demand.max_length) > usable:
+        return _explain_seen(replace(begun, known_length=known), other, link, start.demand.policy)
     if text is None:
         return replace(begun, reason=MissReason.FIRST_TEXT)
     return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
 
 
-def _nearest_state_text(cache: PrefixCache, query: PrefixQuery, begun: PrefixDiagnosis) -> PrefixDiagnosis | None:
-    """Return the nearest of the texts that requests with this budget have left states of, if there are any."""
-    roots = [root for root, _ in cache.state_roots(query)]
-    found = [near for root in roots if (near := cache.tree.nearest_text(root, begun.prompt))]
+def _standing_keys(cache: PrefixCache, start: Start) -> list[Key]:
+    """Return the keys of the checkpoints that would stand in for pages."""
+    return [key for kind in cache.kinds.values() if not kind.needs_pages for key in kind.keys(start.demand)]
+
+
+def _nearest_state_text(cache: PrefixCache, start: Start, begun: PrefixDiagnosis) -> PrefixDiagnosis | None:
+    """Return the nearest of the texts that requests with this budget have left checkpoints of, if there are any."""
+    link = cache.first_link(start.text, start.demand.policy)
+    keys = _standing_keys(cache, start)
+    found = [near for key in keys if (near := cache.tree.nearest_text(link, start.text, key.name))]
     nearest, common = max(found, key=lambda near: near[1], default=(NO_TOKENS, 0))
     return replace(begun, nearest=nearest, common_length=common, known_length=common) if common else None
 
 
 def _find_states(
-    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis
+    cache: PrefixCache, history: PrefixHistory, start: Start, begun: PrefixDiagnosis
 ) -> Iterator[PrefixDiagnosis]:
-    """Yield where a later state of the prompt's budget is, or was."""
-    if found := cache.find_offloaded_state(query, begun.num_cached_tokens):
-        place, _ = found
-        store = place.span.store.name
-        yield replace(begun, reason=MissReason.NOT_LOADED, known_length=place.position, detail=store)
+    """Yield where a later checkpoint of the prompt's budget is, or was."""
+    further = start.further
+    if further and further.position > begun.num_cached_tokens and not further.blocks.size:
+        for _, _, place in further.stored:
+            yield replace(begun, reason=MissReason.NOT_LOADED, known_length=further.position, detail=place.store.name)
     evicted = history.evicted_hashes()
-    for root, max_length in cache.state_roots(query):
-        tokens = begun.prompt[:max_length]
-        hashes = cache.tree.hash_blocks(root, tokens)
-        ends = (
-            x for n in range(len(hashes), 0, -1) for x in iter_end_hashes(hashes, tokens, cache.layout.block_size, n)
-        )
-        if last := next(((end, evicted[h]) for end, h in ends if h in evicted), None):
-            yield replace(begun, reason=MissReason.EVICTED, known_length=last[0], age=monotonic() - last[1])
+    link = cache.first_link(start.text, start.demand.policy)
+    B = cache.layout.block_size
+    for key in _standing_keys(cache, start):
+        last = min(key.last, start.demand.max_length)
+        hashes = start.text.block_hashes(link, B, last)
+        tokens = start.text.tokens[:last]
+        ends = (x for n in range(len(hashes), 0, -1) for x in iter_end_hashes(hashes, tokens, B, n))
+        names = ((end, checkpoint_name(h, key.name)) for end, h in ends)
+        if last_evicted := next(((end, evicted[name]) for end, name in names if name in evicted), None):
+            end, time = last_evicted
+            yield replace(begun, reason=MissReason.EVICTED, known_length=end, age=monotonic() - time)
 
 
 def _find_elsewhere(
-    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis, own: SeenText | None
+    cache: PrefixCache, history: PrefixHistory, start: Start, begun: PrefixDiagnosis, own: SeenText | None
 ) -> Iterator[PrefixDiagnosis]:
     """Yield where more of the prompt is, or was, than in the tree under the query's own root hash."""
     S = cache.layout.block_size
     prompt = begun.prompt
-    root_hash = cache.root_hash(query.salt, cache.planner.windows(query.policy))
-    keys = cache.tree.hash_blocks(root_hash, prompt)
+    link = cache.first_link(start.text, start.demand.policy)
+    keys = start.text.block_hashes(link, S)
     first = begun.common_length // S
     if cache.offloader and (ranges := cache.offloader.find_spans(keys[first:])):
         num_pages = first + sum(r.end - r.begin for r in ranges)
@@ -203,44 +215,53 @@ def _find_elsewhere(
     if times:
         length = (first + len(times)) * S
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
-    yield from _find_states(cache, history, query, begun)
-    if near := history.nearest_text(query.salt, prompt, besides=[own] if own else ()):
+    yield from _find_states(cache, history, start, begun)
+    if near := history.nearest_text(start.text.salt, prompt, besides=[own] if own else ()):
         text, known = near
-        seen = _explain_seen(replace(begun, known_length=known), text, root_hash, query.policy)
+        seen = _explain_seen(replace(begun, known_length=known), text, link, start.demand.policy)
         if seen.reason is MissReason.EVICTED:
             seen = replace(seen, age=_evicted_age(cache, history, text))
-        elif seen.reason is MissReason.NOT_STORED and cache.config.keep == "prompt" and not text.policy.has_budget:
+        elif (
+            seen.reason is MissReason.NOT_STORED
+            and cache.config
+            and cache.config.keep == "prompt"
+            and not text.policy.has_budget
+        ):
             seen = replace(seen, detail="keep=prompt")
         yield seen
-    yield from _find_under_other_policies(cache, history, query, begun)
+    yield from _find_under_other_policies(cache, history, start, begun)
     if cache.offloader:
         for model, page_size, detail in cache.offloader.other_formats():
-            root = cache.root_hash(query.salt, cache.planner.windows(query.policy), model)
-            ranges = cache.offloader.find_spans(hash_blocks(root, prompt, page_size))
+            other = cache.first_link(start.text, start.demand.policy, model)
+            ranges = cache.offloader.find_spans(hash_blocks(other, prompt, page_size))
             length = sum(r.end - r.begin for r in ranges) * page_size
             yield replace(begun, reason=MissReason.OTHER_FORMAT, known_length=length, detail=detail)
 
 
+def _keeps_prompts(cache: PrefixCache) -> bool:
+    return cache.config is not None and cache.config.keep == "prompt"
+
+
 def _find_under_other_policies(
-    cache: PrefixCache, history: PrefixHistory, query: PrefixQuery, begun: PrefixDiagnosis
+    cache: PrefixCache, history: PrefixHistory, start: Start, begun: PrefixDiagnosis
 ) -> Iterator[PrefixDiagnosis]:
     """Yield what the tree has of the prompt under the windows of other policies."""
-    seen = {policies.to_spec(t.policy): t.policy for t in history.of_salt(query.salt)}
+    seen = {policies.to_spec(t.policy): t.policy for t in history.of_salt(start.text.salt)}
     for spec, policy in ({"full": policies.parse("full")} | seen).items():
-        root_hash = cache.root_hash(query.salt, cache.planner.windows(policy))
-        if root_hash != cache.root_hash(query.salt, cache.planner.windows(query.policy)):
-            _, known = cache.tree.nearest_text(root_hash, begun.prompt) or (NO_TOKENS, 0)
+        link = cache.first_link(start.text, policy)
+        if link != cache.first_link(start.text, start.demand.policy):
+            _, known = cache.tree.nearest_text(link, start.text) or (NO_TOKENS, 0)
             yield replace(begun, reason=MissReason.OTHER_POLICY, known_length=known, detail=spec)
 
 
-def _explain_seen(begun: PrefixDiagnosis, text: SeenText, root_hash: bytes, policy: EvictionPolicy) -> PrefixDiagnosis:
+def _explain_seen(begun: PrefixDiagnosis, text: SeenText, link: bytes, policy: EvictionPolicy) -> PrefixDiagnosis:
     """Say why a text that shares `known_length` tokens with the prompt of this policy is of no use to it."""
     spec = policies.to_spec(text.policy)
-    will_leave_state = text.policy.resume_key == policy.resume_key != "" and text.root_hash == root_hash
+    will_leave_state = text.policy.resume_key == policy.resume_key != "" and text.link == link
     left_too_little = text.policy.has_budget and text.num_stored_tokens < begun.known_length
     if left_too_little and not (text.is_running and will_leave_state):
         return replace(begun, reason=MissReason.NOT_STORED, detail=spec)
-    if text.root_hash != root_hash:
+    if text.link != link:
         return replace(begun, reason=MissReason.OTHER_POLICY, detail=spec)
     if text.is_running:
         return replace(begun, reason=MissReason.IN_PROGRESS)
@@ -253,8 +274,8 @@ def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> 
     """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
     S = cache.layout.block_size
     n = text.num_stored_tokens
-    hashes = cache.tree.hash_blocks(text.root_hash, text.tokens[:n])
+    hashes = hash_blocks(text.link, text.tokens[:n], S)
     if rest := n % S:
-        hashes.append(hash_block(hashes[-1] if hashes else text.root_hash, text.tokens[n - rest : n]))
+        hashes.append(hash_block(hashes[-1] if hashes else text.link, text.tokens[n - rest : n]))
     times = [time for h in hashes[-2:] if (time := history.evicted_at(h)) is not None]
     return monotonic() - max(times) if times else None

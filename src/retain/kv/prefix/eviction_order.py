@@ -1,68 +1,84 @@
 """What the radix tree evicts first: what saves the fewest tokens per page, and was used the longest ago.
 
-Leaves and snapshots compete. A leaf saves its tokens. A snapshot saves those from the snapshot before it: without it a
-text would go on from there. So pages of a text and snapshots never starve each other, and among leaves of texts that
-need no snapshots the order is that of their last use.
+Pages at the end of texts and checkpoints compete. Pages save their tokens. A checkpoint saves those from the one of its
+key before it: without it a text would go on from there. So pages and checkpoints never starve each other, and among
+the ends of texts that need no checkpoints the order is that of their last use.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from retain.kv.prefix.node import Node
 
 
-def candidates(roots: Iterable[Node], page_size: int, now: int) -> list[tuple[float, int, Node]]:
-    """Return the leaves, and the other nodes with a snapshot: their values at `now` on the tree's clock, and numbers.
+class Candidate(NamedTuple):
+    """A checkpoint of a node, by its key, or its pages (b"") with the checkpoints that go with them.
 
-    They can be ordered: numbers differ.
+    Candidates can be ordered: by value, then by number, which differ.
     """
-    found: list[tuple[float, int, Node]] = []
-    stack: list[tuple[Node, int | None]] = []
+
+    value: float
+    number: int
+    node: Node
+    key: bytes
+
+
+def candidates(roots: Iterable[Node], block_size: int, now: int) -> list[Candidate]:
+    """Return what can be evicted, with its value at `now` on the tree's clock."""
+    found: list[Candidate] = []
+    # Nodes with the positions of the last checkpoints before them, by key, and where texts last go on (None: anywhere).
+    stack: list[tuple[Node, dict[bytes, int], int | None]] = []
     for root in roots:
-        begin = 0 if root.needs_snapshot else None
-        stack += [(child, begin) for child in root.children.values()]
-    while stack:
-        node, resumes_at = stack.pop()
-        children = node.children
-        if not children:
-            if resumes_at is None and node.pages.size:  # most nodes of most trees: no calls
+        stack += [(child, {}, 0 if root.required else None) for child in root.children.values()]
+        required = root.required
+        while stack:
+            node, last, resumes_at = stack.pop()
+            is_leaf = node.is_pages_leaf
+            if is_leaf and resumes_at is None and not node.checkpoints and node.pages.size:  # most nodes of most trees
                 value = len(node.tokens) / (node.pages.size * (now - node.last_used))
-            else:
-                value = _leaf_value(node, resumes_at, page_size, now)
-            found.append((value, len(found), node))
-            continue
-        if node.snapshot:
-            end = node.start_page * page_size + len(node.tokens)
-            saved = end - (resumes_at or 0)
-            value = _value(saved, node.snapshot.num_pages, now - node.snapshot_used)
-            found.append((value, len(found), node))
-            resumes_at = end
-        for child in children.values():
-            stack.append((child, resumes_at))
+                found.append(Candidate(value, len(found), node, b""))
+            elif is_leaf:
+                found.append(Candidate(_leaf_value(node, required, resumes_at, block_size, now), len(found), node, b""))
+            if node.checkpoints:
+                end = node.start_block * block_size + len(node.tokens)
+                for key, checkpoint in node.checkpoints.items():
+                    if len(checkpoint.page_list) and not (is_leaf and checkpoint.needs_pages):
+                        before = (resumes_at if key in required else last.get(key)) or 0
+                        age = now - node.checkpoint_used[key]
+                        value = _value(end - before, len(checkpoint.page_list), age)
+                        found.append(Candidate(value, len(found), node, key))
+                last = last | dict.fromkeys(node.checkpoints, end)
+                if required and required <= node.checkpoints.keys():
+                    resumes_at = end
+            for child in node.children.values():
+                stack.append((child, last, resumes_at))
     return found
 
 
-def leaf_value(node: Node, page_size: int, now: int) -> float:
-    """Return the value of a node that has become a leaf."""
+def leaf_value(node: Node, block_size: int, now: int) -> float:
+    """Return the value of the pages of a node behind which no others are any more."""
+    root = node
+    while root.parent:
+        root = root.parent
     before = node.parent
-    while before and before.parent and not before.snapshot:
+    while before and before.parent and not (root.required and root.required <= before.checkpoints.keys()):
         before = before.parent
-    resumes_at: int | None = None
-    if before and (before.snapshot or before.needs_snapshot):
-        resumes_at = before.start_page * page_size + len(before.tokens)
-    return _leaf_value(node, resumes_at, page_size, now)
+    resumes_at = before.start_block * block_size + len(before.tokens) if before and root.required else None
+    return _leaf_value(node, root.required, resumes_at, block_size, now)
 
 
-def _leaf_value(leaf: Node, resumes_at: int | None, page_size: int, now: int) -> float:
-    """Return the value of a leaf. It saves all its tokens, or those from where a text could go on without it.
+def _leaf_value(leaf: Node, required: frozenset[bytes], resumes_at: int | None, block_size: int, now: int) -> float:
+    """Return the value of a leaf's pages. They save all its tokens, or those from where a text could go on without it.
 
-    `resumes_at`: where the last snapshot before the leaf is; None where texts need none.
+    `resumes_at`: the end of the last node before it from which texts can; None where they can from anywhere.
     """
     saved = len(leaf.tokens)
     if resumes_at is not None:
-        saved = leaf.start_page * page_size + saved - resumes_at if leaf.snapshot else 0
-    return _value(saved, leaf.num_pages, now - leaf.last_used)
+        saved = leaf.start_block * block_size + saved - resumes_at if required <= leaf.checkpoints.keys() else 0
+    num_pages = int((leaf.pages > 0).sum()) + sum(len(c.page_list) for c in leaf.dependents.values())
+    return _value(saved, num_pages, now - leaf.last_used)
 
 
 def _value(saved_tokens: int, num_pages: int, age: int) -> float:

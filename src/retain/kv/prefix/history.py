@@ -11,8 +11,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
-import numpy as np
-
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.text import common_prefix_length
 from retain.types import Ints
@@ -26,7 +24,7 @@ MAX_EVICTIONS = 256
 class SeenText:
     """A text that a request computed, and how many of its first tokens were stored."""
 
-    root_hash: bytes
+    link: bytes  # the first of its hashes
     salt: str
     policy: EvictionPolicy
     tokens: Ints
@@ -52,10 +50,10 @@ class PrefixHistory:
         self.num_tokens += len(text.tokens)
         self._drop_oldest()
 
-    def store(self, text: SeenText, tokens: Sequence[int], num_stored_tokens: int) -> None:
+    def store(self, text: SeenText, tokens: Ints, num_stored_tokens: int) -> None:
         """Record that the first tokens of a text were stored; an answer may have made it longer."""
         self.num_tokens -= len(text.tokens) if text in self.texts else 0
-        text.tokens = np.asarray(tokens, np.int32)
+        text.tokens = tokens
         text.num_stored_tokens = num_stored_tokens
         self.num_tokens += len(text.tokens) if text in self.texts else 0
         self._drop_oldest()

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 from typing import NamedTuple
 
 import numpy as np
 
-from retain.kv.memory.snapshot import Snapshot
+from retain.kv.checkpoints import Checkpoint
 from retain.types import Ints
+
+NO_PAGES: Ints = np.zeros(0, np.int32)
+NO_BLOCKS: Ints = np.zeros((0, 0), np.int32)
 
 
 class EvictionRecord(NamedTuple):
-    """How a node was used before it was evicted, whole or in part."""
+    """How a node was used before its pages were evicted, all or some of them."""
 
     num_pages: int
     age: float  # seconds since it was created
@@ -23,14 +27,20 @@ class EvictionRecord(NamedTuple):
 
 @dataclass(eq=False)
 class Node:
-    """A span of a text from page `start_page` on. A node of less than a page is a leaf."""
+    """Tokens of a text from block `start_block` on: whole blocks, or, in a tail, the first tokens of one.
 
-    start_page: int
-    tokens: Ints  # [n * page_size], or fewer than one page
-    block_hashes: list[bytes]  # of each of its pages
-    pages: Ints  # [K, n]: a column for each block; 0 is no page, see block_layout.py
-    snapshot: Snapshot | None = None  # at its end
-    snapshot_used: int = 0  # on the tree's clock: when a text last went on from the snapshot
+    It holds pages of these tokens, checkpoints at its end, both, or neither where a later part of the text holds some.
+    A node with pages has a parent with pages.
+    """
+
+    start_block: int
+    tokens: Ints  # [n * block_size], or fewer than one block
+    block_hashes: list[bytes]  # of each of its blocks
+    has_pages: bool = False
+    pages: Ints = field(default_factory=lambda: NO_BLOCKS)  # [K, n] where it has some; 0 is none, see block_layout.py
+    checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)  # at its end, by key
+    checkpoint_used: dict[bytes, int] = field(default_factory=dict)  # on the tree's clock: the last use of each
+    required: frozenset[bytes] = frozenset()  # of a root: keys of the checkpoints without which no text goes on
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first block hash
     last_used: int = 0  # on the tree's clock
@@ -38,7 +48,6 @@ class Node:
     last_hit_at: float = 0.0
     hits: int = 0
     is_branch: bool = False  # whether texts parted at its end, since then
-    needs_snapshot: bool = False  # of a root: whether texts go on from snapshots only
 
     def record_hit(self) -> None:
         """Count a request that begins with this node."""
@@ -52,9 +61,14 @@ class Node:
         return EvictionRecord(self.num_pages, now - self.created_at, now - used_at, self.hits)
 
     @property
+    def is_pages_leaf(self) -> bool:
+        """Whether it has pages, and nothing that continues it has."""
+        return self.has_pages and not any(child.has_pages for child in self.children.values())
+
+    @property
     def num_pages(self) -> int:
         """How many pages of all layers the node holds."""
-        return int(np.count_nonzero(self.pages)) + (self.snapshot.num_pages if self.snapshot else 0)
+        return int(np.count_nonzero(self.pages)) + sum(len(c.page_list) for c in self.checkpoints.values())
 
     @property
     def page_list(self) -> Ints:
@@ -64,19 +78,41 @@ class Node:
 
     @property
     def all_pages(self) -> Ints:
-        """The pages of its tokens and of its snapshot, flat."""
-        pages = self.page_list
-        return np.concatenate([pages, self.snapshot.page_list]) if self.snapshot else pages
+        """The pages of its tokens and of its checkpoints, flat."""
+        return np.concatenate([self.page_list, *(c.page_list for c in self.checkpoints.values())])
+
+    @property
+    def dependents(self) -> dict[bytes, Checkpoint]:
+        """Its checkpoints that go with the pages of the text."""
+        return {key: c for key, c in self.checkpoints.items() if c.needs_pages}
+
+
+class NodeEnd(NamedTuple):
+    """A node with checkpoints on the way of a text, `reach` of whose tokens are those up to the node's end, at most."""
+
+    node: Node
+    reach: int
 
 
 @dataclass(frozen=True)
 class PrefixMatch:
-    """The first `length` tokens of a text, as the tree has them.
+    """What the tree has of a text: pages of the first `length` tokens, and nodes with checkpoints.
 
-    `common_length` tokens agree; more than `length` where no snapshot is at the end of them.
+    `common_length` tokens agree with those of cached texts, with pages or without.
     """
 
     length: int
-    pages: Ints  # [K, n], of all tokens that agree; the last page may agree only in part
-    snapshot: Snapshot | None
+    pages: Ints  # [K, n]; the last block may agree only in part
+    nodes: Sequence[Node]  # that hold these pages
+    ends: Sequence[NodeEnd]
     common_length: int
+
+    def checkpoints(self, key: bytes) -> Iterator[tuple[Checkpoint, NodeEnd]]:
+        """Yield the checkpoints of this key from which the text can go on, each with its place."""
+        for end in self.ends:
+            found = end.node.checkpoints.get(key)
+            if found and found.resumes_from <= end.reach:
+                yield found, end
+
+
+NO_MATCH = PrefixMatch(0, NO_BLOCKS, (), (), 0)

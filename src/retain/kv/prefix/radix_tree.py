@@ -1,12 +1,15 @@
-"""The radix tree: pages of computed texts, so that no prefix is computed twice.
+"""The radix tree: what computed texts left behind, so that no prefix is computed twice.
 
-A node is a span of a text: whole blocks (here called pages), or, as a leaf, the beginning of one. It holds the pages of
-all layers without a window, [K, n] (kv/memory/block_layout.py). Where a text needs more than these to go on, a node may
-hold a snapshot of that at its end. Nodes are found by chained block hashes, which cover all tokens up to their end and
-the root hash (the tenant's salt, the model, the windows). The tree shares pages by reference count, like one more block
-table; pages of several snapshots are held by each of them.
+There is one tree for each first link of texts, which covers the tenant's salt, the model and the windows. A node is a
+part of a text: whole blocks, or, as a tail, the beginning of one. It is found by the chained hashes of blocks. It may
+hold the pages of its tokens, [K, n] (kv/memory/block_layout.py), and checkpoints at its end (kv/checkpoints). Pages
+and checkpoints are shared by reference count, like those in one more block table.
 
-Snapshots stay at the ends of texts, where texts part, and on a ladder inside long ones. What is evicted first is told
+A checkpoint completes pages of its text, and goes with them, or it stands in for them. The latter lives at a node that
+may have no pages: a row with a budget leaves none behind the first eviction. If a later text brings these pages, the
+node gets them; if they are evicted, the checkpoint stays. A node that holds nothing, and leads to nothing, is removed.
+
+Checkpoints stay at the ends of texts, where texts part, and on a ladder inside long ones. What is evicted first is told
 by the tokens that it saves, per page, and by how long ago it was used (eviction_order.py).
 """
 
@@ -15,110 +18,114 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
+from retain.kv.checkpoints import Checkpoint, checkpoint_name
 from retain.kv.memory.pool import PagePool
-from retain.kv.memory.snapshot import Snapshot
 from retain.kv.prefix.events import PrefixObserver, StoredPages
-from retain.kv.prefix.eviction_order import candidates, leaf_value
+from retain.kv.prefix.eviction_order import Candidate, candidates, leaf_value
 from retain.kv.prefix.history import PrefixHistory
-from retain.kv.prefix.node import EvictionRecord, Node, PrefixMatch
+from retain.kv.prefix.node import NO_BLOCKS, NO_MATCH, NO_PAGES, EvictionRecord, Node, NodeEnd, PrefixMatch
 from retain.kv.prefix.pins import Pins
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
-from retain.kv.text import common_prefix_length, hash_block, hash_blocks
+from retain.kv.text import Text, common_prefix_length, hash_block
 from retain.types import Ints
+
+# Called with a node, the number of its first blocks that keep their pages, and checkpoints that it loses.
+OnEvict = Callable[[Node, int, Mapping[bytes, Checkpoint]], None]
+
+
+class Inserted(NamedTuple):
+    """The node at the end of a text, and the whole blocks whose pages are new, or None."""
+
+    node: Node
+    stored: StoredPages | None
 
 
 class RadixTree:
     """Cached texts over the pages of one pool.
 
-    Before pages are evicted `on_evict(node, n)` is called: the node loses its pages from the n-th on, and its snapshot.
-    Before a text drops a snapshot that it has outgrown, `on_outgrown(node)` is.
+    `on_evict` is called before pages and checkpoints are evicted, and `on_outgrown(node, key)` before a text drops a
+    checkpoint that it has outgrown.
     """
 
-    def __init__(self, pool: PagePool, page_size: int, ladder: SnapshotLadder | None = None):
+    def __init__(self, pool: PagePool, block_size: int, ladder: SnapshotLadder | None = None):
         self.pool = pool
-        self.page_size = page_size
+        self.block_size = block_size
         self.roots: dict[bytes, Node] = {}
         self.ladder = ladder or SnapshotLadder(0)
-        self.num_holders = np.zeros(pool.num_pages, np.int32)  # nodes and snapshots of the tree that hold each page
-        self.num_text_holders = np.zeros(pool.num_pages, np.int32)  # of these the snapshots that need the text
+        self.num_holders = np.zeros(pool.num_pages, np.int32)  # nodes and checkpoints that hold each page
         self.clock = itertools.count(1)
         self.pins = Pins()
-        self.on_evict: Callable[[Node, int], None] | None = None
-        self.on_outgrown: Callable[[Node], None] | None = None
+        self.on_evict: OnEvict | None = None
+        self.on_outgrown: Callable[[Node, bytes], None] | None = None
         self.evictions: deque[EvictionRecord] = deque(maxlen=4096)  # the latest ones
         self.history: PrefixHistory | None = None  # set once somebody asks for a diagnosis
         self.observer: PrefixObserver | None = None
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
-    def match_prefix(
-        self, root_hash: bytes, tokens: Sequence[int], max_length: int, needs_snapshot: bool
-    ) -> PrefixMatch | None:
-        """Return the longest cached prefix of a text, of at most `max_length` tokens; None if there is none.
-
-        Where the text `needs_snapshot` it ends where one lets it go on.
-        """
-        root = self.roots.get(root_hash)
+    def match_prefix(self, link: bytes, text: Text, max_length: int) -> PrefixMatch:
+        """Return what the tree has of the first `max_length` tokens of a text. Counts as no use."""
+        root = self.roots.get(link)
         if root is None or max_length < 1:
-            return None
-        S = self.page_size
-        text = np.asarray(tokens[:max_length], np.int32)
-        path, num_full = self._walk(root, self.hash_blocks(root_hash, text))
-        full_length = num_full * S
-        partial = self._partial_matches(path, num_full, text)
-        tail, num_equal = partial[0] if partial else (None, 0)
-        common = length = full_length + num_equal
-        snapshot = None
-        if needs_snapshot:
-            ends = [(min(full_length, self._end_position(n)), n, False) for n, _ in path]
-            ends += [(min(full_length + k, self._end_position(n)), n, True) for n, k in partial]
-            ends += [(self._end_position(n), n, False) for n in self._passed_ends(path, text)]
-            usable = [(end, n, i) for end, n, i in ends if n.snapshot and n.snapshot.min_resume_position <= end]
-            length, holder, is_partial = max(usable, key=lambda x: x[0], default=(0, None, False))
-            tail = holder if is_partial else None
-            if holder:
-                snapshot = holder.snapshot
-                holder.snapshot_used = next(self.clock)
-        if tail is path[-1][0]:
-            path[-1] = tail, path[-1][1] + 1
+            return NO_MATCH
+        B = self.block_size
+        tokens = text.tokens[:max_length]
+        path, num_full = self._walk(root, text.block_hashes(link, B, max_length))
+        partial = self._partial_matches(path, num_full, tokens)
+        common = num_full * B + (partial[0][1] if partial else 0)
+        ends = [NodeEnd(n, min(num_full * B, self._end_position(n))) for n, _ in path if n.checkpoints]
+        ends += [NodeEnd(n, min(num_full * B + k, self._end_position(n))) for n, k in partial if n.checkpoints]
+        ends += [NodeEnd(n, self._end_position(n)) for n in self._passed_ends(path, tokens) if n.checkpoints]
+        with_pages = [(node, n) for node, n in path if node.has_pages]
+        num_blocks = sum(n for _, n in with_pages)
+        if len(with_pages) < len(path):
+            partial = self._partial_matches(with_pages, num_blocks, tokens)
+        tail, num_equal = next(((n, k) for n, k in partial if n.has_pages), (None, 0))
+        if tail is with_pages[-1][0]:
+            with_pages[-1] = tail, with_pages[-1][1] + 1
         elif tail:
-            path.append((tail, 1))
-        self._touch([node for node, _ in path])
-        for node, _ in path:
+            with_pages.append((tail, 1))
+        nodes = [node for node, _ in with_pages]
+        pages = [node.pages[:, :n] for node, n in with_pages if node.parent]
+        blocks = np.concatenate(pages, -1) if pages else NO_BLOCKS
+        return PrefixMatch(num_blocks * B + num_equal, blocks, nodes, ends, common)
+
+    def touch(self, nodes: Sequence[Node], keys: Sequence[tuple[Node, bytes]] = ()) -> None:
+        """Record that a request begins with the pages of nodes, and with checkpoints, each by its node and key."""
+        for node, key in keys:
+            node.checkpoint_used[key] = next(self.clock)
+        now = next(self.clock)
+        for node in (*nodes, *(node for node, _ in keys)):
+            node.last_used = now
+        for node in nodes:
             node.record_hit()
-        pages = np.concatenate([node.pages[..., :n] for node, n in path], -1)
-        return PrefixMatch(length, pages, snapshot, common)
 
-    def pages_of(self, root_hash: bytes, tokens: Sequence[int]) -> Ints:
-        """Return the pages of the whole blocks of a text that are cached, [K, n]. Counts as no use."""
-        root = self.roots[root_hash]
-        path, _ = self._walk(root, self.hash_blocks(root_hash, np.asarray(tokens, np.int32)))
-        return np.concatenate([node.pages[..., :n] for node, n in path], -1)
+    def nearest_text(self, link: bytes, text: Text, key: bytes = b"") -> tuple[Ints, int] | None:
+        """Return the cached text that shares the most first tokens, and their number. Counts as no use.
 
-    def nearest_text(self, root_hash: bytes, tokens: Ints) -> tuple[Ints, int] | None:
-        """Return the cached text that shares the most first tokens, and their number. Counts as no use."""
-        root = self.roots.get(root_hash)
-        if root is None or not root.children:
+        Only texts that have pages count, or, where a key is given, a checkpoint of that key at their end.
+        """
+        root = self.roots.get(link)
+        if root is None or not _is_text(root, key):
             return None
-        path, num_full = self._walk(root, self.hash_blocks(root_hash, tokens))
-        longest = self._partial_matches(path, num_full, tokens)[:1]
+        path, _ = self._walk(root, text.block_hashes(link, self.block_size))
+        path = [(node, n) for node, n in path if node is root or _is_text(node, key)]
+        num_full = sum(n for _, n in path)
+        longest = [x for x in self._partial_matches(path, num_full, text.tokens) if _is_text(x[0], key)][:1]
         node, num_equal = longest[0] if longest else (path[-1][0], 0)
         spans = [n.tokens for n, _ in path if n is not node] + [node.tokens]
-        while node.children:
-            node = max(_children(node), key=lambda n: n.last_used)
+        while children := [child for child in _children(node) if _is_text(child, key)]:
+            node = max(children, key=lambda n: n.last_used)
             spans.append(node.tokens)
-        return np.concatenate(spans), num_full * self.page_size + num_equal
-
-    def hash_blocks(self, root_hash: bytes, tokens: Ints) -> list[bytes]:
-        """Return the block hashes of a text's whole pages, in order; they name these pages in tiers, too."""
-        return hash_blocks(root_hash, tokens, self.page_size)
+        return np.concatenate(spans), num_full * self.block_size + num_equal
 
     def _walk(self, root: Node, block_hashes: Sequence[bytes]) -> tuple[list[tuple[Node, int]], int]:
-        """Follow block hashes from the root. Returns each node with its number of matched pages, and their sum."""
+        """Follow block hashes from the root. Returns each node with its number of matched blocks, and their sum."""
         path = [(root, 0)]
         at = 0
         while at < len(block_hashes) and (child := path[-1][0].children.get(block_hashes[at])):
@@ -131,193 +138,209 @@ class RadixTree:
         return path, at
 
     def _partial_matches(
-        self, path: Sequence[tuple[Node, int]], num_full_pages: int, tokens: Ints
+        self, path: Sequence[tuple[Node, int]], num_blocks: int, tokens: Ints
     ) -> list[tuple[Node, int]]:
-        """Return the nodes that have a beginning of the page after a path, and its length; the longest first."""
-        S = self.page_size
+        """Return the nodes that have a beginning of the block after a path, and its length; the longest first."""
+        B = self.block_size
         node, n = path[-1]
-        rest = tokens[num_full_pages * self.page_size :]
+        rest = tokens[num_blocks * B :]
         is_inside = n < len(node.block_hashes)
-        pages = (
-            [(node, node.tokens[n * S : (n + 1) * S])] if is_inside else [(c, c.tokens[:S]) for c in _children(node)]
+        blocks = (
+            [(node, node.tokens[n * B : (n + 1) * B])] if is_inside else [(c, c.tokens[:B]) for c in _children(node)]
         )
-        found = [(c, num_equal) for c, page in pages if (num_equal := common_prefix_length(page, rest))]
-        return sorted(found, key=lambda x: (-x[1], x[0].snapshot is None))
+        found = [(c, num_equal) for c, block in blocks if (num_equal := common_prefix_length(block, rest))]
+        return sorted(found, key=lambda x: (-x[1], not x[0].checkpoints))
 
     def _passed_ends(self, path: Sequence[tuple[Node, int]], tokens: Ints) -> Iterator[Node]:
-        """Yield the nodes of less than a page that lie on a path: texts that a longer one has repeated."""
+        """Yield the tails that lie on a path: texts that a longer one has repeated."""
         for parent, n in path:
             begin = self._end_position(parent)
             for node in _children(parent) if n == len(parent.block_hashes) else ():
                 end = begin + len(node.tokens)
-                if end % self.page_size and end <= len(tokens) and np.array_equal(node.tokens, tokens[begin:end]):
+                if end % self.block_size and end <= len(tokens) and np.array_equal(node.tokens, tokens[begin:end]):
                     yield node
 
     def _end_position(self, node: Node) -> int:
         """Return the number of tokens of the text up to the node's end."""
-        return node.start_page * self.page_size + len(node.tokens)
-
-    def _touch(self, nodes: Sequence[Node]) -> None:
-        now = next(self.clock)
-        for node in nodes:
-            node.last_used = now
+        return node.start_block * self.block_size + len(node.tokens)
 
     # ---- inserting -----------------------------------------------------------------------------------------------
 
     def insert(
         self,
-        root_hash: bytes,
-        tokens: Sequence[int],
-        pages: Ints,
-        snapshot: Snapshot | None = None,
+        link: bytes,
+        text: Text,
+        length: int,
+        pages: Ints | None = None,
+        checkpoints: Mapping[bytes, Checkpoint] | None = None,
         begun_at: int = 0,
-    ) -> StoredPages | None:
-        """Cache a text: `pages` [K, n] hold its tokens, and `snapshot` what it needs beside them to go on.
+        required: frozenset[bytes] = frozenset(),
+    ) -> Inserted:
+        """Cache the first `length` tokens of a text: `pages` [K, n] that hold them, and checkpoints at their end.
 
-        The tree takes a reference to the pages that it does not have. It takes over the snapshot, or frees it. Of a
-        text that went on from position `begun_at`, snapshots before that are dropped, if no other text parts there
-        and they are not on the ladder.
+        The tree takes a reference to the pages that it does not have. It takes over the checkpoints, or frees them. Of
+        a text that went on from position `begun_at`, checkpoints of these keys before that are dropped, if no other
+        text parts there and they are not on the ladder. Texts of this link go on only where all `required` keys are.
 
-        Returns the whole pages that are new, or None.
+        Returns the node at the end of these tokens.
         """
-        S = self.page_size
-        text = np.asarray(tokens, np.int32)
-        if root_hash not in self.roots:
-            self.roots[root_hash] = Node(0, text[:0], [], pages[..., :0], needs_snapshot=snapshot is not None)
-        hashes = self.hash_blocks(root_hash, text)
-        path, num_full = self._walk(self.roots[root_hash], hashes)
-        self._touch([n for n, _ in path])
-        longest = self._partial_matches(path, num_full, text)[:1]
-        if not snapshot and num_full * S + sum(k for _, k in longest) == len(text):
-            return None
+        B = self.block_size
+        root = self.roots.setdefault(link, Node(0, text.tokens[:0], [], has_pages=True, required=required))
+        hashes = text.block_hashes(link, B, length)
+        path, num_full = self._walk(root, hashes)
+        now = next(self.clock)
+        for node, _ in path:
+            node.last_used = now
+        if not checkpoints and self._has_pages_of(path, num_full, text.tokens[:length]):
+            return Inserted(path[-1][0], None)
         node, n = path[-1]
         if n < len(node.block_hashes):
             node = self._split(node, n)
-        stored = None
         if num_full < len(hashes):
-            parent_hash = hashes[num_full - 1] if num_full else None
-            stored = StoredPages(parent_hash, hashes[num_full:], text[num_full * S : len(hashes) * S])
-            node = self._add_child(node, num_full, stored.tokens, hashes[num_full:], pages)
-        if len(rest := text[len(hashes) * S :]):
-            tail_hash = hash_block(hashes[-1] if hashes else root_hash, rest)
-            node = node.children.get(tail_hash) or self._add_child(node, len(hashes), rest, [tail_hash], pages)
-        if snapshot:
-            self._set_snapshot(node, snapshot)
-            self._drop_outgrown(node, len(text), begun_at)
-        return stored
+            node = self._add_child(node, num_full, text.tokens[num_full * B : len(hashes) * B], hashes[num_full:])
+        if len(rest := text.tokens[len(hashes) * B : length]):
+            tail_hash = hash_block(hashes[-1] if hashes else link, rest)
+            node = node.children.get(tail_hash) or self._add_child(node, len(hashes), rest, [tail_hash])
+        stored = self._give_pages(node, pages) if pages is not None else None
+        for key, checkpoint in (checkpoints or {}).items():
+            self._set_checkpoint(node, key, checkpoint)
+        if checkpoints:
+            self._drop_outgrown(node, length, begun_at, list(checkpoints))
+        return Inserted(node, stored)
 
-    def _set_snapshot(self, node: Node, snapshot: Snapshot) -> None:
-        """Give a node the snapshot at its end, unless it has one."""
-        node.snapshot_used = next(self.clock)
-        self.num_holders[snapshot.page_list] += 1
-        if node.snapshot:
-            self._free_pages(snapshot.page_list)
-            return
-        node.snapshot = snapshot
-        if snapshot.holds_text:
-            self.num_text_holders[snapshot.page_list] += 1
+    def _has_pages_of(self, path: Sequence[tuple[Node, int]], num_full: int, tokens: Ints) -> bool:
+        """Return whether the tree has pages of all these tokens, whose whole blocks are on a path."""
+        if not path[-1][0].has_pages:
+            return False
+        partial = self._partial_matches(path, num_full, tokens)
+        longest = max((k for node, k in partial if node.has_pages), default=0)
+        return num_full * self.block_size + longest == len(tokens)
 
-    def _drop_snapshot(self, node: Node) -> None:
-        """Free the pages of a node's snapshot."""
-        if not node.snapshot:
-            return
-        self._free_pages(node.snapshot.page_list)
-        if node.snapshot.holds_text:
-            self.num_text_holders[node.snapshot.page_list] -= 1
-        node.snapshot = None
+    def _give_pages(self, node: Node, pages: Ints) -> StoredPages | None:
+        """Give a node and those before it pages [K, n] of the text where they have none."""
+        lacking = []
+        at: Node | None = node
+        while at and not at.has_pages:
+            lacking.append(at)
+            at = at.parent
+        for new in reversed(lacking):
+            new.has_pages = True
+            new.pages = pages[:, new.start_block : new.start_block + len(new.block_hashes)].copy()
+            self.pool.incref(new.page_list)
+            self.num_holders[new.page_list] += 1
+            self._drop_repeated(new)
+        whole = [n for n in reversed(lacking) if len(n.tokens) == len(n.block_hashes) * self.block_size]
+        if not whole:
+            return None
+        before = whole[0].parent
+        parent_hash = before.block_hashes[-1] if before and before.block_hashes else None
+        hashes = [h for n in whole for h in n.block_hashes]
+        return StoredPages(parent_hash, hashes, np.concatenate([n.tokens for n in whole]))
 
-    def _drop_holders_of_text(self, pages: Ints) -> None:
-        """Drop the snapshots that are of no use without these pages of a text."""
-        if not self.num_text_holders[pages].any():
-            return
-        lost = np.zeros(self.pool.num_pages, bool)
-        lost[pages] = True
-        for node in self.iter_nodes():
-            if node.snapshot and node.snapshot.holds_text and lost[node.snapshot.page_list].any():
-                self._drop_snapshot(node)
+    def _drop_repeated(self, node: Node) -> None:
+        """Remove tails that a node with pages repeats, and that have no checkpoints: their block is cached twice."""
+        assert node.parent
+        for sibling in _children(node.parent):
+            if sibling is not node and not sibling.checkpoints and self._is_repeated(sibling, node.tokens):
+                self.pins.inherit(node, sibling)
+                self._drop_pages(sibling)
 
-    def _drop_outgrown(self, node: Node, length: int, begun_at: int) -> None:
-        """Drop what a text of `length` tokens, which ends with a node, has outgrown.
+    def _set_checkpoint(self, node: Node, key: bytes, checkpoint: Checkpoint) -> None:
+        """Give a node a checkpoint at its end, unless it has one of this key."""
+        node.checkpoint_used[key] = next(self.clock)
+        self.num_holders[checkpoint.page_list] += 1
+        if key in node.checkpoints:
+            self._free_pages(checkpoint.page_list)
+        else:
+            node.checkpoints[key] = checkpoint
 
-        These are its snapshots before position `begun_at`, without those where texts part, those on the ladder, and
-        pinned ones; first parts of pages that it repeats; and rungs that the ladder leaves out further back.
+    def _drop_checkpoint(self, node: Node, key: bytes) -> None:
+        """Free the pages of a checkpoint."""
+        if checkpoint := node.checkpoints.pop(key, None):
+            del node.checkpoint_used[key]
+            self._free_pages(checkpoint.page_list)
+
+    def _drop_outgrown(self, node: Node, length: int, begun_at: int, keys: Sequence[bytes]) -> None:
+        """Drop the checkpoints of these keys that a text of `length` tokens, which ends with a node, has outgrown.
+
+        These are those before position `begun_at`, without those where texts part, those on the ladder, and pinned
+        ones; tails that it repeats; and rungs that the ladder leaves out further back.
         """
         while parent := node.parent:
             if len(parent.children) > 1:
-                repeated = [c for c in _children(parent) if self._is_repeated(c, node.tokens)]
+                repeated = [c for c in _children(parent) if c is not node and self._is_repeated(c, node.tokens)]
                 parent.is_branch = parent.is_branch or len(parent.children) > 1 + len(repeated)
                 for child in repeated:
-                    if self._is_outgrown(child, length, begun_at):
-                        self._drop_outgrown_snapshot(child)
-                        self._remove(child)
-            if self._is_outgrown(parent, length, begun_at) and not parent.is_branch:
-                self._drop_outgrown_snapshot(parent)
+                    self._drop_outgrown_checkpoints(child, length, begun_at, keys)
+                    if not child.checkpoints and child not in self.pins and (node.has_pages or not child.has_pages):
+                        self._drop_pages(child)
+            if not parent.is_branch:
+                self._drop_outgrown_checkpoints(parent, length, begun_at, keys)
             node = parent
 
-    def _is_outgrown(self, node: Node, length: int, begun_at: int) -> bool:
-        """Return whether a text of `length` tokens, which began at `begun_at`, needs no snapshot at a node's end."""
+    def _drop_outgrown_checkpoints(self, node: Node, length: int, begun_at: int, keys: Sequence[bytes]) -> None:
+        """Drop those of a node which a text of `length` tokens, that began at `begun_at`, does not need."""
+        if node in self.pins:
+            return
         position = self._end_position(node)
-        reach = node.snapshot.ladder_reach if node.snapshot else 0
-        is_behind = position < begun_at or self.ladder.has(position, reach)
-        return is_behind and node not in self.pins and not self.ladder.keeps(position, length, reach)
-
-    def _drop_outgrown_snapshot(self, node: Node) -> None:
-        if node.snapshot and self.on_outgrown:
-            self.on_outgrown(node)
-        self._drop_snapshot(node)
+        for key in keys:
+            checkpoint = node.checkpoints.get(key)
+            reach = checkpoint.ladder_reach if checkpoint else 0
+            is_behind = position < begun_at or self.ladder.has(position, reach)
+            if checkpoint and is_behind and not self.ladder.keeps(position, length, reach):
+                if self.on_outgrown:
+                    self.on_outgrown(node, key)
+                self._drop_checkpoint(node, key)
 
     def _is_repeated(self, node: Node, tokens: Ints) -> bool:
-        """Return whether a node is the first part of a page that a sibling with these tokens has, too."""
+        """Return whether a node is the first part of a block that a sibling with these tokens has, too."""
         n = len(node.tokens)
-        return n < min(self.page_size, len(tokens)) and common_prefix_length(node.tokens, tokens) == n
+        return n < min(self.block_size, len(tokens)) and common_prefix_length(node.tokens, tokens) == n
 
-    def _add_child(self, parent: Node, start_page: int, tokens: Ints, block_hashes: list[bytes], pages: Ints) -> Node:
-        own_pages = pages[..., start_page : start_page + len(block_hashes)].copy()
-        node = Node(start_page, tokens, block_hashes, own_pages, parent=parent)
-        for sibling in _children(parent):  # a partial page that begins the new node is cached twice
-            if not sibling.snapshot and self._is_repeated(sibling, tokens):
-                self.pins.inherit(node, sibling)
-                self._remove(sibling)
+    def _add_child(self, parent: Node, start_block: int, tokens: Ints, block_hashes: list[bytes]) -> Node:
+        node = Node(start_block, tokens.copy(), block_hashes, parent=parent, last_used=next(self.clock))
         parent.children[block_hashes[0]] = node
-        self.pool.incref(node.page_list)
-        self.num_holders[node.page_list] += 1
-        self._touch([node])
         return node
 
-    def _split(self, node: Node, num_pages: int) -> Node:
-        """Split a node after its first pages. Returns the new parent, which has these."""
+    def _split(self, node: Node, num_blocks: int) -> Node:
+        """Split a node after its first blocks. Returns the new parent, which has these."""
         assert node.parent
-        cut = num_pages * self.page_size
-        hashes = node.block_hashes[:num_pages]
-        pages = node.pages[..., :num_pages]
-        upper = Node(node.start_page, node.tokens[:cut], hashes, pages, parent=node.parent, last_used=node.last_used)
+        cut = num_blocks * self.block_size
+        upper = Node(
+            start_block=node.start_block,
+            tokens=node.tokens[:cut],
+            block_hashes=node.block_hashes[:num_blocks],
+            has_pages=node.has_pages,
+            pages=node.pages[:, :num_blocks],
+            parent=node.parent,
+            last_used=node.last_used,
+            created_at=node.created_at,
+            last_hit_at=node.last_hit_at,
+            hits=node.hits,
+        )
         self.pins.inherit(upper, node)
         node.parent.children[node.block_hashes[0]] = upper
-        node.start_page = node.start_page + num_pages
+        node.start_block = node.start_block + num_blocks
         node.tokens = node.tokens[cut:]
-        node.block_hashes = node.block_hashes[num_pages:]
-        node.pages = node.pages[..., num_pages:]
+        node.block_hashes = node.block_hashes[num_blocks:]
+        node.pages = node.pages[:, num_blocks:]
         node.parent = upper
         upper.children[node.block_hashes[0]] = node
         return upper
 
     # ---- pinning -------------------------------------------------------------------------------------------------
 
-    def pin(self, root_hash: bytes, tokens: Sequence[int], seconds: float, owner: str = "") -> int:
-        """Keep the cached prefix of a text for `seconds`, unless a request could not run at all.
+    def pin(self, link: bytes, text: Text, seconds: float, owner: str = "") -> int:
+        """Keep the cached pages of a text for `seconds`, unless a request could not run at all.
 
         Pins hold half of the pool at most, and those of an `owner` leave room to others (see Pins.add). Returns the
         number of tokens pinned, from the text's beginning: fewer where there is no room.
         """
-        text = np.asarray(tokens, np.int32)
-        if root_hash not in self.roots:
-            return 0
-        path, num_full = self._walk(self.roots[root_hash], self.hash_blocks(root_hash, text))
-        tail = self._partial_matches(path, num_full, text)[:1]
+        match = self.match_prefix(link, text, len(text))
         self.pins.expire()
-        lengths = [(node, n * self.page_size) for node, n in path[1:]] + tail
-        num_nodes = self.pins.add([node for node, _ in lengths], seconds, owner, self.pool.num_pages // 2)
-        return sum(num_tokens for _, num_tokens in lengths[:num_nodes])
+        nodes = [node for node in match.nodes if node.parent]
+        num_nodes = self.pins.add(nodes, seconds, owner, self.pool.num_pages // 2)
+        return min(sum(len(node.tokens) for node in nodes[:num_nodes]), match.length)
 
     def unpin_all(self) -> bool:
         """Drop all pins. Returns whether there were any."""
@@ -339,121 +362,149 @@ class RadixTree:
     def evict(self, num_pages: int) -> None:
         """Free `num_pages` pages, or none if fewer are evictable: what is worth the least first.
 
-        Leaves and snapshots whose pages are in use free nothing. They are evicted only if the others are not enough,
-        since leaves keep their parents from becoming leaves. Pinned nodes stay.
+        Ends of texts and checkpoints whose pages are in use free nothing. They are evicted only if the others are not
+        enough, since pages behind keep those before them. Pinned nodes stay.
         """
         if num_pages > self.num_evictable_pages:
             return
         num_pages -= self._evict_least(num_pages, in_use=False)
         if num_pages > 0:
             self._evict_least(num_pages, in_use=True)
-        self.roots = {root_hash: root for root_hash, root in self.roots.items() if root.children}
+        self.roots = {link: root for link, root in self.roots.items() if root.children}
 
     def _evict_least(self, num_pages: int, in_use: bool) -> int:
-        """Evict leaves and snapshots, with those `in_use` or without. Returns the number of freed pages."""
+        """Evict pages and checkpoints, with those `in_use` or without. Returns the number of freed pages."""
         num_free = self.pool.num_free
         now = next(self.clock)
-        heap = candidates(self.roots.values(), self.page_size, now)
+        heap = candidates(self.roots.values(), self.block_size, now)
         order = itertools.count(len(heap))
         heapq.heapify(heap)
         while (missing := num_free + num_pages - self.pool.num_free) > 0 and heap:
-            node = heapq.heappop(heap)[2]
-            parent = node.parent
-            if parent is None or node in self.pins:
-                continue  # it was found as a leaf and as the holder of a snapshot
-            if node.snapshot and node.snapshot.holds_text and not in_use:
-                continue  # it frees nothing, and goes with its text
-            if node.children:
-                if node.snapshot and (in_use or self._has_evictable_pages(node.snapshot.page_list)):
-                    self._evict_snapshot(node)
+            _, _, node, key = heapq.heappop(heap)
+            if node in self.pins:
                 continue
-            num_exclusive = self._num_exclusive_pages(node.all_pages)
-            if num_exclusive > missing and not node.snapshot:  # the node's end is enough
-                num_blocks = len(node.block_hashes)
-                pages_per_block = max(num_exclusive // num_blocks, 1)
-                self._truncate(node, max(num_blocks - -(-missing // pages_per_block), 0))
-            elif in_use or not node.all_pages.size or self._has_evictable_pages(node.all_pages):
-                self._truncate(node, 0)
-            if parent.parent and not parent.children and parent not in self.pins:
-                heapq.heappush(heap, (leaf_value(parent, self.page_size, now), next(order), parent))
+            if key:
+                checkpoint = node.checkpoints.get(key)
+                if checkpoint and (in_use or self._has_evictable_pages(checkpoint.page_list)):
+                    self._evict_checkpoint(node, key)
+                continue
+            if not node.has_pages:
+                continue
+            parent = node.parent
+            self._evict_end(node, missing, in_use)
+            if parent and parent.parent and parent.is_pages_leaf and parent not in self.pins:
+                heapq.heappush(heap, Candidate(leaf_value(parent, self.block_size, now), next(order), parent, b""))
         return self.pool.num_free - num_free
 
+    def _evict_end(self, node: Node, num_pages: int, in_use: bool) -> None:
+        """Evict the pages of a node behind which there are none, as far as that many are wanted."""
+        dependents = node.dependents
+        pages = np.concatenate([node.page_list, *(c.page_list for c in dependents.values())])
+        num_exclusive = int(np.count_nonzero(self.pool.ref_counts[pages] == 1))
+        if num_exclusive > num_pages and not dependents:  # the node's end is enough
+            num_blocks = len(node.block_hashes)
+            pages_per_block = max(num_exclusive // num_blocks, 1)
+            self._evict_pages(node, max(num_blocks - -(-num_pages // pages_per_block), 0))
+        elif in_use or not pages.size or self._has_evictable_pages(pages):
+            self._evict_pages(node, 0)
+
     def evict_holders(self, pages: Ints) -> None:
-        """Evict the snapshots and the texts that hold one of these pages, but for pinned ones.
+        """Evict the checkpoints and the texts that hold one of these pages, but for pinned ones.
 
         A row must write over it, and the pool has no other.
         """
         wanted = np.zeros(self.pool.num_pages, bool)
         wanted[pages] = True
         for node in list(self.iter_nodes()):
-            if node.snapshot and node not in self.pins and wanted[node.snapshot.page_list].any():
-                self._evict_snapshot(node)
-        for node in reversed(list(self.iter_nodes())):  # children come before their parents
-            holds = wanted[node.pages].any(axis=0)  # which of its blocks
-            if holds.any():
-                self._evict_below(node)
-                if not node.children and node not in self.pins:
-                    self._truncate(node, 0 if node.snapshot else int(holds.argmax()))
+            for key, checkpoint in list(node.checkpoints.items()) if node not in self.pins else ():
+                if wanted[checkpoint.page_list].any():
+                    self._evict_checkpoint(node, key)
+        for node in list(self.iter_nodes()):
+            if node.has_pages and node.pages.size:
+                holds = (wanted[node.pages] & (node.pages > 0)).any(0)  # each of its blocks
+                if holds.any():
+                    self._evict_behind(node)
+                    if node.is_pages_leaf and node not in self.pins:
+                        self._evict_pages(node, 0 if node.dependents else int(holds.argmax()))
 
-    def _evict_below(self, node: Node) -> None:
-        """Evict what continues a node, but for pinned texts."""
+    def _evict_behind(self, node: Node) -> None:
+        """Evict the pages that continue a node, but for pinned texts."""
         for child in _children(node):
-            self._evict_below(child)
-            if not child.children and child not in self.pins:
-                self._truncate(child, 0)
+            if child.has_pages:
+                self._evict_behind(child)
+                if child.is_pages_leaf and child not in self.pins:
+                    self._evict_pages(child, 0)
 
-    def _evict_snapshot(self, node: Node) -> None:
-        """Evict the snapshot of a node that stays."""
+    def _evict_checkpoint(self, node: Node, key: bytes) -> None:
+        """Evict one checkpoint of a node."""
         if self.on_evict:
-            self.on_evict(node, len(node.block_hashes))
-        self._drop_snapshot(node)
+            self.on_evict(node, len(node.block_hashes), {key: node.checkpoints[key]})
+        if self.history:
+            self.history.evict([checkpoint_name(node.block_hashes[-1], key)])
+        self._drop_checkpoint(node, key)
+        self._prune(node)
+
+    def _evict_pages(self, node: Node, num_blocks: int) -> None:
+        """Evict the pages of a node but those of its first blocks, with the checkpoints that are of no use then."""
+        dependents = node.dependents
+        if self.on_evict:
+            self.on_evict(node, num_blocks, dependents)
+        self.evictions.append(node.to_eviction_record())
+        if self.history:
+            self.history.evict(node.block_hashes[num_blocks:])
+        if self.observer:
+            self.observer.on_removed(node.block_hashes[num_blocks:])
+        if num_blocks:
+            self._split(node, num_blocks)
+        self._drop_pages(node)
+
+    def _drop_pages(self, node: Node) -> None:
+        """Free the pages of a node behind which there are none, with the checkpoints that are of no use then."""
+        self._free_pages(node.page_list)
+        node.has_pages = False
+        node.pages = NO_BLOCKS
+        self._drop_dependents(node)
+        self.pins.discard(node)
+        self._prune(node)
+
+    def _drop_dependents(self, node: Node) -> None:
+        """Drop the checkpoints that need the pages of a node, also those behind it."""
+        for key in node.dependents:
+            self._drop_checkpoint(node, key)
+        for child in _children(node):
+            self._drop_dependents(child)
+            self._prune(child)
+
+    def _prune(self, node: Node) -> None:
+        """Remove a node that holds nothing and leads to nothing, and then those before it."""
+        at: Node | None = node
+        while at and at.parent and not (at.has_pages or at.checkpoints or at.children):
+            parent = at.parent
+            parent.children.pop(at.block_hashes[0], None)
+            self.pins.discard(at)
+            at.parent = None
+            at = parent
 
     def _has_evictable_pages(self, pages: Ints) -> bool:
         """Return whether the tree alone holds one of these pages, once or more often."""
         return bool((self.pool.ref_counts[pages] == self.num_holders[pages]).any())
 
-    def _num_exclusive_pages(self, pages: Ints) -> int:
-        """Return how many of these pages are free once their text and what needs it are gone."""
-        return int(np.count_nonzero(self.pool.ref_counts[pages] - self.num_text_holders[pages] == 1))
-
     def clear(self) -> None:
         """Drop all texts and pins, without `on_evict`."""
         for node in list(self.iter_nodes()):
-            self._drop_snapshot(node)
+            for key in list(node.checkpoints):
+                self._drop_checkpoint(node, key)
             self._free_pages(node.page_list)
         self.roots.clear()
         self.pins.clear()
         if self.observer:
             self.observer.on_cleared()
 
-    def _truncate(self, node: Node, num_pages: int) -> None:
-        """Evict all but the first pages of a leaf."""
-        if self.on_evict:
-            self.on_evict(node, num_pages)
-        self.evictions.append(node.to_eviction_record())
-        if self.history:
-            self.history.evict(node.block_hashes[num_pages:])
-        if self.observer:
-            self.observer.on_removed(node.block_hashes[num_pages:])
-        self._drop_holders_of_text(node.pages[..., num_pages:].ravel())
-        if not num_pages:
-            return self._remove(node)
-        self._free_pages(node.pages[..., num_pages:].ravel())
-        node.tokens = node.tokens[: num_pages * self.page_size]
-        node.block_hashes = node.block_hashes[:num_pages]
-        node.pages = node.pages[..., :num_pages]
-
-    def _remove(self, node: Node) -> None:
-        assert node.parent and not node.children
-        del node.parent.children[node.block_hashes[0]]
-        node.parent = None
-        self.pins.discard(node)
-        self._drop_snapshot(node)
-        self._free_pages(node.page_list)
-
     def _free_pages(self, pages: Ints) -> None:
         self.num_holders[pages] -= 1
         self.pool.free(pages)
+
+    # ---- looking -------------------------------------------------------------------------------------------------
 
     def iter_nodes(self) -> Iterator[Node]:
         """Iterate over all nodes but the roots."""
@@ -466,8 +517,22 @@ class RadixTree:
     @property
     def all_pages(self) -> Ints:
         """Pages that the tree holds, for the accountant."""
-        return np.concatenate([np.zeros(0, np.int32), *(n.all_pages for n in self.iter_nodes())])
+        return np.concatenate([NO_PAGES, *(n.all_pages for n in self.iter_nodes())])
+
+    def check(self) -> None:
+        """Check that pages follow pages, and that no node is of no use. Raises AssertionError."""
+        for node in self.iter_nodes():
+            assert node.parent and (node.parent.has_pages or not node.has_pages), "pages follow no pages"
+            assert node.has_pages or node.checkpoints or node.children, "a node holds nothing"
+            assert node.has_pages or not node.pages.size, "pages of a node that has none"
 
 
 def _children(node: Node) -> list[Node]:
     return list(node.children.values())
+
+
+def _is_text(node: Node, key: bytes) -> bool:
+    """Return whether a node is of a text with pages, or, where a key is given, of one with a checkpoint of it."""
+    if not key:
+        return node.has_pages
+    return key in node.checkpoints or any(_is_text(child, key) for child in node.children.values())

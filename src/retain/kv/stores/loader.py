@@ -58,7 +58,8 @@ class LayerLoader:
                 self.loaded_spans.add((job.store, job.span))
         try:
             group = self.offloader.groups[jobs[0].group]
-            write_positions(group.transfer, group.kv.page_size, jobs)
+            if of_text := [job for job in jobs if not job.writer]:
+                write_positions(group.transfer, group.kv.page_size, of_text)
             self.finished_at = perf_counter()
             return self.offloader.transfer.record_event()
         except Exception as error:
@@ -71,7 +72,10 @@ class LayerLoader:
             return False
         try:
             blocks = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
-            write_pages(self.offloader.groups[job.group].transfer, job, blocks)
+            if job.writer:
+                job.writer.upload(job.pages, blocks[:, : job.writer.page_bytes])
+            else:
+                write_pages(self.offloader.groups[job.group].transfer, job, blocks)
             self._count_bytes(job.store, blocks.size)
         except Exception as error:
             self._fail(job.store, job.span, error)
@@ -129,7 +133,7 @@ class LayerLoader:
     def delete_loaded_spans(self) -> None:
         """Delete the spans of which every block was loaded, where a store need not keep them."""
         for store, span in self.loaded_spans:
-            if not store.write_through and not span.window_starts:
+            if not store.write_through and span.kind == "text":
                 store.delete(span)
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import blake2b
 from math import inf
 from typing import Any
 
@@ -15,7 +14,6 @@ import numpy as np
 
 from retain.kernels.api import KV
 from retain.kv.memory.block_layout import BlockLayout
-from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
 from retain.kv.stores.selective.repack import ProbeConfig, Repacker
@@ -95,14 +93,6 @@ class Offloader:
                 ranges.append(SpanRange(store, span, i, i + 1))
         return ranges
 
-    def find_windows(self, key: bytes) -> SpanRange | None:
-        """Return the sliding layers' windows at the end of the page with this key, if a store has them."""
-        found = self._find_key(_window_key(key))
-        if not found:
-            return None
-        store, span, i = found
-        return SpanRange(store, span, i, i + 1)
-
     def _find_key(self, key: bytes) -> tuple[Store, Span, int] | None:
         return next(((store, *found) for store in self.stores if (found := store.find(key))), None)
 
@@ -120,7 +110,7 @@ class Offloader:
         """Whether reading these ranges takes less time than computing the tokens. Records a use of their spans."""
         bytes_by_store: dict[str, int] = {}
         for r in ranges:
-            size = r.span.size if r.span.window_starts else r.span.size * (r.end - r.begin) // len(r.span.keys)
+            size = r.span.size * (r.end - r.begin) // len(r.span.keys)
             if self.probe_config and r.span.is_reordered:
                 size = int(self.probe_config.ratio * size)
             bytes_by_store[r.store.name] = bytes_by_store.get(r.store.name, 0) + size
@@ -137,29 +127,15 @@ class Offloader:
 
     # ---- offloading ----------------------------------------------------------------------------------------------
 
-    def on_computed(
-        self, keys: Sequence[bytes], start_page: int, blocks: Ints, sliding_windows: SlidingWindows | None
-    ) -> None:
-        """Put computed blocks [K, n] into the write-through stores, with the sliding windows at their end.
+    def on_computed(self, keys: Sequence[bytes], start_page: int, blocks: Ints) -> None:
+        """Put computed blocks [K, n] into the write-through stores. `start_page` blocks of the text are before them."""
+        self._offload_pages([store for store in self.stores if store.write_through], keys, start_page, blocks)
 
-        `keys` are the blocks' keys, and `start_page` is the first one's number in its text.
-        """
-        self._offload_pages([s for s in self.stores if s.write_through], keys, start_page, blocks, sliding_windows)
-
-    def on_evicted(
-        self, keys: Sequence[bytes], start_page: int, blocks: Ints, sliding_windows: SlidingWindows | None
-    ) -> None:
+    def on_evicted(self, keys: Sequence[bytes], start_page: int, blocks: Ints) -> None:
         """Put blocks that the pool evicts into every store that lacks them. Arguments as in `on_computed`."""
-        self._offload_pages(self.stores, keys, start_page, blocks, sliding_windows)
+        self._offload_pages(self.stores, keys, start_page, blocks)
 
-    def _offload_pages(
-        self,
-        stores: Sequence[Store],
-        keys: Sequence[bytes],
-        start_page: int,
-        blocks: Ints,
-        sliding_windows: SlidingWindows | None,
-    ) -> None:
+    def _offload_pages(self, stores: Sequence[Store], keys: Sequence[bytes], start_page: int, blocks: Ints) -> None:
         for store in stores:
             i = 0
             while blocks.size and i < len(keys):
@@ -169,15 +145,6 @@ class Offloader:
                 if j > i:
                     self._store_span(store, tuple(keys[i:j]), start_page + i, self._layer_pages(blocks[:, i:j]))
                 i = max(j, i + 1)
-            if sliding_windows and not store.contains(_window_key(keys[-1])):
-                self._store_span(
-                    store,
-                    (_window_key(keys[-1]),),
-                    start_page + len(keys),
-                    layer_pages=[(g, p.T) for g, p in zip(sliding_windows.groups, sliding_windows.pages, strict=True)],
-                    window_starts=sliding_windows.first_pages,
-                    min_resume_position=sliding_windows.min_resume_position,
-                )
 
     def _layer_pages(self, blocks: Ints) -> list[tuple[int, Ints]]:
         """Return the group and the pages [p, G] of each layer of blocks [K, n]."""
@@ -189,25 +156,19 @@ class Offloader:
         keys: tuple[bytes, ...],
         start_page: int,
         layer_pages: list[tuple[int, Ints]],  # the group and the pages [p, G] of each layer
-        window_starts: Sequence[int] = (),
-        min_resume_position: int = 0,
     ) -> None:
-        probes = None if window_starts else self.probe_config
+        probes = self.probe_config
         span = Span(
             keys=keys,
             num_blocks=tuple(len(pages) for _, pages in layer_pages),
             block_bytes=max(self.groups[g].block_bytes for g, _ in layer_pages),
             start_page=start_page,
-            window_starts=tuple(window_starts),
-            min_resume_position=min_resume_position,
             metadata_bytes=probes.metadata_size(len(layer_pages), len(keys), self.kv) if probes else 0,
         )
         data = self.allocate_span(store, span)
         if data is None:
             return
         for layer, (g, pages) in enumerate(layer_pages):
-            if not pages.size:
-                continue  # the window of one token has none at a page's begin
             group = self.groups[g]
             own = span.view_layer(data, layer)[:, : group.block_bytes]
             group.transfer.download(pages, own.reshape(*pages.shape, -1))
@@ -227,14 +188,16 @@ class Offloader:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def record_load(self, ranges: Sequence[SpanRange], windows: SpanRange | None) -> int:
-        """Count the tokens that a row starts with from these ranges. Returns their number."""
-        num_tokens = 0
-        for r in ranges or ([windows] if windows else []):
-            num_range_tokens = (r.end - r.begin) * self.layout.block_size
-            self.num_loaded_tokens[r.store.name] += num_range_tokens
-            num_tokens += num_range_tokens
-        return num_tokens
+    def record_load(self, places: Sequence[SpanRange], num_tokens: int) -> int:
+        """Count the tokens that a row starts with from these places. Returns their number.
+
+        Those of spans of text count for the stores of these, or else for the store of the first checkpoint.
+        """
+        found = [(r, (r.end - r.begin) * self.layout.block_size) for r in places if r.span.kind == "text"]
+        found = found or [(places[0], num_tokens)]
+        for r, n in found:
+            self.num_loaded_tokens[r.store.name] += n
+        return sum(n for _, n in found)
 
     def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""
@@ -280,7 +243,3 @@ class Offloader:
             closing.callback(self.warnings.close)
             for store in self.stores:
                 closing.callback(store.close)
-
-
-def _window_key(key: bytes) -> bytes:
-    return blake2b(key + b"windows", digest_size=16).digest()

@@ -1,10 +1,9 @@
 """Spans: consecutive pages of a text in one piece, as stores keep them; and the interfaces of stores and readers.
 
-A block is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its values. Blocks
-of a span have one size; where layers differ, those with fewer bytes are padded. A span of text has one key for each
-block of the prefix cache, and in every layer as many blocks for a key as that has pages: the chained hash of those
-tokens names them. The windows of sliding layers are a span of one key. Each of its layers has as many blocks as its
-window takes. Spans of evicted states are described in state_spans.py.
+A block of a text is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its
+values. Blocks of a span have one size; where layers differ, those with fewer bytes are padded. A span of text has one
+key for each block of the prefix cache, and in every layer as many blocks for a key as that has pages: the chained hash
+of those tokens names them. Spans of checkpoints are described in checkpoint_spans.py.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ class Span:
     keys: tuple[bytes, ...]
     num_blocks: tuple[int, ...]  # in each layer
     block_bytes: int
-    start_page: int = 0  # pages of the text before the span
-    window_starts: tuple[int, ...] = ()  # windows only: the page of the text at which each layer starts
-    min_resume_position: int = 0  # windows and states only: the first position at which a text can continue
+    kind: str = "text"  # or the kind of a checkpoint
+    start_page: int = 0  # blocks of the text before the span
+    resumes_from: int = 0  # of a checkpoint: the first position at which a text can go on with it
     metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
     is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
     hits: int = 1  # how often the span was used
@@ -46,13 +45,6 @@ class Span:
         sizes = [*(n * self.block_bytes for n in self.num_blocks), self.metadata_bytes]
         aligned = [-(-n // IO_ALIGNMENT) * IO_ALIGNMENT for n in sizes]
         self.offsets = [0, *accumulate(aligned)]  # of each layer, of the metadata, and the end
-
-    @property
-    def kind(self) -> str:
-        """Return what the span has: text, windows or state."""
-        if self.window_starts:
-            return "windows"
-        return "state" if self.min_resume_position else "text"
 
     @property
     def content_id(self) -> int | None:
@@ -183,7 +175,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class SpanRange:
-    """Pages `begin` to `end` of a span: that many blocks of each layer, or all blocks of a span of windows."""
+    """Pages `begin` to `end` of a span of text: that many keys. Or a whole checkpoint."""
 
     store: Store
     span: Span
@@ -191,17 +183,32 @@ class SpanRange:
     end: int
 
 
+class PageWriter(Protocol):
+    """Writes whole pages of one pool."""
+
+    @property
+    def page_bytes(self) -> int:
+        """The bytes of a page."""
+
+    def upload(self, pages: Ints, data: Bytes) -> None:
+        """Copy `data` [p, n] into pages [p]. It must not change until an event after it was waited for."""
+
+
 @dataclass(frozen=True)
 class ReadJob:
-    """Blocks of one layer of a span, to be read into pages [blocks, G] for the text from `start_position` on."""
+    """Blocks of one layer of a span, to be read into pages [blocks, G] for the text from `start_position` on.
+
+    With a `writer` the blocks are whole pages [blocks], whose positions are in them.
+    """
 
     store: Store
     span: Span
     layer: int  # of the span
     start_block: int
     pages: Ints
-    start_position: int
+    start_position: int = 0
     group: int = 0  # the KV cache group of the layer
+    writer: PageWriter | None = None
 
 
 def alloc_aligned(size: int) -> Bytes:

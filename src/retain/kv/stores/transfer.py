@@ -17,7 +17,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV
 from retain.kv.stores.span import alloc_aligned
-from retain.types import Bytes, Ints
+from retain.types import Bytes, Floats, Ints
 
 
 class PageTransfer(Protocol):
@@ -38,6 +38,9 @@ class PageTransfer(Protocol):
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set the positions [..., S] of the slots of pages [...]."""
+
+    def set_masses(self, pages: Ints, masses: Floats) -> None:
+        """Set the masses [p, C S] of the slots of pages [p]."""
 
     def fence(self) -> None:
         """Order the uploads that follow after the computation submitted before."""
@@ -60,6 +63,7 @@ class HostTransfer:
         self.num_key_bytes: int = kv.k[0].nbytes
         self.page_bytes: int = kv.k[0].nbytes + kv.v[0].nbytes
         self.positions: Ints = kv.pos.numpy()
+        self.masses: Floats = kv.mass.numpy()
 
     def allocate(self, size: int) -> Bytes:
         """Allocate zeroed memory."""
@@ -80,6 +84,10 @@ class HostTransfer:
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set positions."""
         self.positions[pages] = positions
+
+    def set_masses(self, pages: Ints, masses: Floats) -> None:
+        """Set masses."""
+        self.masses[pages] = masses.reshape(len(pages), *self.masses.shape[1:])
 
     def fence(self) -> None:
         """Do nothing: every copy is complete when its call returns."""
@@ -136,6 +144,12 @@ class DeviceTransfer:
         with self._on_stream():
             flat = np.broadcast_to(positions, (*pages.shape, positions.shape[-1])).reshape(pages.size, -1)
             self.kv.pos.index_copy_(0, self.kv.to_index(pages.ravel()), self._to_device(flat.astype(np.int32)))
+
+    def set_masses(self, pages: Ints, masses: Floats) -> None:
+        """Set masses, on the transfer stream."""
+        with self._on_stream():
+            staged = self._to_device(masses).view(-1, *self.kv.mass.shape[1:])
+            self.kv.mass.index_copy_(0, self.kv.to_index(pages), staged)
 
     def fence(self) -> None:
         """Make the transfer stream wait for the computing stream."""

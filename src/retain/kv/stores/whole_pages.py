@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kernels.transfers import to_device
 from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.types import Bytes, Ints
 
 
 class WholePageTransfer:
-    """Copies pages of one pool, complete when a call returns.
+    """Copies pages of one pool.
 
     The n bytes of a page, `page_bytes`, are its keys, its values, its positions (int32 [S]) and its masses (float32
     [C, S]).
@@ -33,8 +30,15 @@ class WholePageTransfer:
         """The bytes of a page."""
         return int(self._ends[-1])
 
+    def write(self, pages: Ints, data: Bytes) -> None:
+        """Copy `data` [p, n] into pages [p]. It may change when this returns."""
+        self.transfer.fence()
+        self.upload(pages, data)
+        self.transfer.wait_event(self.transfer.record_event())
+        self.transfer.synchronize()
+
     def download(self, pages: Ints, out: Bytes) -> None:
-        """Copy pages [p] into `out` [p, n]."""
+        """Copy pages [p] into `out` [p, n]. The copy is complete on return."""
         first, second, end = self._ends
         self.transfer.download(pages, out[:, :first])
         index = self.kv.to_index(pages)
@@ -42,19 +46,11 @@ class WholePageTransfer:
         out[:, second:end] = _to_bytes(self.kv.mass[index])
 
     def upload(self, pages: Ints, data: Bytes) -> None:
-        """Copy `data` [p, n] into pages [p]."""
+        """Copy `data` [p, n] into pages [p]. It must not change until an event after it was waited for."""
         first, second, end = self._ends
-        self.transfer.fence()
         self.transfer.upload(pages, data[:, :first])
-        self.transfer.wait_event(self.transfer.record_event())
-        index = self.kv.to_index(pages)
-        self._write(self.kv.pos, index, data[:, first:second].copy().view(np.int32))
-        self._write(self.kv.mass, index, data[:, second:end].copy().view(np.float32))
-        self.transfer.synchronize()  # `data` may change now
-
-    def _write(self, target: Tensor, index: Tensor, values: NDArray[np.generic]) -> None:
-        source = to_device(torch.from_numpy(values), self.kv.device)
-        target.index_copy_(0, index, source.view(-1, *target.shape[1:]))
+        self.transfer.set_positions(pages, data[:, first:second].copy().view(np.int32))
+        self.transfer.set_masses(pages, data[:, second:end].copy().view(np.float32))
 
 
 def create_whole_page_transfers(pools: Sequence[KV]) -> list[WholePageTransfer]:

@@ -65,8 +65,8 @@ def encode_header(fingerprint: bytes, span: Span, data: Bytes, description: dict
         "num_blocks": span.num_blocks,
         "block_bytes": span.block_bytes,
         "start_page": span.start_page,
-        "window_starts": span.window_starts,
-        "min_resume_position": span.min_resume_position,
+        "kind": span.kind,
+        "resumes_from": span.resumes_from,
         "metadata_bytes": span.metadata_bytes,
         "is_reordered": span.is_reordered,
         "created_at": span.last_used_at,
@@ -114,8 +114,8 @@ def _parse_fields(fields: dict[str, Any], info: ObjectInfo, sums: bytes) -> Remo
         num_blocks=_counts(fields["num_blocks"]),
         block_bytes=int(fields["block_bytes"]),
         start_page=int(fields["start_page"]),
-        window_starts=_counts(fields["window_starts"]),
-        min_resume_position=int(fields["min_resume_position"]),
+        kind=str(fields["kind"]),
+        resumes_from=int(fields["resumes_from"]),
         metadata_bytes=int(fields["metadata_bytes"]),
         is_reordered=bool(fields["is_reordered"]),
         created_at=float(fields["created_at"]),
@@ -123,7 +123,7 @@ def _parse_fields(fields: dict[str, Any], info: ObjectInfo, sums: bytes) -> Remo
         modified_at=info.modified_at,
         checksums=sums,
     )
-    if min(span.block_bytes, span.start_page, span.metadata_bytes, span.min_resume_position) < 0:
+    if min(span.block_bytes, span.start_page, span.metadata_bytes, span.resumes_from) < 0:
         raise ValueError("negative sizes")
     if object_name(bytes.fromhex(fields["format"]), span.keys, span.is_reordered) != info.name:
         raise ValueError("another span's object has this name")

@@ -1,36 +1,20 @@
-"""Going on from an evicted state: how large the budget is, when it evicts first, and the slots of tokens until then.
+"""Going on from the checkpoint of a budget: how large it is, when it evicts first, and the slots of tokens until then.
 
-A row that resumes is like a row with a streamed prompt in its middle. Its tokens so far are a selection, at any places,
-and the next ones fill the holes of each head. A budget that is a share of the prompt grows with the text, but never
-beyond the tokens that are there: what an earlier turn forgot does not come back.
+A budget that is a share of the prompt grows with the text, but never beyond the tokens that are there: what an earlier
+turn forgot does not come back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
+from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.evicted_state import EvictedState
+from retain.kv.eviction.budget_state import Resumption
 from retain.types import Ints
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """How a row goes on after `position` tokens under a resolved policy, and evicts at `first_eviction` tokens.
-
-    `slots` [M, G] of each evictor are those that its heads need until then, and when they have evicted.
-    """
-
-    policy: BudgetPolicy
-    previous: BudgetPolicy  # of the state
-    position: int
-    first_eviction: int
-    slots: tuple[Ints, ...]
-
-
-def plan_resumption(state: EvictedState, policy: BudgetPolicy) -> Resumption | None:
+def plan_resumption(state: BudgetCheckpoint, policy: BudgetPolicy) -> Resumption | None:
     """Plan how a row of this policy goes on from a state; None where that would not be as if it had never paused."""
     p = state.position
     policy = policy.with_full_prefill()

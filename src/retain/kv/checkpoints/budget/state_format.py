@@ -1,13 +1,13 @@
-"""The evicted state of a row as bytes, without what is in its pages: safetensors, read without trust.
+"""The checkpoint of a budget as bytes, without what is in its pages: safetensors, read without trust.
 
-Pages are numbered from 0 on in the order of `page_runs`, so that any pages of a pool may take their places.
+Pages are numbered from 0 on in the order of its runs, so that any pages of a pool may take their places.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -17,10 +17,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 from torch import Tensor
 
+from retain.kernels.api import NO_WINDOW
+from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
+from retain.kv.checkpoints.windows_and_states import WindowsAndStates
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.evicted_state import DemoterState, EvictedState, EvictorState, used_pages
-from retain.kv.memory.sliding_windows import SlidingWindows
+from retain.kv.eviction.budget_state import DemoterState, EvictorState
+from retain.kv.memory.block_tables import BlockTables
 from retain.types import Ints
 
 FORMAT_VERSION = 1
@@ -29,20 +32,21 @@ LARGEST = 2**31 - 1  # number in a header
 Arrays = Mapping[str, NDArray[Any]]
 
 
-@dataclass(frozen=True)
 class StateShape:
-    """What a state must fit: the kv heads, the slots of a page and its columns of masses, of each KV cache group.
+    """What a checkpoint must fit: the tables of each KV cache group, and how far its layers see under a policy."""
 
-    `full_layers` counts the layers without a window of each group; `sliding` are the group and the window of the other
-    layers, one after another. Tensors go to `device`.
-    """
-
-    num_kv_heads: Sequence[int]
-    page_sizes: Sequence[int]
-    score_columns: Sequence[int]
-    full_layers: Sequence[int]
-    sliding: Sequence[tuple[int, int]]
-    device: torch.device
+    def __init__(self, groups: Sequence[BlockTables], windows: Sequence[Ints]):
+        self.num_kv_heads = [t.counts.shape[2] for t in groups]
+        self.page_sizes = [t.page_size for t in groups]
+        self.score_columns = [t.kv.mass.shape[1] for t in groups]
+        self.full_layers = [int((own == NO_WINDOW).sum()) for own in windows]  # of each group
+        self.sliding = [  # group, number in the model and window of each other layer
+            (g, int(layer), int(window))
+            for g, (t, own) in enumerate(zip(groups, windows, strict=True))
+            for layer, window in zip(t.layers, own, strict=True)
+            if window < NO_WINDOW
+        ]
+        self.device = groups[0].kv.device
 
     @property
     def evicting_groups(self) -> list[int]:
@@ -50,20 +54,7 @@ class StateShape:
         return [g for g, n in enumerate(self.full_layers) if n]
 
 
-def page_runs(state: EvictedState, shape: StateShape) -> Iterator[tuple[int, bool, Ints]]:
-    """Yield the pages of a state, layer after layer: their group, whether their slots are demoted, and pages [n]."""
-    for g, part in zip(shape.evicting_groups, state.evictors, strict=True):
-        for pages, counts in zip(part.pages, part.counts, strict=True):
-            yield g, False, used_pages(pages, counts)
-        if part.demoter:
-            for pages, counts in zip(part.demoter.pages, part.demoter.counts, strict=True):
-                yield g, True, used_pages(pages, counts)
-    if state.windows:
-        for g, pages in zip(state.windows.groups, state.windows.pages, strict=True):
-            yield g, False, pages.ravel()
-
-
-def with_pages(state: EvictedState, pages: Ints) -> EvictedState:
+def with_pages(state: BudgetCheckpoint, pages: Ints) -> BudgetCheckpoint:
     """Return a decoded state in which `pages` [n] take the places of the numbers 0 to n - 1."""
 
     def place(part: EvictorState) -> EvictorState:
@@ -82,7 +73,7 @@ def _take(pages: Ints, numbers: Ints) -> Ints:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def encode_state(state: EvictedState) -> bytes:
+def encode_state(state: BudgetCheckpoint) -> bytes:
     """Return all of a state but its pages. The host waits for the device."""
     windows = state.windows
     header = {
@@ -96,7 +87,7 @@ def encode_state(state: EvictedState) -> bytes:
         "windows": windows
         and {
             "first_pages": windows.first_pages,
-            "min_resume_position": windows.min_resume_position,
+            "resumes_from": windows.resumes_from,
         },
     }
     arrays: dict[str, NDArray[Any]] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
@@ -131,7 +122,7 @@ def _on_host(x: Tensor) -> NDArray[Any]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape, num_pages: int) -> EvictedState:
+def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape, num_pages: int) -> BudgetCheckpoint:
     """Return a state whose `num_pages` pages are numbers, see `page_runs`. Raises ValueError where it does not fit.
 
     `policy` is one under which a row goes on from it: what the state's own has beside its options is that policy's.
@@ -142,7 +133,7 @@ def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape, num_pages
         _check(header["version"] == FORMAT_VERSION, "another version")
         return _Decoder(arrays, header, shape, num_pages).decode(policy)
     except (SafetensorError, KeyError, TypeError, IndexError, AttributeError, UnicodeDecodeError) as error:
-        raise ValueError(f"an evicted state makes no sense: {error!r}") from None
+        raise ValueError(f"the checkpoint of a budget makes no sense: {error!r}") from None
 
 
 class _Decoder:
@@ -156,7 +147,7 @@ class _Decoder:
         self.num_pages = num_pages
         self.num_named = 0  # pages that are numbered so far
 
-    def decode(self, policy: BudgetPolicy) -> EvictedState:
+    def decode(self, policy: BudgetPolicy) -> BudgetCheckpoint:
         """Return the state. Raises ValueError, and what a damaged header leads to."""
         own = self._policy(policy)
         evictors = tuple(self._evictor(i, g, own) for i, g in enumerate(self.shape.evicting_groups))
@@ -164,7 +155,8 @@ class _Decoder:
         _check(isinstance(in_prompt, bool), "in_prompt")
         windows = self._windows()
         _check(self.num_named == self.num_pages, "the number of pages")
-        return EvictedState(self.position, own, evictors, windows, in_prompt, self._masses())
+        groups = tuple(self.shape.evicting_groups)
+        return BudgetCheckpoint(self.position, own, evictors, groups, windows, in_prompt, self._masses())
 
     def _masses(self) -> tuple[Tensor, ...]:
         """Return the masses of a state that has evicted nothing, in all groups, or none."""
@@ -179,7 +171,7 @@ class _Decoder:
         """Return the policy of the state: another one of the same name, for another prompt."""
         own = policies.parse(self.header["policy"])
         if type(own) is not type(policy) or not isinstance(own, BudgetPolicy):
-            raise ValueError("an evicted state does not fit: another policy")
+            raise ValueError("the checkpoint of a budget does not fit: another policy")
         found = policy.with_options(**{f.name: getattr(own, f.name) for f in fields(own) if f.init})
         object.__setattr__(found, "prompt_len", _number(self.header["prompt_len"], 0))
         return found
@@ -228,24 +220,25 @@ class _Decoder:
             scores=scores,
         )
 
-    def _windows(self) -> SlidingWindows | None:
+    def _windows(self) -> WindowsAndStates | None:
         sliding = self.shape.sliding
         found = self.header["windows"]
         _check((found is not None) == bool(sliding), "sliding layers")
         if found is None:
             return None
-        first_pages = tuple(_number(n, 0) for n in found["first_pages"])
+        first_pages = [_number(n, 0) for n in found["first_pages"]]
         _check(len(first_pages) == len(sliding), "the number of sliding layers")
         pages = []
-        for first, (g, window) in zip(first_pages, sliding, strict=True):
+        for first, (g, _, window) in zip(first_pages, sliding, strict=True):
             S = self.shape.page_sizes[g]
             num_heads = self.shape.num_kv_heads[g]
             num_pages = -(-self.position // S) - first
             _check(num_pages >= 0 and first <= max(self.position - window + 1, 0) // S, "the pages of a window")
             pages.append(self._take_numbers(num_pages * num_heads).reshape(num_heads, num_pages))
-        least = _number(found["min_resume_position"], 0)
+        least = _number(found["resumes_from"], 0)
         _check(least <= self.position, "the windows")
-        return SlidingWindows(first_pages, tuple(pages), least, tuple(g for g, _ in sliding))
+        groups, layers, _ = zip(*sliding, strict=True)
+        return WindowsAndStates(self.position, tuple(first_pages), tuple(pages), least, groups, layers)
 
     def _tables(self, counts: Ints) -> Ints:
         """Return tables [M, G, n] of the next numbers, where heads have `counts` [M, G] pages."""
@@ -282,4 +275,4 @@ def _number(value: Any, least: int) -> int:
 
 def _check(is_right: bool, problem: str) -> None:
     if not is_right:
-        raise ValueError(f"an evicted state does not fit: {problem}")
+        raise ValueError(f"the checkpoint of a budget does not fit: {problem}")

@@ -1,0 +1,145 @@
+"""What the prefix cache keeps in stores: pages that it evicts or a row has computed, and checkpoints of any kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+
+from retain.kv.checkpoints import Checkpoint, CheckpointedRow, Demand, Kind
+from retain.kv.memory.block_layout import BlockLayout
+from retain.kv.memory.block_tables import BlockTables
+from retain.kv.prefix.node import Node
+from retain.kv.stores.checkpoint_spans import CheckpointSpans
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.span import CorruptionError, ReadJob, SpanRange, Store
+from retain.kv.text import Text, hash_block
+from retain.types import Ints
+
+
+class StoredCheckpoint(NamedTuple):
+    """A checkpoint of a store."""
+
+    kind: Kind
+    key: bytes
+    place: SpanRange
+
+
+class Tiers:
+    """The stores of an offloader, for texts of one prefix cache."""
+
+    def __init__(
+        self, offloader: Offloader, groups: Sequence[BlockTables], layout: BlockLayout, kinds: Mapping[str, Kind]
+    ):
+        self.offloader = offloader
+        self.pool = groups[0].pool
+        self.block_size = layout.block_size
+        self.kinds = kinds
+        self.spans = CheckpointSpans(offloader, groups, layout.block_size)
+
+    # ---- storing -------------------------------------------------------------------------------------------------
+
+    def on_captured(self, block_hashes: Sequence[bytes], text: Text, key: bytes, checkpoint: Checkpoint) -> None:
+        """Put a checkpoint into the stores that keep what is computed; `block_hashes` are those before its position."""
+        stores = [store for store in self.offloader.stores if store.write_through]
+        if block_hashes and stores:
+            rest = text.tokens[len(block_hashes) * self.block_size : checkpoint.position]
+            text_hash = hash_block(block_hashes[-1], rest) if len(rest) else block_hashes[-1]
+            self._put(stores, text_hash, block_hashes[-1], len(block_hashes), key, checkpoint)
+
+    def on_evicted(self, node: Node, num_kept_blocks: int, checkpoints: Mapping[bytes, Checkpoint]) -> None:
+        """Put what a node loses into every store that lacks it: whole blocks, and checkpoints."""
+        is_tail = len(node.tokens) < len(node.block_hashes) * self.block_size
+        if node.has_pages and node.pages.size and not is_tail:
+            n = num_kept_blocks
+            self.offloader.on_evicted(node.block_hashes[n:], node.start_block + n, node.pages[:, n:])
+        num_blocks = node.start_block + (0 if is_tail else len(node.block_hashes))
+        for key, checkpoint in checkpoints.items() if num_blocks else ():
+            assert node.parent
+            block_hash = node.parent.block_hashes[-1] if is_tail else node.block_hashes[-1]
+            self._put(self.offloader.stores, node.block_hashes[-1], block_hash, num_blocks, key, checkpoint)
+
+    def on_outgrown(self, node: Node, key: bytes) -> None:
+        """Remove a checkpoint that stands in for pages from the stores of this engine alone."""
+        if not node.checkpoints[key].needs_pages:
+            self.spans.discard(self.spans.name(node.block_hashes[-1], key))
+
+    def _put(
+        self,
+        stores: Sequence[Store],
+        text_hash: bytes,
+        block_hash: bytes,
+        num_blocks: int,
+        key: bytes,
+        checkpoint: Checkpoint,
+    ) -> None:
+        """Put a checkpoint behind so many whole blocks into stores. One that needs their pages is put at their end."""
+        position = checkpoint.position
+        if checkpoint.needs_pages:
+            text_hash = block_hash
+            position = num_blocks * self.block_size
+        keys = self.spans.name(text_hash, key), self.spans.name_of_block(block_hash, key)
+        lacking = [store for store in stores if not store.contains(keys[0])]
+        content = self.kinds[checkpoint.kind].to_span(checkpoint, position) if lacking else None
+        if content:
+            self.spans.put(lacking, keys, num_blocks, content.checkpoint, content.metadata)
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def load(self, kind: Kind, place: SpanRange, demand: Demand, position: int) -> Checkpoint | None:
+        """Read a checkpoint into pages, which the caller owns.
+
+        None where it cannot be read or does not let the demand go on, and where the pool has too few pages.
+        """
+        read = self.spans.read(place, position, partial(self._decode, kind, place, demand, position), True)
+        if not read or not self.pool.ensure_free(len(read[0].page_list)):
+            return None
+        numbered, data = read
+        owned: list[Ints] = []
+        try:
+            owned = self.spans.allocate(numbered.runs())
+            found = kind.with_pages(numbered, np.concatenate([np.zeros(0, np.int32), *owned]))
+            self.spans.upload(found.runs(), data)
+        except BaseException as error:
+            self.pool.free(np.concatenate([np.zeros(0, np.int32), *owned]))
+            if not isinstance(error, Exception):
+                raise
+            self.offloader.warnings.warn(f"tier {place.store.name}: a checkpoint could not be loaded", error)
+            return None
+        if not place.store.write_through:
+            place.store.delete(place.span)  # the tree has it now
+        return found
+
+    def prepare(
+        self, stored: Sequence[StoredCheckpoint], demand: Demand, position: int
+    ) -> list[tuple[Kind, Checkpoint, SpanRange]] | None:
+        """Return checkpoints that complete pages, which are numbers yet. None where one cannot be read."""
+        found = []
+        for kind, _, place in stored:
+            read = self.spans.read(place, position, partial(self._decode, kind, place, demand, position), False)
+            if not read:
+                return None
+            found.append((kind, read[0], place))
+        return found
+
+    def attach(
+        self, kind: Kind, numbered: Checkpoint, place: SpanRange, row: CheckpointedRow, position: int
+    ) -> dict[int, list[ReadJob]]:
+        """Give a checkpoint to a row before its pages are read. Returns the reads, by layer of the model."""
+        pages = np.concatenate([np.zeros(0, np.int32), *self.spans.allocate(numbered.runs())])
+        checkpoint = kind.with_pages(numbered, pages)
+        kind.attach(row, position, checkpoint)
+        self.pool.free(pages)  # the row holds them
+        return self.spans.read_jobs(place, checkpoint.runs())
+
+    def _decode(
+        self, kind: Kind, place: SpanRange, demand: Demand, position: int, metadata: bytes
+    ) -> Checkpoint | None:
+        try:
+            found = kind.from_span(demand, position, place.span, metadata)
+        except ValueError as error:
+            raise CorruptionError(str(error)) from None
+        first, last = kind.reach(demand, found)
+        return found if first <= position <= last else None

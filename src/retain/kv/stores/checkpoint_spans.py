@@ -1,0 +1,195 @@
+"""Checkpoints as spans: whole pages of several pools, and metadata that says what they are.
+
+A checkpoint ends at any token. So it has two keys: one names its text, up to its position, and one the next block of
+that text. Who looks for the latest one asks for each block, from the end of a text, whether there is one in it, and
+where there is, for each of the block's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from time import monotonic, perf_counter
+from typing import Protocol, TypeVar
+
+from retain.kv.memory.block_tables import BlockTables
+from retain.kv.stores.manager import Offloader
+from retain.kv.stores.span import ReadJob, Span, SpanRange, Store
+from retain.kv.stores.whole_pages import create_whole_page_transfers
+from retain.kv.text import hash_key, iter_end_hashes
+from retain.types import Bytes, Ints
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class PageRun:
+    """Pages [n] of a KV cache group, or of its slots in fewer bits; `layer` of the model is the first that reads them.
+
+    Where it is None, something reads them before the step.
+    """
+
+    group: int
+    is_demoted: bool
+    pages: Ints
+    layer: int | None = None
+
+
+@dataclass(frozen=True)
+class FoundCheckpoint:
+    """A checkpoint of a store, after the first `position` tokens of a text."""
+
+    position: int
+    place: SpanRange
+
+
+class Content(Protocol):
+    """What a span has of a checkpoint: its kind, where a text can go on with it, and its pages."""
+
+    @property
+    def kind(self) -> str:
+        """The name of its kind."""
+
+    @property
+    def resumes_from(self) -> int:
+        """The first position at which a text can go on with it."""
+
+    def runs(self) -> Sequence[PageRun]:
+        """Return its pages."""
+
+
+class CheckpointSpans:
+    """Puts checkpoints into the stores of an offloader, finds them and reads them. Keys say what they depend on."""
+
+    def __init__(self, offloader: Offloader, groups: Sequence[BlockTables], block_size: int):
+        self.offloader = offloader
+        self.block_size = block_size
+        demoted = [((g, True), t.demoted.store) for g, t in enumerate(groups) if t.demoted]
+        pools = [*(((g, False), t.store) for g, t in enumerate(groups)), *demoted]
+        self.pool_of = {pool: i for i, (pool, _) in enumerate(pools)}  # a group and whether demoted, to a number
+        self.page_stores = [store for _, store in pools]
+        self.transfers = create_whole_page_transfers([store.kv for store in self.page_stores])
+        sizes = [(t.page_bytes, t.kv.page_size) for t in self.transfers]
+        self._format = repr(sizes).encode()  # of the pages of each pool
+
+    # ---- keys ----------------------------------------------------------------------------------------------------
+
+    def name(self, text_hash: bytes, key: bytes) -> bytes:
+        """Return the key of the checkpoint at the end of a text."""
+        return hash_key(text_hash + key + self._format)
+
+    def name_of_block(self, block_hash: bytes, key: bytes) -> bytes:
+        """Return the key of all checkpoints in the block behind the one of a hash, its beginning included."""
+        return hash_key(block_hash + b"in the next block" + key + self._format)
+
+    # ---- storing -------------------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        stores: Sequence[Store],
+        keys: tuple[bytes, bytes],
+        start_page: int,
+        checkpoint: Content,
+        metadata: bytes,
+    ) -> None:
+        """Put a checkpoint, behind `start_page` whole blocks of a text, into these stores."""
+        runs = checkpoint.runs()
+        pools = [self.transfers[self.pool_of[run.group, run.is_demoted]] for run in runs]
+        for store in stores:
+            span = Span(
+                keys=keys,
+                kind=checkpoint.kind,
+                num_blocks=tuple(len(run.pages) for run in runs),
+                block_bytes=max((pool.page_bytes for pool in pools), default=0),
+                start_page=start_page,
+                resumes_from=checkpoint.resumes_from,
+                metadata_bytes=len(metadata),
+            )
+            data = self.offloader.allocate_span(store, span)
+            if data is None:
+                continue
+            for layer, (run, pool) in enumerate(zip(runs, pools, strict=True)):
+                pool.download(run.pages, span.view_layer(data, layer))
+            span.view_metadata(data)[:] = bytearray(metadata)
+            store.put(span, data)
+
+    def discard(self, name: bytes) -> None:
+        """Remove a checkpoint from stores of this engine alone."""
+        for store in self.offloader.stores:
+            if not store.is_shared and (found := store.find(name)):
+                store.delete(found[0])
+
+    # ---- loading -------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes, block_hashes: Sequence[bytes], tokens: Ints, after: int) -> Iterator[FoundCheckpoint]:
+        """Yield the checkpoints of a text after more than `after` tokens, the latest first.
+
+        `block_hashes` are those of the text's whole blocks.
+        """
+        B = self.block_size
+        for n in range(len(block_hashes), max(after // B, 1) - 1, -1):
+            if self._find(self.name_of_block(block_hashes[n - 1], key)):
+                for end, text_hash in iter_end_hashes(block_hashes, tokens, B, n):
+                    if end > after and (place := self._find(self.name(text_hash, key))):
+                        yield FoundCheckpoint(end, place)
+
+    def find_at(self, key: bytes, text_hash: bytes) -> SpanRange | None:
+        """Return the checkpoint at the end of a text, if a store has it."""
+        return self._find(self.name(text_hash, key))
+
+    def _find(self, name: bytes) -> SpanRange | None:
+        """Return the whole span that has a key, if a store has it."""
+        for store in self.offloader.stores:
+            if found := store.find(name):
+                return SpanRange(store, found[0], 0, len(found[0].keys))
+        return None
+
+    def read(
+        self, found: SpanRange, num_tokens: int, decode: Callable[[bytes], Found | None], with_pages: bool
+    ) -> tuple[Found, list[Bytes]] | None:
+        """Return what `decode` makes of the metadata of a span, and its pages [p, n], or none of them.
+
+        The span saves computing so many tokens. None where `decode` returns that, and after any error, also of
+        `decode`: then the span is dropped.
+        """
+        store = found.store
+        span = found.span
+        started_at = perf_counter()
+        num_read = 0
+        pages = []
+        try:
+            with closing(store.open(span, monotonic() + self.offloader.time_limit([store], num_tokens))) as reader:
+                decoded = decode(bytes(reader.read_metadata()) if span.metadata_bytes else b"")
+                if decoded is None:
+                    return None
+                for layer, n in enumerate(span.num_blocks if with_pages else ()):
+                    pages.append(reader.read_blocks(layer, 0, n).copy())
+                    num_read += pages[-1].size
+        except Exception as error:
+            self.offloader.drop_unreadable(store, span, error, num_read, perf_counter() - started_at)
+            return None
+        if num_read:
+            self.offloader.cost_model.record_read(store.name, span.size, max(perf_counter() - started_at, 1e-6))
+        return decoded, pages
+
+    def allocate(self, runs: Sequence[PageRun]) -> list[Ints]:
+        """Take pages for each of these runs, which the pool has."""
+        return [self.page_stores[self.pool_of[run.group, run.is_demoted]].allocate(len(run.pages)) for run in runs]
+
+    def upload(self, runs: Sequence[PageRun], data: Sequence[Bytes]) -> None:
+        """Write the bytes of each run's pages, [p, n]."""
+        for run, pages in zip(runs, data, strict=True):
+            transfer = self.transfers[self.pool_of[run.group, run.is_demoted]]
+            transfer.write(run.pages, pages[:, : transfer.page_bytes])
+
+    def read_jobs(self, place: SpanRange, runs: Sequence[PageRun]) -> dict[int, list[ReadJob]]:
+        """Return the reads of runs of a span, by the layer of the model that reads their pages first."""
+        jobs: dict[int, list[ReadJob]] = {}
+        for i, run in enumerate(runs):
+            if len(run.pages):
+                assert run.layer is not None
+                transfer = self.transfers[self.pool_of[run.group, run.is_demoted]]
+                job = ReadJob(place.store, place.span, i, 0, run.pages, group=run.group, writer=transfer)
+                jobs.setdefault(run.layer, []).append(job)
+        return jobs
