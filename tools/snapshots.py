@@ -150,7 +150,7 @@ def run_chat(args: argparse.Namespace) -> bool:
         if turn < turns - 1:
             text = text + random_tokens(args, 16)
     n = len(text) - 1
-    held = int(np.count_nonzero(llm.cache.prefix_cache.num_holders))
+    held = int(np.count_nonzero(llm.cache.prefix_cache.tree.num_holders))
     needed = llm.cache.pages_held(llm.cache.plan_policy(policies.parse("full"), n), n, n)
     ratio = held / needed
     stats = llm.cache.pool_stats()
@@ -192,7 +192,7 @@ def run_traffic(args: argparse.Namespace) -> bool:
             texts[rng.randrange(args.chats)] = list(request.tokens)
         if turn % max(turns // 20, 1) == 0:
             stats = llm.cache.pool_stats()
-            held = int(np.count_nonzero(llm.cache.prefix_cache.num_holders))
+            held = int(np.count_nonzero(llm.cache.prefix_cache.tree.num_holders))
             found.append((stats.num_snapshots, held, resident_bytes()))
             nodes = sum(1 for _ in tree.iter_nodes())
             print(

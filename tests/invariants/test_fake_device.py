@@ -351,7 +351,7 @@ def test_warming_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
         llm.warm_up()
         llm.cache.check()
         assert llm.cache.free_pages == llm.cache.total_pages
-        assert llm.cache.prefix_cache is prefix_cache and not len(prefix_cache.pages)
+        assert llm.cache.prefix_cache is prefix_cache and not len(prefix_cache.tree.all_pages)
         batch_sizes = {key[0].B for key in llm.engine.runner.program._graphs.graphs}  # type: ignore[attr-defined]
         assert batch_sizes == {1, 4}
 

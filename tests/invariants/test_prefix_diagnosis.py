@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from retain import LLM, SamplingParams
-from retain.kv.prefix import diagnosis
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.text import Text
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
 
 THREE_TOKENS = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
@@ -455,7 +455,7 @@ def test_asking_changes_neither_tokens_nor_what_is_evicted_next(llm: LLM) -> Non
     tree = llm.cache.prefix_cache.tree  # type: ignore[union-attr]
     plain = [llm.generate(p, THREE_TOKENS)[0].token_ids for p in (QUESTION, RULES)]
     nodes = {id(n): (n.last_used, n.hits) for n in tree.iter_nodes()}
-    tree.nearest_text(next(iter(tree.roots)), diagnosis.NO_TOKENS)
+    tree.nearest_text(next(iter(tree.roots)), Text())
     assert {id(n): (n.last_used, n.hits) for n in tree.iter_nodes()} == nodes
     tree.clear()
     asked = [llm.generate(p, THREE_TOKENS, explain_prefix=True)[0].token_ids for p in (QUESTION, RULES)]

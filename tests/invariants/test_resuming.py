@@ -293,7 +293,7 @@ def test_edited_text_resumes_at_the_last_state_before_the_edit() -> None:
     for edited_at, expected in ((ends[1] + 3, ends[1]), (ends[1] - 3, TURNS[0] // 16 * 16), (10, 0)):
         edited = [*text[:edited_at], (text[edited_at] + 1) % 128, *text[edited_at + 1 :]]
         assert ask(engine, edited, policy).stats.num_cached_tokens == expected
-    assert (engine.cache.prefix_cache.num_holders > 0).sum() < engine.cache.total_pages
+    assert (engine.cache.prefix_cache.tree.num_holders > 0).sum() < engine.cache.total_pages
 
 
 def test_resumed_row_keeps_sinks_and_the_newest_tokens() -> None:

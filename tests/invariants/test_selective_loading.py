@@ -12,11 +12,12 @@ import torch
 
 from retain.engine.engine import Engine
 from retain.kernels.api import NO_WINDOW
-from retain.kv.prefix.query import PrefixQuery
+from retain.kv.checkpoints import Demand
 from retain.kv.stores.loader import write_pages
 from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.span import ReadJob
+from retain.kv.text import Text
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts
@@ -62,8 +63,8 @@ def test_reordered_span_has_the_same_keys_and_values_in_another_order(tmp_path: 
     cache = engine.cache
     r = make_request(text)
     run_to_completion(engine, [r])
-    match = cache.prefix_cache.match_prefix(PrefixQuery(r.policy, text, 96))
-    (pages,) = cache.prefix_cache.layout.split(match.pages[:, :6])  # [L, G, n]
+    start = cache.prefix_cache.find(Text(text), Demand(r.policy, max_length=96))
+    (pages,) = cache.prefix_cache.layout.split(start.blocks[:, :6])  # [L, G, n]
     k, v = (x.view(*pages.shape, 16, -1) for x in read_kv(engine, pages))
     finish_repacking(engine)
     clear_pool(engine)
@@ -122,8 +123,7 @@ def test_selected_tokens_are_a_row_that_has_already_evicted(
         assert len(r.output_tokens) == 40 and r.stats.num_cached_tokens == 160
         assert cache.free_pages == cache.total_pages
         if i:
-            match = cache.prefix_cache.match_prefix(PrefixQuery(r.policy, r.prompt, 160))
-            assert match is None or match.length == 0
+            assert cache.prefix_cache.find(Text(r.prompt), Demand(r.policy)).position == 0
     engine.cache.prefix_cache.close_offloader()
 
 

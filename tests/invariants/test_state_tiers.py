@@ -22,13 +22,15 @@ from retain.cli.main import main
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels.pool_dtypes import INT4, INT8
+from retain.kv.checkpoints.budget import Kind
+from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
+from retain.kv.checkpoints.budget.state_format import decode_state, encode_state, with_pages
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.evicted_state import EvictedState
-from retain.kv.eviction.state_format import decode_state, encode_state, page_runs, with_pages
 from retain.kv.prefix.query import PrefixQuery
-from retain.kv.prefix.state_tiers import StateTiers
+from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
 from tests.helpers import engines
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
@@ -298,7 +300,7 @@ def test_errors_are_misses(
     assert found.stats.num_cached_tokens == 0
     assert found.output_tokens == ask(make_engine(**options), text, H2O).output_tokens
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
-    assert warning.getMessage().startswith("tier disk: a s") and not warning.exc_info
+    assert warning.getMessage().startswith(("tier disk: a span", "tier disk: a checkpoint")) and not warning.exc_info
     pauses.close()
 
 
@@ -312,7 +314,7 @@ def test_state_that_finds_no_pages_is_a_miss(family: str, tmp_path: Path) -> Non
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "ensure_free", lambda n: False)
         row = pauses.engine.cache.open(make_request(text, 1, H2O).policy, len(text))
-        query = PrefixQuery(row.policy, text, len(text) - 1)
+        query = PrefixQuery(row.policy, Text(text), len(text) - 1)
         assert row.attach_prefix(query).num_tokens == 0
         row.close()
         pauses.engine.cache.check()
@@ -341,10 +343,8 @@ def test_metadata_that_make_no_sense_are_a_miss(
     pauses.close()
 
 
-def test_earlier_state_may_be_evicted_for_a_later_one_that_is_not_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pool has the state of the first turn, and evicts it to read that of the second one, which fails."""
+def test_earlier_state_stays_while_a_later_one_is_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool has the state of the first turn, evicts all that it can to read the second one, and fails."""
     options = options_of("llama", H2O)
     pauses = Pauses("restart", tmp_path, **options)
     text = begin(H2O, pauses)
@@ -359,8 +359,10 @@ def test_earlier_state_may_be_evicted_for_a_later_one_that_is_not_loaded(
         patch.setattr(UPLOAD, fail)
         patch.setattr(engine.cache.pool, "ensure_free", lambda n: tree.evict(tree.num_evictable_pages) is None)
         found = ask(engine, text, H2O)
-    assert found.stats.num_cached_tokens == 0
-    assert found.output_tokens == ask(make_engine(**options), text, H2O).output_tokens
+    assert found.stats.num_cached_tokens == TURNS[0] + 19
+    other = make_engine(prefix_cache="exact", **options)
+    ask(other, [*text[: TURNS[0] + 20], 127], H2O)
+    assert found.output_tokens == ask(other, text, H2O).output_tokens
     pauses.close()
 
 
@@ -382,7 +384,12 @@ def test_computing_that_is_faster_reads_nothing(tmp_path: Path) -> None:
 def states_of(engine: Engine) -> list[int]:
     """Return the positions of the states in the last store."""
     offloader_of(engine).sync()
-    return sorted(s.min_resume_position for s in disk_store_of(engine).span_index if s.kind == "state")
+    return sorted(s.resumes_from for s in disk_store_of(engine).span_index if s.kind == "budget")
+
+
+def budgets_of(tree: RadixTree) -> list[BudgetCheckpoint]:
+    """Return the checkpoints of budgets in a tree."""
+    return [c for n in tree.iter_nodes() for c in n.checkpoints.values() if isinstance(c, BudgetCheckpoint)]
 
 
 def test_disk_keeps_the_states_that_the_tree_keeps(tmp_path: Path) -> None:
@@ -398,7 +405,7 @@ def test_disk_keeps_the_states_that_the_tree_keeps(tmp_path: Path) -> None:
     turns = talk(H2O, ask_and_write, (70, 17, 30, 45, 20, 10))
     ask_and_write([*turns[1].tokens, 5, 6, 7], H2O)
     tree = engine.cache.prefix_cache.tree
-    kept = sorted(n.snapshot.position for n in tree.iter_nodes() if isinstance(n.snapshot, EvictedState))
+    kept = sorted(state.position for state in budgets_of(tree))
     assert states_of(engine) == kept
     assert len(kept) < len(turns)
     pauses.close()
@@ -522,7 +529,7 @@ def test_cache_ls_shows_states(tmp_path: Path, capsys: pytest.CaptureFixture[str
     text = begin(H2O, pauses, 1)
     pauses.close()
     assert main(["cache", "ls", str(tmp_path / "0")]) == 0
-    assert f"state at {len(text) - 4} " in capsys.readouterr().out
+    assert f"budget from {len(text) - 4} " in capsys.readouterr().out
     assert main(["cache", "verify", str(tmp_path / "0")]) == 0
 
 
@@ -577,15 +584,15 @@ def test_chats_in_a_small_pool_answer_as_those_that_they_go_on_from(family: str,
 
 
 @cache
-def encoded_states() -> list[tuple[str, bytes, EvictedState, StateTiers]]:
+def encoded_states() -> list[tuple[str, bytes, BudgetCheckpoint, Kind]]:
     """Return states of two policies as bytes, with the policies, the states and what decodes them."""
     found = []
     for family, policy in (("gemma3_text", "h2o:budget=25%,demote=int4:50%"), ("llama", "gate:budget=50%")):
         engine = make_engine(prefix_cache="exact", tiers=["ram:capacity=1MB"], **options_of(family, policy))
         talk(policy, partial(ask, engine), (70,))
         prefix_cache = engine.cache.prefix_cache
-        (state,) = [n.snapshot for n in prefix_cache.tree.iter_nodes() if isinstance(n.snapshot, EvictedState)]
-        found.append((policy, encode_state(state), state, prefix_cache.state_tiers))
+        (state,) = budgets_of(prefix_cache.tree)
+        found.append((policy, encode_state(state), state, prefix_cache.kinds["budget"]))
     return found
 
 
@@ -604,11 +611,11 @@ def equal(a: Any, b: Any) -> bool:
 
 def test_decoding_is_the_inverse_of_encoding() -> None:
     """But for the pages, which are numbered in the order in which they are written."""
-    for policy, data, state, tiers in encoded_states():
-        shape = tiers._shape(state.policy)
+    for policy, data, state, kind in encoded_states():
+        shape = kind._shape(state.policy)
         other = policies.parse(policy).resolve(300)  # of a later turn
-        decoded = decode_state(data, other, shape, state.num_pages)
-        pages = np.concatenate([pages for *_, pages in page_runs(state, shape)])
+        decoded = decode_state(data, other, shape, len(state.page_list))
+        pages = np.concatenate([run.pages for run in state.runs()])
         restored = with_pages(decoded, pages)
         assert encode_state(restored) == data
         assert restored.page_list.tolist() == state.page_list.tolist()
@@ -623,8 +630,8 @@ def test_decoding_is_the_inverse_of_encoding() -> None:
 @given(st.data())
 def test_damaged_metadata_are_refused_or_harmless(data: st.DataObject) -> None:
     """Nothing but ValueError is raised, and no page, slot or hole is named that the state does not have."""
-    _, encoded, state, tiers = data.draw(st.sampled_from(encoded_states()))
-    shape = tiers._shape(state.policy)
+    _, encoded, state, kind = data.draw(st.sampled_from(encoded_states()))
+    shape = kind._shape(state.policy)
     damaged = bytearray(encoded)
     for _ in range(data.draw(st.integers(1, 4))):
         begin = data.draw(st.sampled_from([0, len(encoded) - 250]))  # names and shapes, or the header at the end
@@ -632,10 +639,10 @@ def test_damaged_metadata_are_refused_or_harmless(data: st.DataObject) -> None:
         damaged[place] = data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.sampled_from([len(damaged), len(damaged), len(damaged) // 2]))]
     try:
-        found = decode_state(bytes(damaged), state.policy, shape, state.num_pages)
+        found = decode_state(bytes(damaged), state.policy, shape, len(state.page_list))
     except ValueError:
         return
-    assert sorted(found.page_list.tolist()) == list(range(state.num_pages))
+    assert sorted(found.page_list.tolist()) == list(range(len(state.page_list)))
     for part in found.evictors:
         num_slots = part.counts[..., None] * 16
         assert ((part.hole_places.numpy() >= 0) & (part.hole_places.numpy() < num_slots)).all()

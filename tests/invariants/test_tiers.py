@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import retain.kv.stores.loader
-from retain.kv.prefix.attach import attach_pages
+from retain.kv.prefix.cache import PrefixCache
 from tests.helpers.disk_faults import FAULTS, Fault
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
@@ -257,14 +257,14 @@ def test_prefixes_are_computed_when_no_pages_are_free_for_a_load(
 ) -> None:
     prompts, answers = fill_store(tmp_path, "gemma3_text")
     engine = make_engine("gemma3_text", backend="cpu", prefix_cache="exact", tiers=[disk_spec(tmp_path)])
-    pool, refused = engine.cache.pool, []
+    pool, refused, attach = engine.cache.pool, [], PrefixCache._attach
 
     def attach_without_pages(*args: object, **keywords: object) -> object:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(pool, "ensure_free", lambda n: refused.append(n))
-            return attach_pages(*args, **keywords)
+            return attach(*args, **keywords)
 
-    monkeypatch.setattr("retain.kv.prefix.cache.attach_pages", attach_without_pages)
+    monkeypatch.setattr(PrefixCache, "_attach", attach_without_pages)
     assert [run_to_completion(engine, [make_request(t)])[0] for t in prompts] == answers and refused
     engine.cache.prefix_cache.close_offloader()
 

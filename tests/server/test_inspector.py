@@ -110,7 +110,7 @@ def test_pool_stats_count_every_page_once(prefix_cache, drafter):
         stats, (page_states, page_rows) = cache.pool_stats(), cache.classify_pages()
         assert sum(stats.pages_by_state.values()) == cache.total_pages
         assert stats.pages_by_state["free"] == cache.pool.num_free
-        held_once = np.maximum(cache.prefix_cache.num_holders, 1)  # by several snapshots: by the cache alone
+        held_once = np.maximum(cache.prefix_cache.tree.num_holders, 1)  # by several snapshots: by the cache alone
         assert stats.pages_by_state["shared"] == int((cache.pool.ref_counts > held_once).sum())
         num_slots = cache.total_pages * cache.page_size
         for copies in cache.copies.by_dtype.values():  # whose pages have more slots

@@ -127,17 +127,17 @@ def _format_record(record: dict[str, Any]) -> str:
 
 
 def _describe(span: Span) -> dict[str, Any]:
-    """Say what a span has: pages of a text, windows behind its pages, or a state after `position` tokens."""
+    """Say what a span has: pages of a text, or a checkpoint, from which texts go on after `position` tokens."""
     if span.kind != "text":
         return {"kind": span.kind, "position": span.resumes_from}
     return {"kind": span.kind, "first_page": span.start_page, "pages": len(span.keys)}
 
 
 def _format_place(record: dict[str, Any]) -> str:
-    if record["kind"] == "state":
-        return f"state at {record['position']}"
+    if record["kind"] != "text":
+        return f"{record['kind']} from {record['position']}"
     begin = record["first_page"]
-    return f"windows at {begin}" if record["kind"] == "windows" else f"pages {begin}-{begin + record['pages'] - 1}"
+    return f"pages {begin}-{begin + record['pages'] - 1}"
 
 
 def _format_age(seconds: float) -> str:

@@ -204,6 +204,7 @@ def _find_elsewhere(
     link = cache.first_link(start.text, start.demand.policy)
     keys = start.text.block_hashes(link, S)
     first = begun.common_length // S
+    yield from _find_states(cache, history, start, begun)
     if cache.offloader and (ranges := cache.offloader.find_spans(keys[first:])):
         num_pages = first + sum(r.end - r.begin for r in ranges)
         yield replace(begun, reason=MissReason.NOT_LOADED, known_length=num_pages * S, detail=ranges[0].store.name)
@@ -215,7 +216,6 @@ def _find_elsewhere(
     if times:
         length = (first + len(times)) * S
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
-    yield from _find_states(cache, history, start, begun)
     if near := history.nearest_text(start.text.salt, prompt, besides=[own] if own else ()):
         text, known = near
         seen = _explain_seen(replace(begun, known_length=known), text, link, start.demand.policy)
