@@ -361,7 +361,7 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         "sinks": lambda: rng.randint(0, 6),
         "interval": lambda: rng.randint(1, 20),
         "chunk": lambda: rng.randint(1, 60),
-        "prefill": lambda: rng.choice(["stream", "stream", "layers"]),
+        "prefill": lambda: rng.choice(["stream", "stream", "exact"]),
         "share": lambda: rng.choice(["none", "layer", "all"]),
         "protect": lambda: "system",
         "shrink": lambda: rng.choice(["10%", rng.randint(1, 30)]),

@@ -24,8 +24,6 @@ class PromptSharing:
             leader = next((r for r in alike if can_share_prompt(request, r)), None)
             if leader:
                 self._followers.setdefault(leader, []).append(request)
-                for shared in (leader, request):  # all of the prompt must be in the cache when it is copied
-                    shared.policy = shared.policy.with_full_prefill()
             else:
                 alike.append(request)
         return [r for alike in leaders.values() for r in alike]

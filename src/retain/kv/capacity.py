@@ -99,8 +99,7 @@ class GroupPlanner:
         if policy.has_budget:
             full = min(full, self.max_pages_per_head * S)
         num_full = int((windows == NO_WINDOW).sum())
-        scratch = -(-policy.scratch_slots(length) // S) if num_full else 0
-        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum() + scratch)
+        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum())
         if not policy.demoted_slots(length):
             return before * self.group.num_kv_heads
         if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
@@ -211,11 +210,7 @@ class CapacityPlanner:
         compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
             raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
-        c = self.config
-        step_room = c.max_batched_tokens - c.max_running_requests
-        if self.spec.has_shared_caches:  # a layer must not evict before those that share its cache have read it
-            step_room = 0
-        return policy.fit(CacheLimits(c.max_model_len, step_room, self.pages_needed, self.load_gate))
+        return policy.fit(CacheLimits(self.config.max_model_len, self.load_gate))
 
     @property
     def has_gate(self) -> bool:

@@ -183,10 +183,10 @@ class Row:
             self.snapshots = [RingSnapshot(t, self.index, computed) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
-        return (
-            all(evictor.begin_reserve() for evictor in self.evictors)
-            and self.parts.slots.reserve(self.index, end_position)
-            and (self._reserve_eviction(end_position) or self._reserve_eviction_alone(end_position))
+        for evictor in self.evictors:
+            evictor.begin_reserve()
+        return self.parts.slots.reserve(self.index, end_position) and (
+            self._reserve_eviction(end_position) or self._reserve_eviction_alone(end_position)
         )
 
     def _reserve_eviction(self, end_position: int) -> bool:
@@ -207,11 +207,6 @@ class Row:
         if self.has_states:  # those of earlier positions are gone after a step
             next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
         return min(next_eviction, next_snapshot, self.masses_due or UNBOUNDED) - num_computed_tokens
-
-    @property
-    def needs_single_step(self) -> bool:
-        """Whether all tokens up to the next eviction must be computed in one step."""
-        return bool(self.evictors) and any(evictor.layerwise is not None for evictor in self.evictors)
 
     @property
     def max_step_tokens(self) -> int:
@@ -254,7 +249,7 @@ class Row:
         end = cast(BudgetPolicy, policy).prompt_len
         if num_computed_tokens != end or (self.masses and self.masses.position == end):
             return
-        if self.depends_on_text_alone and not any(e.has_holes or e.layerwise for e in self.evictors):
+        if self.depends_on_text_alone and not any(e.has_holes for e in self.evictors):
             values = read_masses(self.groups, self.index, end)
             self.masses = PromptMasses(end, cast(BudgetPolicy, policy), values)
 
@@ -278,7 +273,7 @@ class Row:
         Where it is about to do so, it owns the pages that it then needs from now on. Otherwise pages of a row that goes
         on may not be shared where its queries add mass to their slots.
         """
-        if any(e.has_holes or e.layerwise for e in self.evictors) or self.policy.scoring_chunk:
+        if any(e.has_holes for e in self.evictors) or self.policy.scoring_chunk:
             return False
         if not still_running:
             return True

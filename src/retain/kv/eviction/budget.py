@@ -2,9 +2,8 @@
 
 A head keeps `budget` tokens: the first `sinks`, the last `recent`, and of the rest those with the highest priority. It
 fills `interval` more slots before it evicts as many at once (1 is the papers'; more costs less). The prompt is computed
-exactly and the budget begins behind it: in all layers at once, or, where the prompt is computed in one step
-(prefill=layers), in one layer after the other, so that only one is whole at a time. With prefill=stream the budget
-holds after every `chunk`, so that a prompt of any length takes bounded memory.
+exactly and the budget begins behind it. With prefill=stream the budget holds after every `chunk`, so that a prompt of
+any length takes bounded memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ class BudgetPolicy(EvictionPolicy):
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: NonNegativeInt = 0  # of them the first of the text
     interval: PositiveInt = 16
-    prefill: str = "exact"  # or stream; `fit` turns exact into layers where that takes less memory
+    prefill: str = "exact"  # or stream: evict after every `chunk` of the prompt
     chunk: PositiveInt = 448  # of a streamed prompt: evict after as many; a step has room for it beside 64 answers
     share: str = "none"  # or layer, or all: heads that divide the sum of their budgets, by priority
     protect: str = "none"  # or system: the system prompt is among the sinks
@@ -54,7 +53,9 @@ class BudgetPolicy(EvictionPolicy):
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_choice("prefill", self.prefill, "exact", "stream", "layers")
+        if self.prefill == "layers":
+            raise ValueError("prefill=layers is gone: leave it out, or take prefill=stream, which bounds memory better")
+        check_choice("prefill", self.prefill, "exact", "stream")
         check_choice("share", self.share, "none", "layer", "all")
         check_choice("protect", self.protect, "none", "system")
         check_choice("resume", self.resume, "on", "off")
@@ -98,17 +99,12 @@ class BudgetPolicy(EvictionPolicy):
                 object.__setattr__(other, f.name, getattr(self, f.name))
 
     def fit(self, limits: CacheLimits) -> Self:
-        """Bound the interval, and prefill layer by layer where that takes less memory. See EvictionPolicy.fit."""
+        """Bound what no text can fill. See EvictionPolicy.fit."""
         policy = self.with_options(interval=min(self.interval, max(limits.max_model_len - self.prompt_len, 1)))
         if self.demote:  # no head has more tokens than a text
             most = max(limits.max_model_len - self.budget_tokens, 1)
             policy = policy.with_options(demote=Demotion(Amount(tokens=min(self.demoted_tokens, most))))
-        if policy.prefill == "stream":
-            return policy
-        exact, layers = (policy.with_options(prefill=how) for how in ("exact", "layers"))
-        possible = policy.supports_layerwise and policy.budget_tokens < policy.prompt_len <= limits.step_room
-        n = policy.prompt_len
-        return layers if possible and limits.pages_needed(layers, n, n) < limits.pages_needed(exact, n, n) else exact
+        return policy
 
     def with_instruction(self, token_ids: Sequence[int], special_ids: Set[int] = frozenset()) -> Self:
         """See EvictionPolicy.with_instruction."""
@@ -116,10 +112,6 @@ class BudgetPolicy(EvictionPolicy):
         object.__setattr__(found, "instruction_ids", tuple(token_ids))
         object.__setattr__(found, "special_ids", frozenset(special_ids))
         return found
-
-    def with_full_prefill(self) -> Self:
-        """See EvictionPolicy.with_full_prefill."""
-        return self.with_options(prefill="exact") if self.prefill == "layers" else self
 
     def halved(self) -> Self | None:
         """Return the policy with half its budget, or None if `shrink` does not allow it; resolved."""
@@ -183,7 +175,7 @@ class BudgetPolicy(EvictionPolicy):
 
         They include those of the answer's first tokens: when the prompt is computed a row only frees pages.
         """
-        if self.prompt_len <= self.budget_tokens or self.prefill == "layers":
+        if self.prompt_len <= self.budget_tokens:
             return self.decode_slots
         behind = max(self.interval, self.scoring_tokens, self.eviction_delay)
         whole = self.prompt_len + behind
@@ -209,10 +201,6 @@ class BudgetPolicy(EvictionPolicy):
     def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
         """See EvictionPolicy.fresh_tokens."""
         return max(num_uncomputed_tokens, self.scoring_tokens)
-
-    def scratch_slots(self, length: int) -> int:
-        """See EvictionPolicy.scratch_slots."""
-        return min(length, self.prompt_len) if self.prefill == "layers" else 0
 
     # ---- when and what to evict, resolved ------------------------------------------------------------------------
 
@@ -267,11 +255,6 @@ class BudgetPolicy(EvictionPolicy):
         """Whether heads keep different numbers of tokens."""
         return self.share != "none"
 
-    @property
-    def supports_layerwise(self) -> bool:
-        """Whether a layer can evict as soon as it has computed the prompt."""
-        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.demote)
-
     def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
         """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""
         pos = np.arange(num_tokens, dtype=np.int32)
@@ -320,11 +303,6 @@ class AttentionScoredPolicy(BudgetPolicy):
     def ragged(self) -> bool:
         """See BudgetPolicy.ragged."""
         return super().ragged or self.heads == "union"
-
-    @property
-    def supports_layerwise(self) -> bool:
-        """See BudgetPolicy.supports_layerwise."""
-        return super().supports_layerwise and self.scope == "layer"
 
     @property
     def per_query_head(self) -> bool:

@@ -18,7 +18,6 @@ from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.evicted_state import EvictorState
-from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.operations import RowTables, compact, gather_slots, punch
 from retain.kv.eviction.resumption import Resumption
 from retain.kv.eviction.shared_pages import SharedPages
@@ -85,9 +84,6 @@ class BudgetEvictor:
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
         self.shared = SharedPages(tables, row, self.layers)
         self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
-        self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
-        if policy.prefill == "layers" and policy.prompt_len > policy.budget_tokens:
-            self.layerwise = LayerwisePrefill(policy, tables, row, self.layers, self.key_factors)
         tables.capacity[row, self.layers] = min(policy.prefill_slots, tables.max_pages * tables.page_size)
         if policy.prompt_len > policy.budget_tokens:  # a streamed prompt takes all its slots at once, and reuses them
             tables.headroom[row, self.layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
@@ -96,26 +92,17 @@ class BudgetEvictor:
     @property
     def scratch_pages(self) -> Ints:
         """Pages that the row holds beside its tables."""
-        found = [self.shared.spare]
-        if self.demoter:
-            found.append(self.demoter.spare)
-        if self.layerwise and self.layerwise.scratch is not None:
-            found.append(self.layerwise.scratch.ravel())
-        return np.concatenate(found)
+        return np.concatenate([self.shared.spare, self.demoter.spare]) if self.demoter else self.shared.spare
 
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
         return self._num_dropped - self._num_inherited - (self.demoter.num_tokens if self.demoter else 0)
 
-    def begin_reserve(self) -> bool:
-        """Take scratch pages where the prompt goes layer by layer. False if there are too few.
-
-        Pages for demoted tokens are free until they are reserved again: a second reading of the prompt comes first.
-        """
+    def begin_reserve(self) -> None:
+        """Free the pages for demoted tokens until they are reserved again: a scoring pass of the prompt comes first."""
         if self.demoter:
             self.demoter.release()
-        return self.layerwise is None or self.layerwise.allocate()
 
     def finish_reserve(self, end_position: int) -> bool:
         """Own the pages that an eviction at `end_position` computed tokens takes. False if there are too few.
@@ -126,19 +113,14 @@ class BudgetEvictor:
             return False
         if self.demoter and self.demotes_by(end_position):
             num_pages = self.head_budgets.size * self.pages_after_demotion(self.policy, end_position)
-            if not self.demoter.reserve(end_position, num_pages):
-                return False
-        if self.layerwise and self.layerwise.scratch is not None:  # in one layer at a time
-            t = self.tables
-            layer = self.layers[0]
-            t.peaks[self.row, layer] = t.counts[self.row, layer] + self.layerwise.scratch.shape[1]
+            return self.demoter.reserve(end_position, num_pages)
         return True
 
     def num_places_written(self, num_computed_tokens: int) -> int:
         """Return how many pages of each head, the first ones, the first eviction writes into; 0 where none is due."""
         policy = self.policy
         end = self.next_eviction
-        if num_computed_tokens < end or self.has_holes or self.layerwise:
+        if num_computed_tokens < end or self.has_holes:
             return 0
         if end >= policy.prompt_len and (end < self.compacts_at or end <= policy.budget_tokens):
             return 0
@@ -190,7 +172,7 @@ class BudgetEvictor:
             return self._plan_resumed_demotion(num_computed_tokens)
         # The last chunk of a streamed prompt is demoted as the others were.
         last_chunk = [self._plan_chunk()] if policy.prefill == "stream" and self.demoter else []
-        return [*last_chunk, *([Compact(policy.interval)] if policy.prefill != "layers" else [])]
+        return [*last_chunk, Compact(policy.interval)]
 
     def _plan_chunk(self) -> Punch:
         """Return the eviction of all tokens over the budget, behind a chunk of a streamed prompt."""
@@ -208,15 +190,6 @@ class BudgetEvictor:
         num_leaving = int((filled - budgets.numpy()).max())
         punches: list[Punch | Compact] = [Punch(num_leaving, filled)] if num_leaving else []
         return [*punches, Compact(self.policy.interval, budgets)]
-
-    def finish_layer(self, layer: int) -> None:
-        """Evict from a layer right after its attention, where the prompt goes layer by layer."""
-        assert self.layerwise
-        if self.layerwise.finish_layer(layer):
-            assert self.layerwise.holes is not None
-            self.tables.on_device.set_holes([self.row], self.layers, self.layerwise.holes[None])
-            self.start_holes(self.policy.prompt_len)
-            self.layerwise = None
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the budget, where the policy allows it. Returns whether pages were freed."""

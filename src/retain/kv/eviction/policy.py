@@ -49,8 +49,6 @@ class CacheLimits:
     """Limits of a cache that a policy has to fit into."""
 
     max_model_len: int
-    step_room: int  # tokens of one request that fit into any step, whatever else runs
-    pages_needed: Callable[[EvictionPolicy, int, int], int]  # of (policy, length, uncomputed tokens)
     load_gate: Callable[[str], GateWeights]  # of a file's name; "" is the model's own. Raises ValueError
 
 
@@ -123,10 +121,6 @@ class EvictionPolicy:
         """Return the resolved policy as it is carried out in a cache. Raises ValueError where it cannot be."""
         return self
 
-    def with_full_prefill(self) -> Self:
-        """Return the policy such that the whole prompt is in the cache at the same moment."""
-        return self
-
     def evicting_lengths(self, limit: int) -> tuple[int, int]:
         """Return the lengths of a prompt and of an answer from which tokens are evicted; 0 where none ever is.
 
@@ -141,10 +135,6 @@ class EvictionPolicy:
     def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
         """Return the tokens that may be computed at once, of a request that starts with as many; resolved."""
         return num_uncomputed_tokens
-
-    def scratch_slots(self, length: int) -> int:
-        """Slots that a head takes beside its own while the prompt is computed; resolved."""
-        return 0
 
     @property
     def demotes(self) -> bool:

@@ -33,12 +33,11 @@ class Resumption:
 def plan_resumption(state: EvictedState, policy: BudgetPolicy) -> Resumption | None:
     """Plan how a row of this policy goes on from a state; None where that would not be as if it had never paused."""
     p = state.position
-    policy = policy.with_full_prefill()
     is_dense = state.evictors[0].is_dense
     if p >= policy.prompt_len:  # the answer of a request that was preempted goes on
         if state.policy.prompt_len != policy.prompt_len:
             return None
-        policy = state.policy.with_full_prefill()
+        policy = state.policy
         slots = [e.num_tokens if is_dense else e.counts * 0 for e in state.evictors]
         return Resumption(policy, state.policy, p, state.evictors[0].next_eviction, tuple(slots))
     if is_dense:
