@@ -15,6 +15,8 @@ from typing import Annotated, Any
 
 MAX_NUMBER = 2**28  # sums of a few such numbers stay within 32 bits
 MAX_SIZE = 2**62  # bytes
+OPTION_GROUP = {"is_group": True}  # metadata of a field whose own fields are options of the class, too
+RESOLVED = {"is_resolved": True}  # metadata of a field that is no option: its value follows from them, and from more
 
 
 @dataclass(frozen=True)
@@ -46,10 +48,39 @@ ByteCount = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
 Size = Annotated[ByteCount, Bounds(1, MAX_SIZE)]
 
 
+def is_resolved(field: dataclasses.Field[Any]) -> bool:
+    """Return whether a field is no option: see RESOLVED."""
+    return field.metadata == RESOLVED
+
+
+def option_groups(cls: type) -> dict[str, Any]:
+    """Return the fields of a dataclass that are groups of options, with their defaults."""
+    return {f.name: f.default for f in dataclasses.fields(cls) if f.metadata == OPTION_GROUP}
+
+
+def option_values(owner: Any) -> dict[str, Any]:
+    """Return the options of a dataclass, those of groups among them; of a class the defaults, MISSING for none."""
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(owner):
+        default = f.default_factory if f.default is dataclasses.MISSING else f.default
+        value = default if isinstance(owner, type) else getattr(owner, f.name)
+        if f.metadata == OPTION_GROUP:
+            found |= option_values(value)
+        elif f.init and not is_resolved(f):
+            found[f.name] = value
+    return found
+
+
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of each field that a dataclass is built from; `X | None` counts as X."""
+    """Return the type of each option of a dataclass, as `option_values` names them; `X | None` counts as X."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(cls) if f.init}
+    found: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        if f.metadata == OPTION_GROUP:
+            found |= field_types(type(f.default))
+        elif f.init and not is_resolved(f):
+            found[f.name] = _without_none(hints[f.name])
+    return found
 
 
 def _without_none(hint: Any) -> Any:
@@ -82,8 +113,9 @@ def bounds_of(cls: type) -> dict[str, Bounds]:
 
 def check_bounds(options: Any) -> None:
     """Raise ValueError where a field of a dataclass is out of its bounds; None is within them."""
+    values = option_values(options)
     for name, bounds in bounds_of(options.__class__).items():
-        value = getattr(options, name)
+        value = values[name]
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and (problem := bounds.find_problem(number)):
                 raise ValueError(f"{name} {problem}")

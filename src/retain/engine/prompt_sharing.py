@@ -52,7 +52,7 @@ def can_share_prompt(request: Request, leader: Request) -> bool:
         return False
     if request.input.needs_prompt_logits or leader.input.needs_prompt_logits:
         return False  # only the leader's logits would be there
-    if "stream" in (a.prefill, b.prefill):
+    if a.plan.is_streamed or b.plan.is_streamed:
         return False
     if request.reads_first_logits and not leader.reads_first_logits:
         return False  # the step that completes the prompt would compute none

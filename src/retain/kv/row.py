@@ -78,7 +78,7 @@ class Row:
         self.groups = parts.slots.tables
         self.has_states = any(tables.is_state for tables in self.groups)
         self.tables = self.groups[0]
-        self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
+        self.index = parts.slots.open_row(windows, policy.plan.fresh_tokens(num_uncomputed_tokens))
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
         self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
@@ -244,7 +244,7 @@ class Row:
     def _keep_masses(self, num_computed_tokens: int) -> None:
         """Keep the masses of the prompt, where it is just computed and they depend on the text alone."""
         policy = self.policy
-        if not self.evictors or not policy.score_key or policy.scoring_chunk or policy.prefill != "exact":
+        if not self.evictors or not policy.score_key or policy.scoring_chunk or policy.plan.is_streamed:
             return
         end = cast(BudgetPolicy, policy).prompt_len
         if num_computed_tokens != end or (self.masses and self.masses.position == end):

@@ -321,7 +321,7 @@ class PrefixCache:
     def find_masses(self, query: PrefixQuery) -> PromptMasses | None:
         """Return the masses of the longest beginning of a text that the same queries gave to its tokens."""
         policy = query.policy
-        if not isinstance(policy, BudgetPolicy) or not policy.score_key or policy.prefill != "exact":
+        if not isinstance(policy, BudgetPolicy) or not policy.score_key or policy.plan.is_streamed:
             return None
         root = self._masses_root(policy, query.salt, query.seed)
         match = self.tree.match_prefix(root, query.tokens, policy.prompt_len, needs_snapshot=True)
