@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
@@ -48,38 +49,31 @@ ByteCount = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
 Size = Annotated[ByteCount, Bounds(1, MAX_SIZE)]
 
 
-def is_resolved(field: dataclasses.Field[Any]) -> bool:
-    """Return whether a field is no option: see RESOLVED."""
-    return field.metadata == RESOLVED
-
-
-def option_groups(cls: type) -> dict[str, Any]:
-    """Return the fields of a dataclass that are groups of options, with their defaults."""
-    return {f.name: f.default for f in dataclasses.fields(cls) if f.metadata == OPTION_GROUP}
+def option_fields(owner: Any) -> Iterator[tuple[Any, dataclasses.Field[Any]]]:
+    """Yield the options of a dataclass or of an instance, those of groups among them, each behind its holder."""
+    for f in dataclasses.fields(owner):
+        if f.metadata == OPTION_GROUP:
+            yield from option_fields(f.default if isinstance(owner, type) else getattr(owner, f.name))
+        elif f.init and f.metadata != RESOLVED:
+            yield owner, f
 
 
 def option_values(owner: Any) -> dict[str, Any]:
-    """Return the options of a dataclass, those of groups among them; of a class the defaults, MISSING for none."""
-    found: dict[str, Any] = {}
-    for f in dataclasses.fields(owner):
+    """Return the options of an instance by name; of a dataclass their defaults, MISSING where there is none."""
+    found = {}
+    for holder, f in option_fields(owner):
         default = f.default_factory if f.default is dataclasses.MISSING else f.default
-        value = default if isinstance(owner, type) else getattr(owner, f.name)
-        if f.metadata == OPTION_GROUP:
-            found |= option_values(value)
-        elif f.init and not is_resolved(f):
-            found[f.name] = value
+        found[f.name] = default if isinstance(holder, type) else getattr(holder, f.name)
     return found
 
 
+@cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of each option of a dataclass, as `option_values` names them; `X | None` counts as X."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    found: dict[str, Any] = {}
-    for f in dataclasses.fields(cls):
-        if f.metadata == OPTION_GROUP:
-            found |= field_types(type(f.default))
-        elif f.init and not is_resolved(f):
-            found[f.name] = _without_none(hints[f.name])
+    """Return the type of each option of a dataclass; `X | None` counts as X."""
+    found = {}
+    for holder, f in option_fields(cls):
+        hints = typing.get_type_hints(holder if isinstance(holder, type) else type(holder), include_extras=True)
+        found[f.name] = _without_none(hints[f.name])
     return found
 
 

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from retain.files import quote
-from retain.options import Bounds, ByteCount, field_types, option_groups, option_values, split_bounds
+from retain.options import OPTION_GROUP, Bounds, ByteCount, field_types, option_values, split_bounds
 
 UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
@@ -139,9 +139,11 @@ def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
     required = [option for option, default in defaults.items() if default is dataclasses.MISSING]
     if missing := [option for option in required if option not in values]:
         raise ValueError(f"{name} needs {', '.join(f'{m}=...' for m in missing)}")
-    for field_name, group in option_groups(cls).items():
-        given = {option: values.pop(option) for option in option_values(group) if option in values}
-        values[field_name] = dataclasses.replace(group, **given)
+    for f in dataclasses.fields(cls):
+        if f.metadata == OPTION_GROUP:
+            group: Any = f.default
+            given = {option: values.pop(option) for option in option_values(group) if option in values}
+            values[f.name] = dataclasses.replace(group, **given)
     return cls(**values)
 
 

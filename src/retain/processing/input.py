@@ -252,7 +252,7 @@ class InputProcessor:
 
         Only then its `num_system_tokens` matter.
         """
-        return self._parse_policy(kv_policy).modes.protects_system
+        return self._parse_policy(kv_policy).modes.protect == "system"
 
     def max_output_tokens(self, g: GenerateRequest, num_prompt_tokens: int) -> int:
         """Return how many tokens can follow a request's prompt, within the context and the empty pool; at least 1.

@@ -59,29 +59,24 @@ class BudgetPolicy(EvictionPolicy):
 
     def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
         """See EvictionPolicy.resolve."""
-        system_len = system_len if self.modes.protects_system else 0
+        modes = self.modes
+        system_len = system_len if modes.protect == "system" else 0
         sinks = max(self.sinks, system_len)
         budget = max(self.budget.resolve(prompt_len), sinks + 1)
         recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
-        resume_key = f"{type(self).__module__} {self!r} {system_len}" if self.modes.resume == "on" else ""
+        resume_key = f"{type(self).__module__} {self!r} {system_len}" if modes.resume == "on" else ""
+        # With amounts in tokens, what is kept inside a streamed prompt depends on the text up to there alone.
+        is_alike = modes.is_streamed and modes.protect == "none" and "%" not in f"{self.budget} {modes.demote}"
         return replace(
             self,
             budget=Amount(tokens=budget),
             recent=Amount(tokens=recent),
             sinks=sinks,
-            modes=self.modes.resolve(prompt_len, sinks),
+            modes=modes.resolve(prompt_len, sinks),
             prompt_len=prompt_len,
             resume_key=resume_key,
-            streamed_key=resume_key if self._streams_any_prompt_alike else "",
+            streamed_key=resume_key if is_alike else "",
         )
-
-    @property
-    def _streams_any_prompt_alike(self) -> bool:
-        """Whether what is kept inside a streamed prompt does not depend on how long it is."""
-        demote = self.modes.demote
-        amounts = [self.budget, demote.amount if demote else None]
-        in_tokens = all(amount is None or amount.tokens is not None for amount in amounts)
-        return self.modes.is_streamed and in_tokens and not self.modes.protects_system
 
     def fit(self, limits: CacheLimits) -> Self:
         """Bound what no text can fill. See EvictionPolicy.fit."""

@@ -38,11 +38,6 @@ class RowModes:
         """Whether the budget holds after every chunk of the prompt."""
         return self.prefill == "stream"
 
-    @property
-    def protects_system(self) -> bool:
-        """Whether a system prompt at the beginning of the text is never evicted."""
-        return self.protect == "system"
-
     def resolve(self, prompt_len: int, sinks: int) -> Self:
         """Return the options for a prompt, with amounts in tokens. The first `sinks` tokens always stay."""
         floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))

@@ -21,7 +21,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import DemoterState, EvictedState, EvictorState, used_pages
 from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.options import is_resolved
+from retain.options import RESOLVED
 from retain.types import Ints
 
 FORMAT_VERSION = 1
@@ -181,7 +181,7 @@ class _Decoder:
         own = policies.parse(self.header["policy"])
         if type(own) is not type(policy) or not isinstance(own, BudgetPolicy):
             raise ValueError("an evicted state does not fit: another policy")
-        options = {f.name: getattr(own, f.name) for f in fields(own) if not is_resolved(f)}
+        options = {f.name: getattr(own, f.name) for f in fields(own) if f.metadata != RESOLVED}
         return replace(policy, **options, prompt_len=_number(self.header["prompt_len"], 0))
 
     def _evictor(self, i: int, group: int, policy: BudgetPolicy) -> EvictorState:
