@@ -70,6 +70,8 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         "keyformer:budget=1024,recent=40,sinks=3,interval=1,noise=gaussian,tau=1..3",
         "random:budget=1%,keep=prompt",
         "h2o:budget=50%,shrink=20%",
+        "h2o:budget=50%,prefill=stream,chunk=256,demote=int4:10%,protect=system,resume=off",
+        "reread:budget=9,chunk=32",
     ],
 )
 def test_a_policy_is_written_back_as_its_spec(spec: str) -> None:
@@ -127,6 +129,9 @@ def test_a_policy_is_one_short_file_with_its_name(name: str) -> None:
         "reread:budget=10,rereads=0",
         "reread:budget=10,prefill=stream",
         "h2o:budget=10,prefill=layers",
+        "h2o:budget=10,modes=stream",
+        "h2o:budget=10,prompt_len=3",
+        "full:prefill=stream",
         "ring:window",
         "ring:window=2,window=3",
         "full:x=1",
