@@ -112,7 +112,6 @@ def run_schedule(schedule: Schedule, depth: int, counts: Counter[str] | None = N
         counts.update(requests=len(run.requests), reused_tokens=run.num_reused, loaded_tokens=run.num_loaded)
         counts.update(run.counts)
         for request in run.requests.values():
-            counts["layerwise_prompts"] += request.policy.prefill == "layers" and bool(request.output_tokens)
             counts["preemptions"] += request.stats.num_preemptions
             counts["accepted_drafts"] += num_drafts(request)[1]
             counts["tokens"] += len(request.output_tokens)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from retain.cli.args import build_parser
+from retain.options import option_fields, option_values
 from retain.plugins import plugin_names
 from tools.reference_http import http_page
 from tools.reference_models import models_page
@@ -109,10 +110,11 @@ def field_helps(cls: type) -> dict[str, str]:
 
 def fields(cls: type, names: Iterable[str] | None = None) -> str:
     """Return a table of the fields that can be given to a dataclass."""
-    helps, rows = field_helps(cls), []
-    for f in dataclasses.fields(cls):
-        if not f.init or f.name.startswith("_") or (names is not None and f.name not in names):
+    rows = []
+    for owner, f in option_fields(cls):
+        if f.name.startswith("_") or (names is not None and f.name not in names):
             continue
+        helps = field_helps(owner if isinstance(owner, type) else type(owner))
         default = "required"
         if f.default is not dataclasses.MISSING:
             default = code(f.default if isinstance(f.default, str) and f.default else _shown(f.default))
@@ -143,8 +145,8 @@ def plugins_page() -> str:
     budget, scored = find("BudgetPolicy"), find("AttentionScoredPolicy")
 
     def own(cls: type, *bases: type) -> list[str]:
-        inherited = {f.name for base in bases if issubclass(cls, base) for f in dataclasses.fields(base)}
-        return [f.name for f in dataclasses.fields(cls) if f.init and f.name not in inherited and f.name[0] != "_"]
+        inherited = {name for base in bases if issubclass(cls, base) for name in option_values(base)}
+        return [name for name in option_values(cls) if name not in inherited and name[0] != "_"]
 
     text = "# Plug-ins\n\n" + NOTE
     text += "A plug-in is one file, and its name is the name of the file. The syntax is `name:key=value,...`.\n"

@@ -150,7 +150,7 @@ def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype,
 
 def demoted_page_size(policies: Sequence[EvictionPolicy], page_size: int, head_dim: int, dtype: torch.dtype) -> int:
     """Return the slots of a page of demoted tokens, 0 where none of the policies demotes. Raises ValueError."""
-    if not any(policy.demotes for policy in policies):
+    if not any(policy.modes.demote for policy in policies):
         return 0
     slots = slots_in_page(page_size, head_dim, dtype, DEMOTED_DTYPE)
     if slots <= page_size:

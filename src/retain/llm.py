@@ -29,6 +29,7 @@ from retain.kernels.pool_dtypes import pool_dtype
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
+from retain.kv.eviction.cost import evicting_lengths
 from retain.kv.manager import KVCacheManager
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.stores import tiers
@@ -232,7 +233,7 @@ class LLM:
             spec = policies.to_spec(policy)
             for num_requests, length in WARM_UP_BATCHES:
                 self._compute_requests(num_requests, length, spec)
-            length, num_tokens = policy.evicting_lengths(LONGEST_WARM_UP[0])
+            length, num_tokens = evicting_lengths(policy, LONGEST_WARM_UP[0])
             length = max(length, self.config.max_batched_tokens + 100)
             num_tokens = min(max(num_tokens, WARM_UP_TOKENS), LONGEST_WARM_UP[1])
             self._compute_requests(2, length, spec, num_tokens)

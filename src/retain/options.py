@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any
 
 MAX_NUMBER = 2**28  # sums of a few such numbers stay within 32 bits
 MAX_SIZE = 2**62  # bytes
+OPTION_GROUP = {"is_group": True}  # metadata of a field whose own fields are options of the class, too
+RESOLVED = {"is_resolved": True}  # metadata of a field that is no option: its value follows from them, and from more
 
 
 @dataclass(frozen=True)
@@ -46,10 +49,32 @@ ByteCount = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
 Size = Annotated[ByteCount, Bounds(1, MAX_SIZE)]
 
 
+def option_fields(owner: Any) -> Iterator[tuple[Any, dataclasses.Field[Any]]]:
+    """Yield the options of a dataclass or of an instance, those of groups among them, each behind its holder."""
+    for f in dataclasses.fields(owner):
+        if f.metadata == OPTION_GROUP:
+            yield from option_fields(f.default if isinstance(owner, type) else getattr(owner, f.name))
+        elif f.init and f.metadata != RESOLVED:
+            yield owner, f
+
+
+def option_values(owner: Any) -> dict[str, Any]:
+    """Return the options of an instance by name; of a dataclass their defaults, MISSING where there is none."""
+    found = {}
+    for holder, f in option_fields(owner):
+        default = f.default_factory if f.default is dataclasses.MISSING else f.default
+        found[f.name] = default if isinstance(holder, type) else getattr(holder, f.name)
+    return found
+
+
+@cache
 def field_types(cls: type) -> dict[str, Any]:
-    """Return the type of each field that a dataclass is built from; `X | None` counts as X."""
-    hints = typing.get_type_hints(cls, include_extras=True)
-    return {f.name: _without_none(hints[f.name]) for f in dataclasses.fields(cls) if f.init}
+    """Return the type of each option of a dataclass; `X | None` counts as X."""
+    found = {}
+    for holder, f in option_fields(cls):
+        hints = typing.get_type_hints(holder if isinstance(holder, type) else type(holder), include_extras=True)
+        found[f.name] = _without_none(hints[f.name])
+    return found
 
 
 def _without_none(hint: Any) -> Any:
@@ -82,8 +107,9 @@ def bounds_of(cls: type) -> dict[str, Bounds]:
 
 def check_bounds(options: Any) -> None:
     """Raise ValueError where a field of a dataclass is out of its bounds; None is within them."""
+    values = option_values(options)
     for name, bounds in bounds_of(options.__class__).items():
-        value = getattr(options, name)
+        value = values[name]
         for number in value if isinstance(value, tuple) else (value,):
             if number is not None and (problem := bounds.find_problem(number)):
                 raise ValueError(f"{name} {problem}")

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 from retain.files import quote
-from retain.options import Bounds, ByteCount, field_types, split_bounds
+from retain.options import OPTION_GROUP, Bounds, ByteCount, field_types, option_values, split_bounds
 
 UNITS = {"": 1, "b": 1, "k": 10**3, "kb": 10**3, "kib": 2**10, "m": 10**6, "mb": 10**6, "mib": 2**20}
 UNITS |= {"g": 10**9, "gb": 10**9, "gib": 2**30, "t": 10**12, "tb": 10**12, "tib": 2**40}
@@ -123,12 +123,12 @@ PARSERS: dict[Any, Callable[[str], Any]] = {  # of a spec's options; every other
 
 def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
     """Build a dataclass from the texts of its fields. Raises ValueError with the allowed options."""
-    field_by_name = {f.name: f for f in dataclasses.fields(cls) if f.init}
+    defaults = option_values(cls)
     types_by_name = field_types(cls)
     values: dict[str, Any] = {}
     for key, text in strings.items():
-        if key not in field_by_name:
-            raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(field_by_name) or 'none'}")
+        if key not in defaults:
+            raise ValueError(f"{name} has no option {key!r}: it takes {', '.join(defaults) or 'none'}")
         kind, bounds = split_bounds(types_by_name[key])
         try:
             values[key] = PARSERS.get(kind, getattr(kind, "parse", str))(text)
@@ -136,13 +136,14 @@ def from_strings(cls: type, name: str, strings: dict[str, str]) -> Any:
             raise ValueError(f"{name}: {key} {error}") from None
         if bounds and (problem := bounds.find_problem(values[key])):
             raise ValueError(f"{name}: {key} {problem}")
-    missing = [
-        f.name
-        for f in field_by_name.values()
-        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
-    ]
-    if missing:
+    required = [option for option, default in defaults.items() if default is dataclasses.MISSING]
+    if missing := [option for option in required if option not in values]:
         raise ValueError(f"{name} needs {', '.join(f'{m}=...' for m in missing)}")
+    for f in dataclasses.fields(cls):
+        if f.metadata == OPTION_GROUP:
+            group: Any = f.default
+            given = {option: values.pop(option) for option in option_values(group) if option in values}
+            values[f.name] = dataclasses.replace(group, **given)
     return cls(**values)
 
 

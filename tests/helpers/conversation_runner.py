@@ -291,7 +291,7 @@ class ConversationRun(ScheduleRun):
     def _key(self, request: Request) -> tuple[Any, ...]:
         """Return what requests must have in common to go on from each other."""
         planned = self.attempts[request].planned
-        system = planned.num_system_tokens if request.policy.protects_system else 0
+        system = planned.num_system_tokens if request.policy.modes.protect == "system" else 0
         seed = planned.params.seed if request.policy.uses_noise else None
         return planned.salt, planned.policy, system, seed
 

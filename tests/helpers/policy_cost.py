@@ -30,22 +30,22 @@ def count_cost(engine: Engine, requests: Sequence[Request]) -> CountedCost:
     """Run requests to their ends, and count the work."""
     cost = CountedCost()
     forward = engine.runner.forward
-    plan = BudgetEvictor.plan
+    find_due = BudgetEvictor.find_due
 
     def count_forward(batch: Batch) -> Tensor:
         cost.steps += 1
         cost.tokens += len(batch.input_ids)
         return forward(batch)
 
-    def count_plan(evictor: BudgetEvictor, num_computed_tokens: int) -> list[Punch | Compact] | None:
+    def count_due(evictor: BudgetEvictor, num_computed_tokens: int) -> list[Punch | Compact] | None:
         is_prompt = num_computed_tokens <= evictor.policy.prompt_len
         cost.prompt_evictions += is_prompt
         cost.answer_evictions += not is_prompt
-        return plan(evictor, num_computed_tokens)
+        return find_due(evictor, num_computed_tokens)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine.runner, "forward", count_forward)
-        patch.setattr(BudgetEvictor, "plan", count_plan)
+        patch.setattr(BudgetEvictor, "find_due", count_due)
         engine.add(*requests)
         while engine.has_unfinished_requests:
             engine.step()

@@ -25,6 +25,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.models.decoder import ModelSpec
+from retain.options import option_values
 from retain.sampling_params import SamplingParams
 from tests.helpers.backend_variants import ISAS
 from tests.helpers.sink_family import SINKS, add_sink_family
@@ -162,7 +163,7 @@ class Schedule:
             "page_size": self.page_size,
             "max_model_len": MAX_MODEL_LEN,
             "score_columns": columns,
-            "demotes": any(p.demotes for p in parsed),
+            "demotes": any(p.modes.demote for p in parsed),
         }
 
 
@@ -329,7 +330,7 @@ class PolicyLimits:
     def allow(self, name: str, policy: EvictionPolicy) -> bool:
         """Return whether the policy of this name is one of them."""
         compares_layers = getattr(policy, "share", "") == "all" or getattr(policy, "scope", "") == "shared"
-        return (self.can_demote or not policy.demotes) and (
+        return (self.can_demote or not policy.modes.demote) and (
             self.can_compare_layers or not (compares_layers or name == "gate")
         )
 
@@ -354,14 +355,13 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         return {}
     if name == "ring":
         return {"window": rng.randint(1, 80)}
-    parsed = parse_policy(f"{name}:budget=1")
-    allowed = vars(parsed).keys()
+    allowed = option_values(parse_policy(f"{name}:budget=1"))
     draws: dict[str, Callable[[], Any]] = {
         "recent": lambda: rng.choice(["10%", "50%", "100%", rng.randint(1, 20)]),
         "sinks": lambda: rng.randint(0, 6),
         "interval": lambda: rng.randint(1, 20),
         "chunk": lambda: rng.randint(1, 60),
-        "prefill": lambda: rng.choice(["stream", "stream", "layers"]),
+        "prefill": lambda: rng.choice(["stream", "stream", "exact"]),
         "share": lambda: rng.choice(["none", "layer", "all"]),
         "protect": lambda: "system",
         "shrink": lambda: rng.choice(["10%", rng.randint(1, 30)]),

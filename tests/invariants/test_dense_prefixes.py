@@ -12,6 +12,7 @@ from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.checkpoints.masses import Masses
+from retain.kv.eviction import policies
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.sampling_params import SamplingParams
 from tests.helpers.cached_pages import check_cached_pages
@@ -168,6 +169,18 @@ def test_rows_that_share_pages_evict_together(family: str, num_pages: int, optio
         chosen = [fitting(family, rng.choice([*PLAIN, *SCORED])) for _ in prompts]
         both = [[make_request(p, 20, policy) for p, policy in zip(prompts, chosen, strict=True)] for _ in range(2)]
         assert run_checked(engine, both[0]) == run_to_completion(plain, both[1])
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
+@pytest.mark.parametrize("name", sorted({*policies.names()} - {"reread"}))  # reads the whole prompt again
+def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -> None:
+    """All but its last token, whose logits are needed."""
+    spec = {"full": "full", "ring": "ring:window=64"}.get(name, f"{name}:budget=50%")
+    engine = make_engine(family, backend="cpu", prefix_cache="exact", max_batched_tokens=512)
+    requests = [make_request([7 * i % 97 for i in range(400)], 8, spec) for _ in range(2)]
+    first, second = (run_checked(engine, [request]) for request in requests)
+    assert [r.stats.num_cached_tokens for r in requests] == [0, 399]
+    assert first == second
 
 
 def test_what_a_budget_leaves_is_found_under_its_salt_only() -> None:

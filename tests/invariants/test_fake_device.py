@@ -92,7 +92,7 @@ def test_families(family: str) -> None:
         pytest.param(
             ["tova:budget=9,interval=2,prefill=stream,chunk=8", "knorm:budget=6", "reread:budget=12"], marks=slow
         ),
-        ["random:budget=10", "dilated:budget=6,interval=2", "keydiff:budget=10,prefill=layers"],
+        ["random:budget=10", "dilated:budget=6,interval=2", "keydiff:budget=10"],
     ],
 )
 def test_policies(policies: list[str]) -> None:

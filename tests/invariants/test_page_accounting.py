@@ -40,7 +40,7 @@ POLICIES = [
     "sinks:budget=30%",
     "h2o:budget=12,prefill=stream,chunk=9",
     "h2o:budget=30%,share=all",
-    "tova:budget=5,interval=2",  # layer by layer, where steps are long enough
+    "tova:budget=5,interval=2",
     "h2o:budget=50%,shrink=10,share=all",
     "tova:budget=40,shrink=20%",
     "reread:budget=30%,share=layer,rereads=20",
@@ -67,8 +67,6 @@ class NullRunner:
                 row = rows[t]
                 assert slots[head, t] // S in tables.pages[row, layer, head, : tables.counts[row, layer, head]]
             self.cache.kv.pos.view(-1)[batch.layer(layer).slot_mapping.long()] = batch.positions
-            if batch.after_attention:
-                batch.after_attention(layer)
         return torch.randn(len(batch.logits_indices), 16)
 
 

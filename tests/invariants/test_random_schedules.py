@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.kv.stores import tiers
+from retain.options import option_values
 from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import torch_threads
 from tests.helpers.marks import slow
@@ -109,15 +109,12 @@ def test_every_option_is_drawn_with_several_values() -> None:
     for seed in range(200):
         schedule = draw_schedule(seed)
         for name, value in drawn_objects(schedule):
-            for option in options_of(classes[name]):
-                found = getattr(value, SCHEDULE_FIELDS.get(f"{name}.{option}", option), None)
+            for option in option_values(classes[name]):
+                owner = value.modes if hasattr(getattr(value, "modes", None), option) else value
+                found = getattr(owner, SCHEDULE_FIELDS.get(f"{name}.{option}", option), None)
                 values[f"{name}.{option}"].add(repr(found))
-    options = {f"{name}.{option}" for name, cls in classes.items() for option in options_of(cls)}
+    options = {f"{name}.{option}" for name, cls in classes.items() for option in option_values(cls)}
     assert {option for option in options if len(values[option]) < 2} == set(NEVER_DRAWN)
-
-
-def options_of(cls: Any) -> list[str]:
-    return [f.name for f in fields(cls) if f.init]
 
 
 def drawn_objects(schedule: Schedule) -> Iterator[tuple[str, Any]]:

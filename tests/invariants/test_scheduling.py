@@ -39,7 +39,7 @@ CHUNKED_POLICIES = [
     "ring:window=24",
     "h2o:budget=40,prefill=stream,chunk=30",
     "reread:budget=50,rereads=40",
-    "h2o:budget=25%",  # layer by layer where the prompt is computed in one step
+    "h2o:budget=25%",
 ]
 
 

@@ -49,8 +49,6 @@ def num_compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found = group_inputs(self, rows, positions, tables)
         last = np.array([positions[rows == row].max() for row in rows], np.int32)
         for group, inputs in zip(self.slots.groups, found, strict=True):
-            if self._find_scratch(group.tables, rows):
-                continue
             rule = group.tables.slot_rule(self._hole_indices(group.tables, rows, positions))
             slots = torch.full(inputs.slot_mapping.shape, -7, dtype=torch.int32)
             fresh = FreshTokens(*(torch.from_numpy(x) for x in (rows, positions, last)))

@@ -91,15 +91,12 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", [pytest.param("cpu", marks=needs_cpu), *slow("reference")])
-def test_a_prompt_computed_layer_by_layer_keeps_the_same_tokens(unlike_family: str, policy: str, backend: str) -> None:
-    """Where layers of several groups evict, and each is whole only until the next one is computed."""
+def test_a_prompt_computed_in_one_step_keeps_the_same_tokens(unlike_family: str, policy: str, backend: str) -> None:
+    """Where layers of several groups evict."""
     answers = {}
     for max_batched_tokens in (256, 100):
         engine = make_engine("unlike_full", backend=backend, score_columns=4, max_batched_tokens=max_batched_tokens)
-        request = make_request(PROMPT * 3, 20, policy)
-        (answers[max_batched_tokens],) = run_to_completion(engine, [request])
-        in_layers = max_batched_tokens == 256 and "share" not in policy  # heads that share budgets need all scores
-        assert request.policy.prefill == ("layers" if in_layers else "exact")
+        (answers[max_batched_tokens],) = run_to_completion(engine, [make_request(PROMPT * 3, 20, policy)])
     assert answers[256] == answers[100]
 
 

@@ -65,20 +65,6 @@ def test_attention_trace_equals_cached_positions(family, policy):
         assert observed.any() == (not policy.startswith("ring"))
 
 
-def test_attention_trace_of_layerwise_prefill():
-    engine = make_engine("llama", max_batched_tokens=128)
-    masses = []
-    for prefill in ("exact", "layers"):
-        r = make_request(list(range(100)), 4, f"h2o:budget=20,prefill={prefill}")
-        r.attention_trace = AttentionTrace(3, 2)
-        engine.add(r)
-        while not r.stats.first_token_time:
-            engine.step()
-        masses.append(r.attention_trace.mass[..., :100].copy())
-        engine.cancel(r)
-    assert np.allclose(masses[0], masses[1], rtol=1e-5) and masses[0].min() > 0
-
-
 def test_attention_trace_changes_no_token():
     outputs = []
     for traced in (False, True):

@@ -51,7 +51,7 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
-            policy = policy.fit(CacheLimits(200, 64, lambda *_: 0, lambda file: gate))
+            policy = policy.fit(CacheLimits(200, lambda file: gate))
             scores = policy.score_slots(dataclasses.replace(view, transform=KeyTransform()))
             view = dataclasses.replace(view, slot_scores=scores)
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
@@ -70,6 +70,8 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         "keyformer:budget=1024,recent=40,sinks=3,interval=1,noise=gaussian,tau=1..3",
         "random:budget=1%,keep=prompt",
         "h2o:budget=50%,shrink=20%",
+        "h2o:budget=50%,prefill=stream,chunk=256,demote=int4:10%,protect=system,resume=off",
+        "reread:budget=9,chunk=32",
     ],
 )
 def test_a_policy_is_written_back_as_its_spec(spec: str) -> None:
@@ -126,6 +128,10 @@ def test_a_policy_is_one_short_file_with_its_name(name: str) -> None:
         "reread:budget=10,mix=tova",
         "reread:budget=10,rereads=0",
         "reread:budget=10,prefill=stream",
+        "h2o:budget=10,prefill=layers",
+        "h2o:budget=10,modes=stream",
+        "h2o:budget=10,prompt_len=3",
+        "full:prefill=stream",
         "ring:window",
         "ring:window=2,window=3",
         "full:x=1",
@@ -135,6 +141,11 @@ def test_a_wrong_spec_is_refused_in_one_line(spec: str) -> None:
     with pytest.raises(ValueError) as error:
         policies.parse(spec)
     assert "\n" not in str(error.value)
+
+
+def test_a_prefill_that_is_gone_names_what_to_use() -> None:
+    with pytest.raises(ValueError, match="prefill=stream"):
+        policies.parse("sinks:budget=50%,prefill=layers")
 
 
 @pytest.mark.parametrize(("alias", "name"), policies.ALIASES.items())

@@ -87,7 +87,7 @@ def test_a_policy_is_parsed_once_and_planned_once_for_all_answers(llm: LLM, monk
         longest = llm.input_processor.max_output_tokens(request, len(PROMPT))
         states = llm.input_processor.process(replace(request, params=SamplingParams(n=3, max_tokens=longest)))
         assert len(parsed) == 1 and len(planned) == 1
-        policy = states[0].request.policy.with_full_prefill()  # as equal prompts share it
+        policy = states[0].request.policy
         assert is_accepted(llm, states) and len(planned) == 1
         assert all(s.request.policy == policy for s in states)
 

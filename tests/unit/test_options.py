@@ -142,11 +142,11 @@ def test_an_amount_out_of_its_bounds_is_refused(spec: str, name: str, text: str)
 
 
 TEXTS = [
-    (spec, f.name)
+    (spec, name)
     for spec, cls in SPECS.items()
-    for f in dataclasses.fields(cls)
-    if f.init and field_types(cls)[f.name] is str and f.name not in ("path", "url", "endpoint", "region", "topic")
-    and f.name not in ("file", "model", "weights")  # checked where they are used
+    for name, kind in field_types(cls).items()
+    if kind is str and name not in ("path", "url", "endpoint", "region", "topic")
+    and name not in ("file", "model", "weights")  # checked where they are used
 ]  # fmt: skip
 
 

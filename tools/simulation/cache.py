@@ -39,8 +39,6 @@ class SimulatedCostModel(LoadCostModel):
 class SimulatedRow:
     """Pages of one running request, and what it loads. It keeps all its tokens, so it never evicts."""
 
-    needs_single_step = False
-
     def __init__(self, cache: SimulatedCache, index: int):
         self.cache = cache
         self.index = index

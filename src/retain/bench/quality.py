@@ -53,8 +53,8 @@ class QualityResults:
             return None
         kept = parsed.budget.fraction
         demoted = 0.0
-        if parsed.demote:
-            demoted = parsed.demote.amount.fraction if parsed.demote.amount else 1 - kept
+        if demote := parsed.modes.demote:
+            demoted = demote.amount.fraction if demote.amount else 1 - kept
         return (kept * self.slot_bytes[dtype] + demoted * self.demoted_slot_bytes) / self.slot_bytes[""]
 
     def frontier(self, metric: str) -> list[str]:
@@ -159,7 +159,7 @@ def group_policies(policy_specs: Iterable[str]) -> list[list[str]]:
 def possible_policies(policy_specs: Sequence[str], kv_dtype: str) -> list[str]:
     """Return the policies that a cache of this dtype can have: one of 4 bits demotes no token (see factory.py)."""
     can_demote = kv_dtype not in ("k8v4", "int4")
-    return [spec for spec in policy_specs if can_demote or not check_spec(spec).demotes]
+    return [spec for spec in policy_specs if can_demote or not check_spec(spec).modes.demote]
 
 
 def load_items(llm: LLM, config: QualityBenchConfig, task: ModuleType) -> list[Any]:

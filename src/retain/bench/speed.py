@@ -30,7 +30,6 @@ import torch
 import retain
 from retain.bench.engines import DecodeTimer, greedy_request, random_prompts
 from retain.engine.request import Request
-from retain.kv.eviction.budget import BudgetPolicy
 from retain.llm import LLM
 from retain.plugins import check_known
 
@@ -118,9 +117,8 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     """Return the bytes that the step in the middle of decoding must read: weights, and visible slots."""
     policy = llm.policy.resolve(workload.prompt_len)
     length = workload.prompt_len + workload.output_len // 2
-    most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
     layers = llm.cache.layer_sizes(policy)
-    pages = sum(min(length, most, s.window) * s.num_kv_heads / s.page_size for s in layers)
+    pages = sum(min(length, policy.plan.decode_slots, s.window) * s.num_kv_heads / s.page_size for s in layers)
     return llm.weight_bytes + int(workload.batch_size * pages * llm.cache.page_bytes)
 
 

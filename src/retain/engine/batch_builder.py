@@ -24,8 +24,6 @@ def build_batch(
     """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`."""
     rows = [s.request.row.index for s in scheduled if s.request.row is not None]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
-    traces = {r: trace for s, r in zip(scheduled, rows, strict=True) if (trace := s.request.attention_trace)}
-    hooks = cache.begin_step(rows, query_start_loc, traces)
     batch = pack_tokens(
         cache,
         rows=rows,
@@ -36,8 +34,7 @@ def build_batch(
     return replace(
         batch,
         scoring=build_attention_scoring(scheduled),
-        before_attention=hooks.before_attention,
-        after_attention=hooks.after_attention,
+        before_attention=cache.load_hook(rows, query_start_loc),
         bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
     )
 

@@ -30,10 +30,6 @@ class RequestRow(Protocol):
     def slots_per_layer(self) -> list[int]:
         """Slots that the largest head owns now, in each layer that has a cache."""
 
-    @property
-    def needs_single_step(self) -> bool:
-        """Whether all tokens up to the next eviction must be computed in one step."""
-
     def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
         """Begin with cached pages."""
 

@@ -24,8 +24,6 @@ class PromptSharing:
             leader = next((r for r in alike if can_share_prompt(request, r)), None)
             if leader:
                 self._followers.setdefault(leader, []).append(request)
-                for shared in (leader, request):  # all of the prompt must be in the cache when it is copied
-                    shared.policy = shared.policy.with_full_prefill()
             else:
                 alike.append(request)
         return [r for alike in leaders.values() for r in alike]
@@ -54,7 +52,7 @@ def can_share_prompt(request: Request, leader: Request) -> bool:
         return False
     if request.input.needs_prompt_logits or leader.input.needs_prompt_logits:
         return False  # only the leader's logits would be there
-    if "stream" in (a.prefill, b.prefill):
+    if a.plan.is_streamed or b.plan.is_streamed:
         return False
     if request.reads_first_logits and not leader.reads_first_logits:
         return False  # the step that completes the prompt would compute none

@@ -104,8 +104,6 @@ class Scheduler:
         limit = self._token_limit(request)
         num_uncomputed = request.num_uncomputed_tokens
         n = min(num_uncomputed + len(request.drafts), token_budget, limit)
-        if n < limit and request.row.needs_single_step:
-            return 0  # until a step has room for all of it
         if request.drafts:
             n = n if self._reserve(request, n) else 1  # no request is preempted for drafts
             request.trim_drafts(n)

@@ -184,7 +184,7 @@ class Batch:
     `query_start_loc` are the same in the tables of all groups.
 
     A program calls `before_attention(layer, q)` before each layer writes and attends. The layer's queries [T, H, D],
-    rotated already, are valid until the call returns. The program calls `after_attention(layer)` afterwards.
+    rotated already, are valid until the call returns.
     """
 
     groups: Sequence[GroupInputs]
@@ -194,7 +194,6 @@ class Batch:
     logits_indices: Tensor  # host int64 [N], ascending: the fresh tokens whose logits the caller needs
     scoring: AttentionScoring | None = None
     before_attention: Callable[[int, Tensor], None] | None = None
-    after_attention: Callable[[int], None] | None = None
     pending_tokens: PendingTokens | None = None  # fresh tokens that only the device knows
     # Ranges [begin, end) of fresh tokens, ascending. A backend that rounds activations to 8 bits for quantized weights
     # rounds those of these tokens to bfloat16, in `linear` before `gather_rows`.

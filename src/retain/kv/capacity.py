@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,8 +13,8 @@ from numpy.typing import NDArray
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
-from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.plan import RowPlan
 from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.memory.cache import ring_capacities
 from retain.kv.memory.group_pages import GroupPages
@@ -92,20 +91,20 @@ class GroupPlanner:
         """
         S = self.page_size
         windows = self.windows(policy)
-        fresh = min(policy.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
+        plan = policy.plan
+        fresh = min(plan.fresh_tokens(num_uncomputed_tokens), self.config.max_batched_tokens)
         fresh = 1 if self.group.is_state else fresh
         ring_pages = self._ring_pages(policy, length, ring_capacities(windows, fresh, S, self.block_size))
-        full = policy.peak_slots(length)
+        full = plan.peak_slots(length)
         if policy.has_budget:
             full = min(full, self.max_pages_per_head * S)
         num_full = int((windows == NO_WINDOW).sum())
-        scratch = -(-policy.scratch_slots(length) // S) if num_full else 0
-        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum() + scratch)
-        if not policy.demoted_slots(length):
+        before = int(np.where(windows == NO_WINDOW, -(-full // S), ring_pages).sum())
+        if not plan.demoted_slots(length):
             return before * self.group.num_kv_heads
-        if policy.prefill == "stream":  # the demoted tokens of the prompt are beside its last chunk
-            before += num_full * self._demoted_pages(policy, min(length, cast(BudgetPolicy, policy).prompt_len))
-        after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(policy, length)
+        if plan.is_streamed:  # the demoted tokens of the prompt are beside its last chunk
+            before += num_full * self._demoted_pages(plan, min(length, plan.prompt_len))
+        after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(plan, length)
         return max(before, after) * self.group.num_kv_heads
 
     def pages_held(self, policy: EvictionPolicy, num_kept: int, length: int) -> int:
@@ -114,29 +113,27 @@ class GroupPlanner:
         windows = self.windows(policy)
         ring = np.minimum(length, ring_capacities(windows, 1, S, self.block_size))
         pages = -(-np.where(windows == NO_WINDOW, num_kept, ring) // S)  # [L], of a head
-        if policy.demotes:
-            pages = pages + (windows == NO_WINDOW) * self._demoted_pages(policy, length)
+        pages += (windows == NO_WINDOW) * self._demoted_pages(policy.plan, length)
         return int(pages.sum()) * self.group.num_kv_heads
 
     def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
         """Return the most pages of a head in each layer [L] if that is a ring; in a scoring pass with its copy."""
         S = self.page_size
-        behind = policy.scoring_tokens
+        behind = policy.plan.scoring_tokens
         pages: Ints = -(-np.minimum(length + behind, capacities) // S)
         return pages - (-np.minimum(length, capacities) // S) * (behind > 0)
 
-    def pages_after_demotion(self, policy: EvictionPolicy, length: int) -> int:
-        """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes; resolved.
+    def pages_after_demotion(self, plan: RowPlan, length: int) -> int:
+        """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes.
 
         Where heads share their budgets this is their mean.
         """
-        budget = cast(BudgetPolicy, policy)
-        kept = -(-budget.decode_slots // self.page_size)
-        partial = 2 * budget.ragged  # heads that share budgets may each have two pages that are not full
-        return kept + self._demoted_pages(policy, length) + partial
+        kept = -(-plan.decode_slots // self.page_size)
+        partial = 2 * plan.is_ragged  # heads that share budgets may each have two pages that are not full
+        return kept + self._demoted_pages(plan, length) + partial
 
-    def _demoted_pages(self, policy: EvictionPolicy, length: int) -> int:
-        return -(-policy.demoted_slots(length) // self.demoted_page_size) if self.demoted_page_size else 0
+    def _demoted_pages(self, plan: RowPlan, length: int) -> int:
+        return -(-plan.demoted_slots(length) // self.demoted_page_size) if self.demoted_page_size else 0
 
 
 @dataclass(frozen=True)
@@ -211,11 +208,7 @@ class CapacityPlanner:
         compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
             raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
-        c = self.config
-        step_room = c.max_batched_tokens - c.max_running_requests
-        if self.spec.has_shared_caches:  # a layer must not evict before those that share its cache have read it
-            step_room = 0
-        return policy.fit(CacheLimits(c.max_model_len, step_room, self.pages_needed, self.load_gate))
+        return policy.fit(CacheLimits(self.config.max_model_len, self.load_gate))
 
     @property
     def has_gate(self) -> bool:

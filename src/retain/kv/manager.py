@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,8 +20,7 @@ from retain.kv.checkpoints import Demand
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
-from retain.kv.eviction.evictor import BudgetEvictor, evict_rows
-from retain.kv.eviction.layerwise import LayerwisePrefill
+from retain.kv.eviction.evictor import evict_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_layout import BlockLayout, block_layout
@@ -39,20 +36,11 @@ from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.query import PrefixQuery
 from retain.kv.row import CacheParts, Row
-from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
 from retain.kv.stats.request import LayerSizes, RequestMemory, request_memory_stats
 from retain.kv.stores.manager import Offloader
 from retain.kv.text import Text
 from retain.types import Ints
-
-
-@dataclass(frozen=True)
-class LayerHooks:
-    """What a runner calls in each layer of a step: None where nothing is to be done."""
-
-    before_attention: Callable[[int, Tensor], None] | None  # (layer, its queries [T, H, D])
-    after_attention: Callable[[int], None] | None  # (layer)
 
 
 class KVCacheManager:
@@ -265,13 +253,12 @@ class KVCacheManager:
     def group_inputs(self, rows: Ints, positions: Ints, tables: Sequence[Tables]) -> list[GroupInputs]:
         """Return what the layers of each group read and write, for fresh tokens of these rows and positions, both [T].
 
-        `tables` are the pages that they attend to. On a device the slots follow from tables there, but for those of
-        prompts that go layer by layer, which only the host knows.
+        `tables` are the pages that they attend to. On a device the slots follow from tables there.
         """
         found = []
         for group, attended in zip(self.slots.groups, tables, strict=True):
             t = group.tables
-            if self.kv.device.type == "cpu" or self._find_scratch(t, rows):
+            if self.kv.device.type == "cpu":
                 found.append(GroupInputs(t.kv, attended, self._group_slots(group, rows, positions)))
                 continue
             L, G = t.counts.shape[1:]
@@ -289,9 +276,6 @@ class KVCacheManager:
     def _group_slots(self, group: KVCache, rows: Ints, positions: Ints) -> Tensor:
         tables = group.tables
         slots = group.slot_mapping(rows, positions)
-        for evictor, layerwise in self._find_scratch(tables, rows):
-            tokens = np.flatnonzero(rows == evictor.row)
-            slots[evictor.layers[:, None], :, tokens] = layerwise.slots(positions[tokens]).T
         hole_indices = self._hole_indices(tables, rows, positions)
         if hole_indices is None:
             return to_device(torch.from_numpy(slots), self.kv.device)
@@ -299,11 +283,6 @@ class KVCacheManager:
         evicting = rows[tokens]
         in_layer = tables.window[evicting].T == NO_WINDOW
         return tables.on_device.map_holes(slots, tokens, evicting, hole_indices[tokens], in_layer)
-
-    def _find_scratch(self, tables: BlockTables, rows: Ints) -> list[tuple[BudgetEvictor, LayerwisePrefill]]:
-        """Return the evictors of a group whose rows write into scratch pages in this step."""
-        evictors = (e for row in self.rows.values() for e in row.evictors if e.tables is tables and e.layerwise)
-        return [(e, e.layerwise) for e in evictors if e.layerwise and e.layerwise.scratch is not None and e.row in rows]
 
     def _hole_indices(self, tables: BlockTables, rows: Ints, positions: Ints) -> Ints | None:
         """Return the number of the hole that each token fills, or -1, int32 [T]; None where no row evicts."""
@@ -314,20 +293,13 @@ class KVCacheManager:
         holes_from[[e.row for e in evictors]] = [e.holes_from for e in evictors]
         return np.maximum(positions - holes_from[rows], np.int32(-1))
 
-    def begin_step(
-        self, rows: Sequence[int], query_start_loc: Sequence[int], traces: Mapping[int, AttentionTrace]
-    ) -> LayerHooks:
-        """Prepare the rows of a step before its tables are built, and return what must be done in each layer.
+    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> Callable[[int, Tensor], None] | None:
+        """Return what must be called before each layer of a step, with its queries; None where these rows load nothing.
 
-        Queries query_start_loc[b] : query_start_loc[b + 1] are those of rows[b]. Traces are by row.
+        Queries query_start_loc[b] : query_start_loc[b + 1] are those of rows[b].
         """
         ends = zip(rows, query_start_loc, query_start_loc[1:], strict=False)
         loads = [(load, begin, end) for row, begin, end in ends if (load := self.rows[row].load)]
-        evictors = [e for row in rows for e in self.rows[row].evictors if e.layerwise]
-        for evictor in evictors:
-            assert evictor.layerwise
-            trace = traces.get(evictor.row)
-            evictor.layerwise.begin_step(partial(trace.record_layer, evictor.tables) if trace else None)
 
         def before_attention(layer: int, q: Tensor) -> None:
             for load, begin, end in loads:
@@ -335,12 +307,7 @@ class KVCacheManager:
             for tables in self.slots.tables:
                 tables.on_device.rows.upload()  # selective loads shorten tables
 
-        def after_attention(layer: int) -> None:
-            for evictor in evictors:
-                if evictor.layerwise:
-                    evictor.finish_layer(layer)
-
-        return LayerHooks(before_attention if loads else None, after_attention if evictors else None)
+        return before_attention if loads else None
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
         """Return the tables of each KV cache group, see DeviceTables.build_tables."""

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.checkpoints import Checkpoint, Demand, Moment
+from retain.kv.checkpoints import Demand, Moment, TextCheckpoint
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
@@ -75,7 +75,7 @@ class Row:
         self.groups: Sequence[BlockTables] = parts.slots.tables
         self.has_states = any(tables.is_state for tables in self.groups)
         self.tables = self.groups[0]
-        self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
+        self.index = parts.slots.open_row(windows, policy.plan.fresh_tokens(num_uncomputed_tokens))
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
         self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
@@ -86,7 +86,7 @@ class Row:
         self.demand = Demand(policy)
         self.prompt_len = 0
         self.due: list[HeldCheckpoint] = []  # that it is given when it has computed more
-        self.unstored: dict[bytes, Checkpoint] = {}  # that wait until the pages of its text may be kept
+        self.unstored: dict[bytes, TextCheckpoint] = {}  # that wait until the pages of its text may be kept
         self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
         if policy.has_budget:
@@ -159,10 +159,10 @@ class Row:
             self.snapshots = [RingSnapshot(t, self.index, computed) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
-        return (
-            all(evictor.begin_reserve() for evictor in self.evictors)
-            and self.parts.slots.reserve(self.index, end_position)
-            and (self._reserve_eviction(end_position) or self._reserve_eviction_alone(end_position))
+        for evictor in self.evictors:
+            evictor.begin_reserve()
+        return self.parts.slots.reserve(self.index, end_position) and (
+            self._reserve_eviction(end_position) or self._reserve_eviction_alone(end_position)
         )
 
     def _reserve_eviction(self, end_position: int) -> bool:
@@ -183,11 +183,6 @@ class Row:
         if self.has_states:  # those of earlier positions are gone after a step
             next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
         return min(next_eviction, next_snapshot, *self._due_positions()) - num_computed_tokens
-
-    @property
-    def needs_single_step(self) -> bool:
-        """Whether all tokens up to the next eviction must be computed in one step."""
-        return bool(self.evictors) and any(evictor.layerwise is not None for evictor in self.evictors)
 
     @property
     def max_step_tokens(self) -> int:
@@ -242,7 +237,7 @@ class Row:
         Where it is about to do so, it owns the pages that it then needs from now on. Otherwise pages of a row that goes
         on may not be shared where its queries add mass to their slots.
         """
-        if any(e.has_holes or e.layerwise for e in self.evictors) or self.policy.scoring_chunk:
+        if any(e.has_holes for e in self.evictors) or self.policy.scoring_chunk:
             return False
         if not still_running:
             return True

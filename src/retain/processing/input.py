@@ -236,7 +236,7 @@ class InputProcessor:
         lacks = ""
         if policy.per_query_head and c.score_columns == 1 < self.info.heads_per_kv_head:
             lacks = "needs the masses of every query head"
-        elif policy.demotes and not c.demoted_page_size:
+        elif policy.modes.demote and not c.demoted_page_size:
             lacks = "demotes tokens"
         if lacks:
             remedy = "start the engine with such a policy, or allow it (--allow-policy)"
@@ -252,7 +252,7 @@ class InputProcessor:
 
         Only then its `num_system_tokens` matter.
         """
-        return self._parse_policy(kv_policy).protects_system
+        return self._parse_policy(kv_policy).modes.protect == "system"
 
     def max_output_tokens(self, g: GenerateRequest, num_prompt_tokens: int) -> int:
         """Return how many tokens can follow a request's prompt, within the context and the empty pool; at least 1.

@@ -14,7 +14,6 @@ from xxhash import xxh3_64
 
 from retain.bench.quality import FULL, choose_policies, expand_policies
 from retain.kv.eviction import policies
-from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.llm import LLM
@@ -154,5 +153,5 @@ def mean_bytes(cache: KVCacheManager, spec: str, examples: Sequence[Example]) ->
 def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: int, answer_len: int) -> int:
     policy = cache.plan_policy(policy, prompt_len)
     length = prompt_len + answer_len
-    held = min(length, policy.decode_slots) if isinstance(policy, BudgetPolicy) else length
+    held = min(length, policy.plan.decode_slots)
     return cache.pages_held(policy, held, length) * cache.page_bytes

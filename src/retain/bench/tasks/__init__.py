@@ -89,8 +89,8 @@ def absolute_budget(policy: str, budget_base: int) -> str:
     parsed = policies.parse(policy)
     if not isinstance(parsed, BudgetPolicy):
         return policy
-    demote = parsed.demote and parsed.demote.resolve(budget_base)
-    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.resolve(budget_base)), demote=demote))
+    modes = replace(parsed.modes, demote=parsed.modes.demote and parsed.modes.demote.resolve(budget_base))
+    return policies.to_spec(replace(parsed, budget=Amount(tokens=parsed.budget.resolve(budget_base)), modes=modes))
 
 
 def teacher_force(

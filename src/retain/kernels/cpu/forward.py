@@ -227,17 +227,12 @@ class CpuProgram:
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring), batch.bfloat16_rows,
         )  # fmt: skip
         begin = 0
-        for op in self._cache_ops if batch.before_attention or batch.after_attention else []:
-            if batch.before_attention:
+        if batch.before_attention:
+            for op in self._cache_ops:
                 self._program.run(*c_args, begin, op.op_index)
                 for layer in op.layers:
                     batch.before_attention(layer, self._queries(op, T))
                 begin = op.op_index
-            if batch.after_attention:
-                self._program.run(*c_args, begin, op.op_index + 1)
-                for layer in reversed(op.layers):
-                    batch.after_attention(layer)
-                begin = op.op_index + 1
         self._program.run(*c_args, begin, self._program.num_ops())
         return self._logits[:N]
 

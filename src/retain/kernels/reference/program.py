@@ -7,8 +7,7 @@ program's dtype; a quantized weight is multiplied in float32.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Generic, TypeVar
@@ -60,7 +59,7 @@ class ReferenceStep(Step):
     """A step, and how its tokens attend."""
 
     attend: Attend
-    use_cache: Callable[[int], AbstractContextManager[GroupInputs]]  # of a layer without attention
+    use_cache: Callable[[int], GroupInputs]  # of a layer without attention
     angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
 
 
@@ -322,8 +321,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
         b = None if bias is None else bias.float()
 
         def compute(s: ReferenceStep) -> Tensor:
-            with s.use_cache(layer) as inputs:
-                return convolve(s.buffers[x], inputs, s.positions, w, b)
+            return convolve(s.buffers[x], s.use_cache(layer), s.positions, w, b)
 
         self._emit(out, compute)
 
@@ -335,8 +333,8 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
         params = params.map_tensors(Tensor.float)
 
         def compute(s: ReferenceStep) -> Tensor:
-            with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:
-                return attend_linearly(s.buffers[qkv], s.buffers[gates], tokens, states, s.positions, params)
+            tokens, states = map(s.use_cache, layers)
+            return attend_linearly(s.buffers[qkv], s.buffers[gates], tokens, states, s.positions, params)
 
         self._emit(out, compute)
 
@@ -368,18 +366,12 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
             if has_kv:
                 self._write(inputs.kv, inputs.slot_mapping, k, v, batch.positions)
             scoring = batch.scoring if has_kv else None
-            o = self._attend(q, inputs.kv, inputs.tables, batch.positions, params, scoring=scoring, layer=layer)
-            if batch.after_attention:
-                batch.after_attention(layer)
-            return o
+            return self._attend(q, inputs.kv, inputs.tables, batch.positions, params, scoring=scoring, layer=layer)
 
-        @contextmanager
-        def use_cache(layer: int) -> Iterator[GroupInputs]:
+        def use_cache(layer: int) -> GroupInputs:
             if batch.before_attention:
                 batch.before_attention(layer, torch.zeros(len(batch.input_ids), 0, 0))
-            yield batch.layer(layer)
-            if batch.after_attention:
-                batch.after_attention(layer)
+            return batch.layer(layer)
 
         step = ReferenceStep(
             input_ids=batch.token_ids(),
@@ -391,5 +383,5 @@ class ReferenceProgram(TorchProgram[ReferenceStep]):
         return self._run_ops(step)
 
 
-def _refuse_states(layer: int) -> AbstractContextManager[GroupInputs]:
+def _refuse_states(layer: int) -> GroupInputs:
     raise ValueError("a model with convolutions or linear attention cannot be computed without a cache")

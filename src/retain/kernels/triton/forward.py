@@ -175,22 +175,22 @@ class TritonProgram(TorchProgram[DeviceStep]):
             if rope and rotates_first and len(q):
                 q = rotate(q, s.positions, rope)
             plan = s.plan(layer)
-            with s.use_cache(layer, q) as inputs:
-                if has_kv:
-                    k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
-                    keys, values = split_heads(k, G), split_heads(v, G)
-                    to = inputs.kv, inputs.slot_mapping
-                    offset = params.key_offset
-                    if rope and not rotates_first:
-                        q = fresh_tokens.rotate_and_write(*to, (q, keys, values), s.positions, rope, offset)
-                    else:
-                        fresh_tokens.write(*to, keys, values, s.positions, rope, offset)
+            inputs = s.use_cache(layer, q)
+            if has_kv:
+                k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
+                keys, values = split_heads(k, G), split_heads(v, G)
+                to = inputs.kv, inputs.slot_mapping
+                offset = params.key_offset
+                if rope and not rotates_first:
+                    q = fresh_tokens.rotate_and_write(*to, (q, keys, values), s.positions, rope, offset)
                 else:
-                    plan = plan.without_masses()
-                # Rows of padding requests are not written: they are 0 in the first layer, and so finite in all others.
-                earlier = s.buffers[out].view(len(q), H, v_dim) if out in s.buffers else None
-                cache = inputs.kv, inputs.tables
-                return attention.attend(q, *cache, plan, s.positions, params, layer, earlier).flatten(1)
+                    fresh_tokens.write(*to, keys, values, s.positions, rope, offset)
+            else:
+                plan = plan.without_masses()
+            # Rows of padding requests are not written: they are 0 in the first layer, and so finite in all others.
+            earlier = s.buffers[out].view(len(q), H, v_dim) if out in s.buffers else None
+            cache = inputs.kv, inputs.tables
+            return attention.attend(q, *cache, plan, s.positions, params, layer, earlier).flatten(1)
 
         self._emit(out, compute)
 
@@ -201,8 +201,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         b = None if bias is None else self._to_float32(bias)
 
         def compute(s: DeviceStep) -> Tensor:
-            with s.use_cache(layer) as inputs:
-                return linear_attention.convolve(s.buffers[x], inputs, s.requests, s.positions, w, b)
+            return linear_attention.convolve(s.buffers[x], s.use_cache(layer), s.requests, s.positions, w, b)
 
         self._emit(out, compute)
 
@@ -214,10 +213,10 @@ class TritonProgram(TorchProgram[DeviceStep]):
         params = params.map_tensors(self._to_float32)
 
         def compute(s: DeviceStep) -> Tensor:
-            with s.use_cache(layers[0]) as tokens, s.use_cache(layers[1]) as states:
-                return linear_attention.attend_linearly(
-                    s.buffers[qkv], s.buffers[gates], tokens, states, s.requests, s.positions, params
-                )
+            tokens, states = map(s.use_cache, layers)
+            return linear_attention.attend_linearly(
+                s.buffers[qkv], s.buffers[gates], tokens, states, s.requests, s.positions, params
+            )
 
         self._emit(out, compute)
 
@@ -235,7 +234,7 @@ class TritonProgram(TorchProgram[DeviceStep]):
         check_batch(batch)
         attended = {batch.layers[layer][0] for layer in self._attended}
         num_heads = [self._num_heads if i in attended else 0 for i in range(len(batch.groups))]
-        if not (batch.before_attention or batch.after_attention):
+        if not batch.before_attention:
             logits = self._graphs.run(batch, num_heads)
             if logits is not None:
                 return logits

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,11 +30,9 @@ class DeviceStep(Step):
     plans: Sequence[AttentionPlan | None]  # of each KV cache group; None where no attention reads it
     requests: Tensor  # int32 [B, 6]: a tile for each request (see plan.py), whatever its length
     before_attention: Callable[[int, Tensor], None] | None = None
-    after_attention: Callable[[int], None] | None = None
 
-    @contextmanager
-    def use_cache(self, layer: int, q: Tensor | None = None) -> Iterator[GroupInputs]:
-        """Give the inputs of a layer of the model; call what the caller wants before and after it.
+    def use_cache(self, layer: int, q: Tensor | None = None) -> GroupInputs:
+        """Return the inputs of a layer of the model; call what the caller wants before it.
 
         `q` are the queries [T, H, D] of an attention.
         """
@@ -43,9 +40,7 @@ class DeviceStep(Step):
             no_queries = torch.zeros(len(self.positions), 0, 0, device=self.positions.device)
             self.before_attention(layer, no_queries if q is None else q)
         group, index = self.layers[layer]
-        yield self.groups[group].for_layer(index)
-        if self.after_attention:
-            self.after_attention(layer)
+        return self.groups[group].for_layer(index)
 
     def plan(self, layer: int) -> AttentionPlan:
         """Return the plan of a layer that attends."""
@@ -113,7 +108,6 @@ def upload_step(
         plans=plans,
         requests=requests,
         before_attention=batch.before_attention,
-        after_attention=batch.after_attention,
     )
 
 

@@ -1,8 +1,8 @@
 """Checkpoints: what a text leaves behind at a position beside its append-only pages, so that others can go on there.
 
-A kind of checkpoint is one file of this package, or a folder, found by its name. It defines `class Kind`, and nothing
-else knows which kinds there are. A checkpoint completes the pages of a text: a row begins where each kind lets it. Or
-it stands in for them: a row with a budget keeps a selection of a text, and another one goes on from just that.
+A kind of checkpoint is one file of this package, or a folder, found by its name. It defines `class CheckpointKind`,
+and nothing else knows which kinds there are. A checkpoint completes the pages of a text: a row begins where each kind
+lets it. Or it stands in for them: a row with a budget keeps a selection of a text, and another goes on from just that.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from retain.plugins import load_module, plugin_names
 from retain.types import Ints
 
 
-class Checkpoint(Protocol):
+class TextCheckpoint(Protocol):
     """What is left behind at a position. Its pages are held by reference: a row copies one before it writes into it."""
 
     @property
@@ -110,7 +110,7 @@ class CheckpointedRow(Protocol):
     depends_on_text_alone: bool
     is_resumed: bool  # whether it began with a selection of the text's tokens, in any order
     prompt_len: int
-    unstored: dict[bytes, Checkpoint]  # that wait until the pages of its text may be kept
+    unstored: dict[bytes, TextCheckpoint]  # that wait until the pages of its text may be kept
 
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let an empty row evict under another resolved policy."""
@@ -120,11 +120,11 @@ class CheckpointedRow(Protocol):
 class SpanContent:
     """A checkpoint as stores keep it: its pages, and metadata."""
 
-    checkpoint: Checkpoint
+    checkpoint: TextCheckpoint
     metadata: bytes = b""
 
 
-class Kind(Protocol):
+class CheckpointKind(Protocol):
     """One kind of checkpoint, of one cache. It is made with the tables of the KV cache groups and their planner."""
 
     needs_pages: bool  # of all its checkpoints
@@ -132,42 +132,42 @@ class Kind(Protocol):
     def keys(self, demand: Demand) -> Sequence[Key]:
         """Return the keys of checkpoints from which a row may go on; () where there are none for this demand."""
 
-    def reach(self, demand: Demand, checkpoint: Checkpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
         """Return where a row may begin with a checkpoint, or without any of this kind."""
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Checkpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
         """Return what a row leaves at a moment, by key. Its pages are held once more. The host waits for no device."""
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Checkpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
         """Return how many pages `attach` takes from the pool."""
 
-    def due_at(self, position: int, checkpoint: Checkpoint) -> int:
+    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
         """Return when a row that begins at a position is given a checkpoint: then, or once more is computed."""
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: Checkpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
         """Give a checkpoint to a row that goes on at a position. The pool has the pages that this takes."""
 
-    def to_span(self, checkpoint: Checkpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
         """Return what stores keep of a checkpoint for texts that go on at a position; None for nothing.
 
         The position is where it was taken, or, where it needs pages, the last end of a block before that.
         """
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Checkpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
         """Return the checkpoint of a span, whose pages are numbers from 0 on. Raises ValueError where it does not fit.
 
         With `with_pages` others take the places of these numbers.
         """
 
-    def with_pages(self, checkpoint: Checkpoint, pages: Ints) -> Checkpoint:
+    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
         """Return a checkpoint of `from_span` in which `pages` [n] take the places of the numbers 0 to n - 1."""
 
 
-def load_kinds(groups: Sequence[BlockTables], planner: CapacityPlanner) -> dict[str, Kind]:
+def load_kinds(groups: Sequence[BlockTables], planner: CapacityPlanner) -> dict[str, CheckpointKind]:
     """Return the kinds of this folder, by name, for a cache."""
     names = plugin_names(__name__)
     modules: dict[str, Any] = {name: load_module(__name__, name, names, "kind of checkpoint") for name in names}
-    return {name: module.Kind(groups, planner) for name, module in modules.items()}
+    return {name: module.CheckpointKind(groups, planner) for name, module in modules.items()}
 
 
 def checkpoint_name(text_hash: bytes, key: bytes) -> bytes:

@@ -16,13 +16,13 @@ from retain.kv.capacity import CapacityPlanner
 from retain.kv.checkpoints import (
     ANYWHERE,
     NOWHERE,
-    Checkpoint,
     CheckpointedRow,
     Demand,
     Key,
     Moment,
     Reach,
     SpanContent,
+    TextCheckpoint,
 )
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.memory.block_tables import BlockTables
@@ -59,8 +59,8 @@ class Masses:
         return ()
 
 
-class Kind:
-    """See the protocol Kind in __init__.py."""
+class CheckpointKind:
+    """See the protocol CheckpointKind in __init__.py."""
 
     needs_pages = True
 
@@ -70,12 +70,12 @@ class Kind:
     def keys(self, demand: Demand) -> Sequence[Key]:
         """Return all that masses depend on, beside the text, where a whole prompt is computed before any eviction."""
         policy = demand.policy
-        if not policy.score_key or policy.prefill != "exact":
+        if not policy.score_key or policy.plan.is_streamed:
             return ()
         name = f"masses {policy.score_key!r} {demand.seed if policy.uses_noise else 0}"
         return (Key(hash_key(name.encode())),)
 
-    def reach(self, demand: Demand, checkpoint: Checkpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
         """Return the tokens whose queries are not needed; at least one of the prompt is computed, for logits."""
         policy = demand.policy
         if checkpoint is None:
@@ -87,7 +87,7 @@ class Kind:
             return NOWHERE
         return Reach(0, min(position, policy.prompt_len - 1))
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Checkpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
         """Copy the masses of a prompt that is just computed, where they depend on the text alone."""
         policy = row.demand.policy
         keys = self.keys(row.demand) if row.evictors and moment.is_running else ()
@@ -99,29 +99,29 @@ class Kind:
             return {}
         return {keys[0].name: Masses(end, policy, read_masses(self.groups, row.index, end))}
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Checkpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
         """Return 0: masses are beside the pages."""
         return 0
 
-    def due_at(self, position: int, checkpoint: Checkpoint) -> int:
+    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
         """Return where the masses were taken: what the queries up to there add is overwritten."""
         assert isinstance(checkpoint, Masses)
         return checkpoint.position
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: Checkpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
         """Give the masses to the slots of the row, which are all its own."""
         assert isinstance(checkpoint, Masses)
         write_masses(self.groups, row.index, checkpoint.position, checkpoint.masses)
 
-    def to_span(self, checkpoint: Checkpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
         """Return None: stores keep no masses of texts."""
         return None
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Checkpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
         """Raise ValueError: stores keep no masses of texts."""
         raise ValueError("masses are in no store")
 
-    def with_pages(self, checkpoint: Checkpoint, pages: Ints) -> Checkpoint:
+    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
         """Return the masses, which have no pages."""
         return checkpoint
 

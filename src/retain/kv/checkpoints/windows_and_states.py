@@ -17,13 +17,13 @@ from retain.kv.capacity import CapacityPlanner
 from retain.kv.checkpoints import (
     ANYWHERE,
     NOWHERE,
-    Checkpoint,
     CheckpointedRow,
     Demand,
     Key,
     Moment,
     Reach,
     SpanContent,
+    TextCheckpoint,
 )
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.page_store import PageStore
@@ -97,8 +97,8 @@ class WindowsAndStates:
                 t.rings_shared[row] = True
 
 
-class Kind:
-    """See the protocol Kind in __init__.py."""
+class CheckpointKind:
+    """See the protocol CheckpointKind in __init__.py."""
 
     needs_pages = True
 
@@ -110,13 +110,13 @@ class Kind:
         """Return a key where a layer slides."""
         return (KEY,) if (self.planner.windows(demand.policy) < NO_WINDOW).any() else ()
 
-    def reach(self, demand: Demand, checkpoint: Checkpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
         """Return all positions that the rings allow."""
         if checkpoint:
             return Reach(checkpoint.resumes_from, ANYWHERE.last)
         return NOWHERE if self.keys(demand) else ANYWHERE
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Checkpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
         """Hold the pages of the rings, where the pages of the other layers are left, too."""
         if not moment.has_pages or not self.keys(row.demand):
             return {}
@@ -126,28 +126,28 @@ class Kind:
                 t.note_shared_rings(row.index, moment.num_computed)
         return {KEY.name: found} if found else {}
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Checkpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
         """Count the pages of the next token."""
         assert isinstance(checkpoint, WindowsAndStates)
         return checkpoint.num_own_pages(self.groups, position)
 
-    def due_at(self, position: int, checkpoint: Checkpoint) -> int:
+    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
         """Return the position: rings are there from the beginning on."""
         return position
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: Checkpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
         """Put the pages into the rings of the row."""
         assert isinstance(checkpoint, WindowsAndStates)
         checkpoint.attach(self.groups, row.index, position)
 
-    def to_span(self, checkpoint: Checkpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
         """Return the pages before the end of a block, unless tokens that a query there sees are gone."""
         assert isinstance(checkpoint, WindowsAndStates)
         if checkpoint.resumes_from > position:
             return None
         return SpanContent(checkpoint.before(position, [t.page_size for t in self.groups]))
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Checkpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
         """Number the pages of the layers that slide. Raises ValueError where there are others."""
         sliding = [
             (g, int(layer))
@@ -167,7 +167,7 @@ class Kind:
         groups, layers = zip(*sliding, strict=True)
         return WindowsAndStates(position, tuple(first_pages), tuple(pages), span.resumes_from, groups, layers)
 
-    def with_pages(self, checkpoint: Checkpoint, pages: Ints) -> Checkpoint:
+    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
         """Return the rings with these pages."""
         assert isinstance(checkpoint, WindowsAndStates)
         return replace(checkpoint, pages=tuple(pages[numbers] for numbers in checkpoint.pages))

@@ -2,16 +2,16 @@
 
 A head keeps `budget` tokens: the first `sinks`, the last `recent`, and of the rest those with the highest priority. It
 fills `interval` more slots before it evicts as many at once (1 is the papers'; more costs less). The prompt is computed
-exactly and the budget begins behind it: in all layers at once, or, where the prompt is computed in one step
-(prefill=layers), in one layer after the other, so that only one is whole at a time. With prefill=stream the budget
-holds after every `chunk`, so that a prompt of any length takes bounded memory.
+exactly and the budget begins behind it. With prefill=stream the budget holds after every `chunk`, so that a prompt of
+any length takes bounded memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Self
+from functools import cached_property
+from typing import Self
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from torch import Tensor
 
 from retain.kernels.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
-from retain.kv.eviction.policy import NEVER, CacheLimits, EvictionPolicy
+from retain.kv.eviction.plan import RowModes, RowPlan
+from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
 from retain.kv.eviction.view import CacheView
-from retain.options import NonNegativeInt, PositiveInt, check_bounds
+from retain.options import OPTION_GROUP, RESOLVED, NonNegativeInt, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
 
 DEFAULT_RECENT = Amount(fraction=0.3)
+DEFAULT_MODES = RowModes()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,190 +41,93 @@ class BudgetPolicy(EvictionPolicy):
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: NonNegativeInt = 0  # of them the first of the text
     interval: PositiveInt = 16
-    prefill: str = "exact"  # or stream; `fit` turns exact into layers where that takes less memory
-    chunk: PositiveInt = 448  # of a streamed prompt: evict after as many; a step has room for it beside 64 answers
     share: str = "none"  # or layer, or all: heads that divide the sum of their budgets, by priority
-    protect: str = "none"  # or system: the system prompt is among the sinks
-    shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
-    demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
-    resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
-    prompt_len: int = field(default=0, init=False)
-    instruction_ids: tuple[int, ...] = field(default=(), init=False)
-    special_ids: frozenset[int] = field(default=frozenset(), init=False)
-    resume_key: str = field(default="", init=False, repr=False, compare=False)
-    streamed_key: str = field(default="", init=False, repr=False, compare=False)
+    modes: RowModes = field(default=DEFAULT_MODES, metadata=OPTION_GROUP)
+    prompt_len: int = field(default=0, metadata=RESOLVED)
+    instruction_ids: tuple[int, ...] = field(default=(), metadata=RESOLVED)
+    special_ids: frozenset[int] = field(default=frozenset(), metadata=RESOLVED)
+    resume_key: str = field(default="", repr=False, compare=False, metadata=RESOLVED)
+    streamed_key: str = field(default="", repr=False, compare=False, metadata=RESOLVED)
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_choice("prefill", self.prefill, "exact", "stream", "layers")
         check_choice("share", self.share, "none", "layer", "all")
-        check_choice("protect", self.protect, "none", "system")
-        check_choice("resume", self.resume, "on", "off")
-        if self.share != "none" and self.prefill == "stream":
+        if self.share != "none" and self.modes.is_streamed:
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
-        if self.demote and self.shrink:
-            raise ValueError("demote does not go with shrink")
 
     # ---- resolving -----------------------------------------------------------------------------------------------
 
     def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
         """See EvictionPolicy.resolve."""
-        sinks = max(self.sinks, system_len if self.protects_system else 0)
+        modes = self.modes
+        system_len = system_len if modes.protect == "system" else 0
+        sinks = max(self.sinks, system_len)
         budget = max(self.budget.resolve(prompt_len), sinks + 1)
         recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
-        floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
-        demote = self.demote and self.demote.resolve(prompt_len)
-        found = replace(
-            self, budget=Amount(tokens=budget), recent=Amount(tokens=recent), sinks=sinks, shrink=floor, demote=demote
+        resume_key = f"{type(self).__module__} {self!r} {system_len}" if modes.resume == "on" else ""
+        # With amounts in tokens, what is kept inside a streamed prompt depends on the text up to there alone.
+        is_alike = modes.is_streamed and modes.protect == "none" and "%" not in f"{self.budget} {modes.demote}"
+        return replace(
+            self,
+            budget=Amount(tokens=budget),
+            recent=Amount(tokens=recent),
+            sinks=sinks,
+            modes=modes.resolve(prompt_len, sinks),
+            prompt_len=prompt_len,
+            resume_key=resume_key,
+            streamed_key=resume_key if is_alike else "",
         )
-        self._copy_state(found)
-        object.__setattr__(found, "prompt_len", prompt_len)
-        key = f"{type(self).__module__} {self!r} {system_len if self.protects_system else 0}"
-        shares = [self.budget, self.demote.amount if self.demote else None]
-        in_tokens = all(amount is None or amount.tokens is not None for amount in shares)
-        is_streamed = self.prefill == "stream" and in_tokens and not self.protects_system
-        object.__setattr__(found, "resume_key", key if self.resume == "on" else "")
-        object.__setattr__(found, "streamed_key", key if self.resume == "on" and is_streamed else "")
-        return found
-
-    def with_options(self, **changes: Any) -> Self:
-        """Return the policy with other options, resolved for the same prompt."""
-        found = replace(self, **changes)
-        self._copy_state(found)
-        return found
-
-    def _copy_state(self, other: Self) -> None:
-        """Give another policy what is no option: the length of its prompt, and what its file was given."""
-        for f in fields(self):
-            if not f.init:
-                object.__setattr__(other, f.name, getattr(self, f.name))
 
     def fit(self, limits: CacheLimits) -> Self:
-        """Bound the interval, and prefill layer by layer where that takes less memory. See EvictionPolicy.fit."""
-        policy = self.with_options(interval=min(self.interval, max(limits.max_model_len - self.prompt_len, 1)))
-        if self.demote:  # no head has more tokens than a text
-            most = max(limits.max_model_len - self.budget_tokens, 1)
-            policy = policy.with_options(demote=Demotion(Amount(tokens=min(self.demoted_tokens, most))))
-        if policy.prefill == "stream":
-            return policy
-        exact, layers = (policy.with_options(prefill=how) for how in ("exact", "layers"))
-        possible = policy.supports_layerwise and policy.budget_tokens < policy.prompt_len <= limits.step_room
-        n = policy.prompt_len
-        return layers if possible and limits.pages_needed(layers, n, n) < limits.pages_needed(exact, n, n) else exact
+        """Bound what no text can fill. See EvictionPolicy.fit."""
+        behind_prompt, beyond_budget = (max(limits.max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
+        demoted = Demotion(Amount(tokens=min(self.plan.demoted_tokens, beyond_budget)))
+        modes = replace(self.modes, demote=demoted) if self.modes.demote else self.modes
+        return replace(self, interval=min(self.interval, behind_prompt), modes=modes)
 
     def with_instruction(self, token_ids: Sequence[int], special_ids: Set[int] = frozenset()) -> Self:
         """See EvictionPolicy.with_instruction."""
-        found = self.with_options()
-        object.__setattr__(found, "instruction_ids", tuple(token_ids))
-        object.__setattr__(found, "special_ids", frozenset(special_ids))
-        return found
-
-    def with_full_prefill(self) -> Self:
-        """See EvictionPolicy.with_full_prefill."""
-        return self.with_options(prefill="exact") if self.prefill == "layers" else self
+        return replace(self, instruction_ids=tuple(token_ids), special_ids=frozenset(special_ids))
 
     def halved(self) -> Self | None:
         """Return the policy with half its budget, or None if `shrink` does not allow it; resolved."""
-        size = max(self.budget_tokens // 2, self.shrink.resolve(self.prompt_len) if self.shrink else self.budget_tokens)
+        floor = self.modes.shrink
+        size = max(self.budget_tokens // 2, floor.resolve(self.prompt_len) if floor else self.budget_tokens)
         if size >= self.budget_tokens:
             return None
         recent = max(self.recent.resolve(self.budget_tokens) * size // self.budget_tokens, 1)
         recent = min(recent, size - self.sinks)
-        return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=recent))
+        return replace(self, budget=Amount(tokens=size), recent=Amount(tokens=recent))
 
     def with_budget(self, num_tokens: int) -> Self:
         """Return the policy with a budget of at most so many tokens; resolved."""
         size = max(min(num_tokens, self.budget_tokens), self.sinks + 1)
         recent = min(self.recent.resolve(self.budget_tokens), size - self.sinks)
-        return self.with_options(budget=Amount(tokens=size), recent=Amount(tokens=recent))
+        return replace(self, budget=Amount(tokens=size), recent=Amount(tokens=recent))
 
-    # ---- sizes, resolved -----------------------------------------------------------------------------------------
+    # ---- its plan, resolved -----------------------------------------------------------------------------------------
 
     @property
     def budget_tokens(self) -> int:
         """The budget in tokens."""
         return self.budget.resolve(self.prompt_len)
 
-    @property
-    def protects_system(self) -> bool:
-        """See EvictionPolicy.protects_system."""
-        return self.protect == "system"
-
-    @property
-    def demotes(self) -> bool:
-        """See EvictionPolicy.demotes."""
-        return self.demote is not None
-
-    @property
-    def demoted_tokens(self) -> int:
-        """Tokens that a head keeps in 4 bits at most."""
-        return self.demote.num_tokens(self.prompt_len) if self.demote else 0
-
-    def demoted_slots(self, length: int) -> int:
-        """See EvictionPolicy.demoted_slots."""
-        has_begun = length >= self.prompt_len or self.prefill == "stream"
-        return min(self.demoted_tokens, max(length - self.budget_tokens, 0)) if has_begun else 0
-
-    def evicting_lengths(self, limit: int) -> tuple[int, int]:
-        """See EvictionPolicy.evicting_lengths."""
-        for length in (2**i for i in range(limit.bit_length())):
-            policy = self.resolve(length)
-            num_kept = policy.budget_tokens + policy.demoted_tokens
-            if num_kept < length:
-                return num_kept + 1, self.interval + 2
-        return limit, self.interval + 2
-
-    @property
-    def decode_slots(self) -> int:
-        """Slots that a head fills at most while it decodes. (On average, where heads share budgets.)"""
-        return self.budget_tokens + self.interval
-
-    @property
-    def prefill_slots(self) -> int:
-        """Slots that a head owns while the prompt is computed.
-
-        They include those of the answer's first tokens: when the prompt is computed a row only frees pages.
-        """
-        if self.prompt_len <= self.budget_tokens or self.prefill == "layers":
-            return self.decode_slots
-        behind = max(self.interval, self.scoring_tokens, self.eviction_delay)
-        whole = self.prompt_len + behind
-        return whole if self.prefill == "exact" else min(whole, self.budget_tokens + max(self.chunk, self.interval))
-
-    def peak_slots(self, length: int) -> int:
-        """See EvictionPolicy.peak_slots."""
-        beyond = (
-            self.interval if length < self.prompt_len else max(self.interval, self.scoring_chunk, self.eviction_delay)
+    @cached_property
+    def plan(self) -> RowPlan:
+        """See EvictionPolicy.plan."""
+        return RowPlan(
+            prompt_len=self.prompt_len,
+            budget=self.budget_tokens,
+            interval=self.interval,
+            is_ragged=self.ragged,
+            is_streamed=self.modes.is_streamed,
+            chunk=self.modes.chunk,
+            delay=self.eviction_delay,
+            scoring_tokens=min(self.scoring_chunk, len(self.instruction_ids) + self.prompt_len),
+            demoted_tokens=self.modes.demote.num_tokens(self.prompt_len) if self.modes.demote else 0,
         )
-        return min(length + beyond, self.prefill_slots)
 
-    @property
-    def scoring_tokens(self) -> int:
-        """See EvictionPolicy.scoring_tokens."""
-        return min(self.scoring_chunk, len(self.instruction_ids) + self.prompt_len)
-
-    @property
-    def intervals(self) -> tuple[int, int]:
-        """See EvictionPolicy.intervals."""
-        return self.chunk if self.prefill == "stream" else NEVER, self.interval
-
-    def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
-        """See EvictionPolicy.fresh_tokens."""
-        return max(num_uncomputed_tokens, self.scoring_tokens)
-
-    def scratch_slots(self, length: int) -> int:
-        """See EvictionPolicy.scratch_slots."""
-        return min(length, self.prompt_len) if self.prefill == "layers" else 0
-
-    # ---- when and what to evict, resolved ------------------------------------------------------------------------
-
-    def next_eviction(self, num_computed_tokens: int) -> int:
-        """Return the number of computed tokens at which the row evicts next."""
-        if num_computed_tokens < self.prompt_len:
-            streamed = max(num_computed_tokens, self.budget_tokens) + self.chunk
-            return min(streamed, self.prompt_len) if self.prefill == "stream" else self.prompt_len
-        begin = self.prompt_len + self.eviction_delay
-        return begin if num_computed_tokens < begin else max(num_computed_tokens, self.budget_tokens) + self.interval
+    # ---- what to evict, resolved ---------------------------------------------------------------------------------
 
     @property
     def eviction_delay(self) -> int:
@@ -267,11 +172,6 @@ class BudgetPolicy(EvictionPolicy):
         """Whether heads keep different numbers of tokens."""
         return self.share != "none"
 
-    @property
-    def supports_layerwise(self) -> bool:
-        """Whether a layer can evict as soon as it has computed the prompt."""
-        return not (self.ragged or self.scoring_chunk or self.scores_slots or self.demote)
-
     def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
         """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""
         pos = np.arange(num_tokens, dtype=np.int32)
@@ -285,7 +185,7 @@ class BudgetPolicy(EvictionPolicy):
     @property
     def max_skippable_tokens(self) -> int:
         """See EvictionPolicy: the tokens before the first query that adds mass."""
-        if self.prefill != "exact":
+        if self.modes.is_streamed:
             return 0
         weighed = self.query_weights(np.arange(self.prompt_len, dtype=np.int32), 1)
         needed = np.flatnonzero(weighed.weights).tolist() if weighed else []
@@ -307,7 +207,7 @@ class AttentionScoredPolicy(BudgetPolicy):
         check_choice("value", self.value, "none", "norm")
         if self.share != "none" and (self.heads == "union" or (self.share == "all" and self.scope == "shared")):
             raise ValueError("share has nothing to divide: heads=union has sizes of its own, scope=shared is one layer")
-        if self.demote and self.heads == "union":
+        if self.modes.demote and self.heads == "union":
             raise ValueError("demote wants heads of known sizes: not with heads=union")
 
     @property
@@ -320,11 +220,6 @@ class AttentionScoredPolicy(BudgetPolicy):
     def ragged(self) -> bool:
         """See BudgetPolicy.ragged."""
         return super().ragged or self.heads == "union"
-
-    @property
-    def supports_layerwise(self) -> bool:
-        """See BudgetPolicy.supports_layerwise."""
-        return super().supports_layerwise and self.scope == "layer"
 
     @property
     def per_query_head(self) -> bool:

@@ -34,7 +34,7 @@ class PolicyCost:
         passes = policy.scoring_passes(prompt, room)
         scoring_tokens = sum(len(p.tokens) for p in passes)
         return cls(
-            len(prompt), scoring_tokens, sum(-(-len(p.tokens) // p.chunk_size) for p in passes), *policy.intervals
+            len(prompt), scoring_tokens, sum(-(-len(p.tokens) // p.chunk_size) for p in passes), *policy.plan.intervals
         )
 
     def find_excess(self) -> str | None:
@@ -53,3 +53,15 @@ class PolicyCost:
             size = self.scoring_tokens // self.scoring_steps
             return f"reads the prompt again {size} tokens at a time: choose {MIN_PROMPT_INTERVAL} or more"
         return None
+
+
+def evicting_lengths(policy: EvictionPolicy, limit: int) -> tuple[int, int]:
+    """Return the lengths of a prompt and of an answer from which tokens are evicted; 0 where none ever is.
+
+    The policy need not be resolved. No prompt is longer than `limit`.
+    """
+    if not policy.has_budget:
+        return 0, 0
+    plans = [policy.resolve(2**i).plan for i in range(limit.bit_length())]
+    kept = (plan.budget + plan.demoted_tokens for plan in plans if plan.budget + plan.demoted_tokens < plan.prompt_len)
+    return next(kept, limit - 1) + 1, plans[0].interval + 2

@@ -64,9 +64,10 @@ class Demoter:
         # int64 [M, G] on the host: tokens that each head demotes at most, and tokens in its budget; until `begin` those
         # of a budget that begins with `add`
         shape = len(layers), tables.counts.shape[2]
-        self.capacities = torch.full(shape, policy.demoted_tokens)
-        self.head_budgets = torch.full(shape, policy.budget_tokens)
-        self.has_begun = policy.prefill == "stream" or policy.prompt_len + policy.eviction_delay <= policy.budget_tokens
+        plan = policy.plan
+        self.capacities = torch.full(shape, plan.demoted_tokens)
+        self.head_budgets = torch.full(shape, plan.budget)
+        self.has_begun = plan.is_streamed or plan.begins_at <= plan.budget
         self.num_left = torch.zeros(shape, dtype=torch.long)  # tokens that have left each head's budget, so far
         # float32 [M, G, S], where the policy scores slots
         self.scores = torch.zeros(*shape, 0, device=tables.kv.device) if policy.scores_slots else None
@@ -115,7 +116,7 @@ class Demoter:
         self.tables.allocate(self.row, self.layers, state.counts)
         store.copy(used_pages(state.pages, state.counts), self.tables.page_list(self.row))
         self.head_budgets = state.head_budgets + self.policy.budget_tokens - previous.budget_tokens
-        self.capacities = state.capacities + max(self.policy.demoted_tokens - previous.demoted_tokens, 0)
+        self.capacities = state.capacities + max(self.policy.plan.demoted_tokens - previous.plan.demoted_tokens, 0)
         self.num_left = state.num_left
         self.has_begun = True
         self.scores = None if state.scores is None else state.scores.clone()
@@ -135,7 +136,7 @@ class Demoter:
         ranked = rank_slots(tables)
         rank = ranked.keys[0]
         num_tokens = query_position + 1
-        both = min(policy.budget_tokens + policy.demoted_tokens, num_tokens)
+        both = min(policy.budget_tokens + policy.plan.demoted_tokens, num_tokens)
         if policy.share == "none":
             kept = policy.head_budgets(ranked.views[0])
             upto = torch.full(rank.shape[:2], both)
@@ -144,7 +145,7 @@ class Demoter:
         order = rank.topk(int(upto.max())).indices.flatten(0, 1)
         head, i = number_tokens(upto - kept, order.device)
         places = order[head, to_device(kept.flatten(), order.device)[head] + i]
-        capacities = upto - kept + (policy.budget_tokens + policy.demoted_tokens - both)  # room for the answer
+        capacities = upto - kept + (policy.budget_tokens + policy.plan.demoted_tokens - both)  # room for the answer
         slots = slots_at(store, pages, head, places)
         S = store.page_size
         k, v = store.backend.read_slots(store.kv, slots)

@@ -18,8 +18,8 @@ from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import EvictorState, Resumption
 from retain.kv.eviction.demoter import Demoter
-from retain.kv.eviction.layerwise import LayerwisePrefill
 from retain.kv.eviction.operations import RowTables, compact, gather_slots, punch
+from retain.kv.eviction.plan import RowPlan
 from retain.kv.eviction.shared_pages import SharedPages
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
@@ -51,7 +51,7 @@ class BudgetEvictor:
     """Evict from the unwindowed layers [M] of one row as a resolved policy says. They have slots of one size.
 
     Where it `has_holes`, the token at position `holes_from` + i is written into hole i of each head, which
-    DeviceTables has. `pages_after_demotion(policy, length)` returns the most pages of a head, see GroupPlanner.
+    DeviceTables has. `pages_after_demotion(plan, length)` returns the most pages of a head, see GroupPlanner.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class BudgetEvictor:
         tables: BlockTables,
         row: int,
         transform: KeyTransform,
-        pages_after_demotion: Callable[[BudgetPolicy, int], int],
+        pages_after_demotion: Callable[[RowPlan, int], int],
     ):
+        plan = policy.plan
         self.policy = policy
         self.pages_after_demotion = pages_after_demotion
         self.tables = tables
@@ -70,12 +71,12 @@ class BudgetEvictor:
         self.key_factors = transform.factors_of(tables.layers[self.layers], tables.kv.device)
         shape = len(self.layers), tables.counts.shape[2]
         self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
-        self.next_eviction = policy.next_eviction(0)  # computed tokens at that moment
+        self.next_eviction = plan.next_eviction(0)  # computed tokens at that moment
         self.has_holes = False
         self.has_shrunk = False  # whether the budget was halved
         self.holes_from = 0
         self.num_held = self.head_budgets  # [M, G]: tokens in the slots at `holes_from`
-        self.compacts_at = policy.prompt_len + policy.eviction_delay  # computed tokens when the budget begins
+        self.compacts_at = plan.begins_at  # computed tokens when the budget begins
         self._num_dropped = 0  # tokens of all heads that have left the budget, so far
         self._num_inherited = 0  # of these, those that earlier rows of the text have evicted
         self.first_eviction = 0  # of a row that resumes: before it `next_eviction` only lists more holes
@@ -83,38 +84,26 @@ class BudgetEvictor:
         self.resumed_tokens: Ints | None = None  # [M, G]: how many of them each head has
         self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
         self.shared = SharedPages(tables, row, self.layers)
-        self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if policy.demote else None
-        self.layerwise: LayerwisePrefill | None = None  # until the prompt is computed
-        if policy.prefill == "layers" and policy.prompt_len > policy.budget_tokens:
-            self.layerwise = LayerwisePrefill(policy, tables, row, self.layers, self.key_factors)
-        tables.capacity[row, self.layers] = min(policy.prefill_slots, tables.max_pages * tables.page_size)
-        if policy.prompt_len > policy.budget_tokens:  # a streamed prompt takes all its slots at once, and reuses them
-            tables.headroom[row, self.layers] = UNBOUNDED if policy.prefill == "stream" else policy.interval
+        self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if plan.demoted_tokens else None
+        tables.capacity[row, self.layers] = min(plan.prefill_slots, tables.max_pages * tables.page_size)
+        if plan.prompt_len > plan.budget:  # a streamed prompt takes all its slots at once, and reuses them
+            tables.headroom[row, self.layers] = UNBOUNDED if plan.is_streamed else plan.interval
         tables.mark_dirty(row, dense=False)
 
     @property
     def scratch_pages(self) -> Ints:
         """Pages that the row holds beside its tables."""
-        found = [self.shared.spare]
-        if self.demoter:
-            found.append(self.demoter.spare)
-        if self.layerwise and self.layerwise.scratch is not None:
-            found.append(self.layerwise.scratch.ravel())
-        return np.concatenate(found)
+        return np.concatenate([self.shared.spare, self.demoter.spare]) if self.demoter else self.shared.spare
 
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
         return self._num_dropped - self._num_inherited - (self.demoter.num_tokens if self.demoter else 0)
 
-    def begin_reserve(self) -> bool:
-        """Take scratch pages where the prompt goes layer by layer. False if there are too few.
-
-        Pages for demoted tokens are free until they are reserved again: a second reading of the prompt comes first.
-        """
+    def begin_reserve(self) -> None:
+        """Free the pages for demoted tokens until they are reserved again: a scoring pass of the prompt comes first."""
         if self.demoter:
             self.demoter.release()
-        return self.layerwise is None or self.layerwise.allocate()
 
     def finish_reserve(self, end_position: int) -> bool:
         """Own the pages that an eviction at `end_position` computed tokens takes. False if there are too few.
@@ -124,32 +113,27 @@ class BudgetEvictor:
         if (num_places := self.num_places_written(end_position)) and not self.shared.reserve(num_places):
             return False
         if self.demoter and self.demotes_by(end_position):
-            num_pages = self.head_budgets.size * self.pages_after_demotion(self.policy, end_position)
-            if not self.demoter.reserve(end_position, num_pages):
-                return False
-        if self.layerwise and self.layerwise.scratch is not None:  # in one layer at a time
-            t = self.tables
-            layer = self.layers[0]
-            t.peaks[self.row, layer] = t.counts[self.row, layer] + self.layerwise.scratch.shape[1]
+            num_pages = self.head_budgets.size * self.pages_after_demotion(self.policy.plan, end_position)
+            return self.demoter.reserve(end_position, num_pages)
         return True
 
     def num_places_written(self, num_computed_tokens: int) -> int:
         """Return how many pages of each head, the first ones, the first eviction writes into; 0 where none is due."""
-        policy = self.policy
+        plan = self.policy.plan
         end = self.next_eviction
-        if num_computed_tokens < end or self.has_holes or self.layerwise:
+        if num_computed_tokens < end or self.has_holes:
             return 0
-        if end >= policy.prompt_len and (end < self.compacts_at or end <= policy.budget_tokens):
+        if end >= plan.prompt_len and (end < self.compacts_at or end <= plan.budget):
             return 0
         return self._num_places_kept if end == self.compacts_at else self.tables.pages.shape[3]
 
     @property
     def _num_places_kept(self) -> int:
         """How many pages of each head a compaction may write into."""
-        policy = self.policy
-        if policy.ragged or policy.demote or policy.prefill == "stream":
+        plan = self.policy.plan
+        if plan.is_ragged or plan.is_streamed or self.demoter:
             return self.tables.pages.shape[3]
-        return -(-policy.decode_slots // self.tables.page_size)
+        return -(-plan.decode_slots // self.tables.page_size)
 
     def reserve_all(self, num_computed_tokens: int) -> bool:
         """Own pages in place of all those that the eviction at so many tokens writes into. False if there are too few.
@@ -160,36 +144,36 @@ class BudgetEvictor:
 
     def demotes_by(self, num_computed_tokens: int) -> bool:
         """Return whether tokens are demoted when so many are computed."""
-        return num_computed_tokens >= self.next_eviction and self.policy.demoted_slots(num_computed_tokens) > 0
+        return num_computed_tokens >= self.next_eviction and self.policy.plan.demoted_slots(num_computed_tokens) > 0
 
-    def plan(self, num_computed_tokens: int) -> list[Punch | Compact] | None:
+    def find_due(self, num_computed_tokens: int) -> list[Punch | Compact] | None:
         """Return what to do now that `next_eviction` is reached, in this order; None where no budget has begun.
 
         At the end of the prompt, or so many tokens later as the policy waits, the budget begins: what stays is
         compacted, and the layers never grow again. Later the slots of the interval fill up and are emptied.
         """
-        policy = self.policy
+        plan = self.policy.plan
         if num_computed_tokens < self.first_eviction:
             self._list_holes(num_computed_tokens)
             return None
-        self.next_eviction = policy.next_eviction(num_computed_tokens)
-        if num_computed_tokens < policy.prompt_len:
+        self.next_eviction = plan.next_eviction(num_computed_tokens)
+        if num_computed_tokens < plan.prompt_len:
             return [self._plan_chunk()]
         if num_computed_tokens < self.compacts_at:  # score slots before queries of the answer add mass
             pages = self.tables.on_device.gather([self.row], self.layers, self.num_table_pages)[0]
-            self.slot_scores.update(policy, pages, num_computed_tokens - 1)
+            self.slot_scores.update(self.policy, pages, num_computed_tokens - 1)
             return None
         if num_computed_tokens > self.compacts_at:
-            return [Punch(policy.interval, self.head_budgets + np.int32(policy.interval))]
-        if num_computed_tokens <= policy.budget_tokens:
+            return [Punch(plan.interval, self.head_budgets + np.int32(plan.interval))]
+        if num_computed_tokens <= plan.budget:
             return []
         # Fresh tokens go into holes from now on: holes replace the slots that the ring's formula gives.
         self.tables.capacity[self.row, self.layers] = 1
         if self.demoter and self.resumed_tokens is not None:
             return self._plan_resumed_demotion(num_computed_tokens)
         # The last chunk of a streamed prompt is demoted as the others were.
-        last_chunk = [self._plan_chunk()] if policy.prefill == "stream" and self.demoter else []
-        return [*last_chunk, *([Compact(policy.interval)] if policy.prefill != "layers" else [])]
+        last_chunk = [self._plan_chunk()] if plan.is_streamed and self.demoter else []
+        return [*last_chunk, Compact(plan.interval)]
 
     def _plan_chunk(self) -> Punch:
         """Return the eviction of all tokens over the budget, behind a chunk of a streamed prompt."""
@@ -200,22 +184,13 @@ class BudgetEvictor:
         """Return the eviction behind the prompt of a row that has demoted tokens before: heads keep their shares."""
         assert self.demoter
         budgets = self.demoter.head_budgets
-        if self.policy.prefill == "stream":
+        if self.policy.plan.is_streamed:
             return [self._plan_chunk(), Compact(self.policy.interval, budgets)]
         assert self.resumed_tokens is not None
         filled = self.resumed_tokens + np.int32(num_computed_tokens - self.resumes_at)  # the first slots of each head
         num_leaving = int((filled - budgets.numpy()).max())
         punches: list[Punch | Compact] = [Punch(num_leaving, filled)] if num_leaving else []
         return [*punches, Compact(self.policy.interval, budgets)]
-
-    def finish_layer(self, layer: int) -> None:
-        """Evict from a layer right after its attention, where the prompt goes layer by layer."""
-        assert self.layerwise
-        if self.layerwise.finish_layer(layer):
-            assert self.layerwise.holes is not None
-            self.tables.on_device.set_holes([self.row], self.layers, self.layerwise.holes[None])
-            self.start_holes(self.policy.prompt_len)
-            self.layerwise = None
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the budget, where the policy allows it. Returns whether pages were freed."""
@@ -275,7 +250,7 @@ class BudgetEvictor:
         begin = position - self.holes_from
         end = self.next_eviction - self.holes_from
         if position < self.policy.prompt_len:  # a longer prompt fills a whole chunk
-            end = max(end, begin + self.policy.chunk)
+            end = max(end, begin + self.policy.plan.chunk)
         slots = t.on_device.get_holes(self.row, self.layers, begin, end).long()
         pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]  # [M, G, pages]
         is_page = pages[..., None] == (slots // t.page_size)[:, :, None]  # [M, G, pages, n]
@@ -379,7 +354,7 @@ def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[
 
     Those that do the same, and punch or leave equally many holes, are evicted by one call.
     """
-    plans = [evictor.plan(n) for evictor, n in zip(evictors, num_computed_tokens, strict=True)]
+    plans = [evictor.find_due(n) for evictor, n in zip(evictors, num_computed_tokens, strict=True)]
     for step in range(max((len(plan or ()) for plan in plans), default=0)):
         groups: dict[tuple[Operation, int], list[int]] = {}
         for i, plan in enumerate(plans):

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from retain.kernels.scoring import NO_NOISE
 from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats
-
-NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
 
 
 @dataclass(frozen=True)
@@ -49,8 +48,6 @@ class CacheLimits:
     """Limits of a cache that a policy has to fit into."""
 
     max_model_len: int
-    step_room: int  # tokens of one request that fit into any step, whatever else runs
-    pages_needed: Callable[[EvictionPolicy, int, int], int]  # of (policy, length, uncomputed tokens)
     load_gate: Callable[[str], GateWeights]  # of a file's name; "" is the model's own. Raises ValueError
 
 
@@ -60,7 +57,7 @@ class EvictionPolicy:
     has_budget = False  # whether slots are evicted by `priority`, rather than by position in closed form
     resume_key = ""  # what requests have in common that may go on from each other's evicted states; "": from none
     streamed_key = ""  # the same of states inside a prompt; "" where what is kept there depends on more than the text
-    prefill = "exact"  # the whole prompt is in the cache before anything is evicted
+    modes = RowModes()  # the other options of its spec: how a row carries it out
 
     @property
     def ring_window(self) -> int | None:
@@ -93,19 +90,9 @@ class EvictionPolicy:
         return 0
 
     @property
-    def scoring_tokens(self) -> int:
-        """Tokens of a scoring pass that are in the cache at a time, at most; resolved."""
-        return 0
-
-    @property
     def scoring_room(self) -> int:
         """Tokens that must fit the context behind the prompt for scoring passes; resolved."""
         return 0
-
-    @property
-    def intervals(self) -> tuple[int, int]:
-        """Tokens between two evictions, at least: of a prompt that is evicted from meanwhile, and of the answer."""
-        return NEVER, NEVER
 
     @property
     def max_skippable_tokens(self) -> int | None:
@@ -123,42 +110,10 @@ class EvictionPolicy:
         """Return the resolved policy as it is carried out in a cache. Raises ValueError where it cannot be."""
         return self
 
-    def with_full_prefill(self) -> Self:
-        """Return the policy such that the whole prompt is in the cache at the same moment."""
-        return self
-
-    def evicting_lengths(self, limit: int) -> tuple[int, int]:
-        """Return the lengths of a prompt and of an answer from which tokens are evicted; 0 where none ever is.
-
-        The policy need not be resolved. No prompt is longer than `limit`.
-        """
-        return 0, 0
-
-    def peak_slots(self, length: int) -> int:
-        """Slots that a head of an unwindowed layer owns at most on the way to `length` tokens; resolved."""
-        return length
-
-    def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
-        """Return the tokens that may be computed at once, of a request that starts with as many; resolved."""
-        return num_uncomputed_tokens
-
-    def scratch_slots(self, length: int) -> int:
-        """Slots that a head takes beside its own while the prompt is computed; resolved."""
-        return 0
-
     @property
-    def demotes(self) -> bool:
-        """Whether tokens over the budget stay in fewer bits."""
-        return False
-
-    def demoted_slots(self, length: int) -> int:
-        """Slots of fewer bits that a head of an unwindowed layer owns on the way to `length` tokens; resolved."""
-        return 0
-
-    @property
-    def protects_system(self) -> bool:
-        """Whether a system prompt at the beginning of the text is never evicted."""
-        return False
+    def plan(self) -> RowPlan:
+        """How a row carries out the policy; resolved."""
+        return RowPlan()
 
     @property
     def instruction(self) -> str:

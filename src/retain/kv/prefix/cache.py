@@ -16,7 +16,7 @@ import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.checkpoints import Checkpoint, CheckpointedRow, Demand, Kind, Moment, Reach, load_kinds
+from retain.kv.checkpoints import CheckpointedRow, CheckpointKind, Demand, Moment, Reach, TextCheckpoint, load_kinds
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
@@ -40,10 +40,13 @@ from retain.types import Ints
 class HeldCheckpoint(NamedTuple):
     """A checkpoint of the tree."""
 
-    kind: Kind
+    kind: CheckpointKind
     key: bytes
-    checkpoint: Checkpoint
+    checkpoint: TextCheckpoint
     node: Node
+
+
+Option = tuple[Reach, HeldCheckpoint | None]  # where a row may begin with a checkpoint, or without any of its kind
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,9 @@ class PrefixCache:
             branch_point=self._branch_point(limit, position, demand),
         )
 
-    def _options(self, kind: Kind, match: PrefixMatch, demand: Demand) -> Iterator[tuple[Reach, HeldCheckpoint | None]]:
+    def _options(
+        self, kind: CheckpointKind, match: PrefixMatch, demand: Demand
+    ) -> Iterator[tuple[Reach, HeldCheckpoint | None]]:
         """Yield where a row may begin without a checkpoint of a kind, and with each that is there."""
         yield kind.reach(demand, None), None
         for key in kind.keys(demand):
@@ -245,7 +250,7 @@ class PrefixCache:
         return Start(start.text, demand, i * B, blocks, match.nodes, (), ranges, stored)
 
     def _stored_at(
-        self, kinds: Sequence[Kind], block_hash: bytes, position: int, demand: Demand
+        self, kinds: Sequence[CheckpointKind], block_hash: bytes, position: int, demand: Demand
     ) -> list[StoredCheckpoint] | None:
         """Return the stored checkpoints that let a row begin at the end of a block; None where some are missing."""
         assert self.tiers
@@ -434,7 +439,7 @@ class PrefixCache:
         keys = (key for kind in self.kinds.values() for key in kind.keys(demand))
         return frozenset(key.name for key in keys if key.is_required)
 
-    def _store_checkpoint(self, link: bytes, text: Text, key: bytes, checkpoint: Checkpoint, begun_at: int) -> None:
+    def _store_checkpoint(self, link: bytes, text: Text, key: bytes, checkpoint: TextCheckpoint, begun_at: int) -> None:
         """Keep a checkpoint, which the tree takes over."""
         self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at)
         if self.tiers:
@@ -505,8 +510,6 @@ class PrefixCache:
         return seen
 
 
-def _choose(
-    options: Sequence[tuple[Reach, HeldCheckpoint | None]], position: int
-) -> tuple[Reach, HeldCheckpoint | None] | None:
+def _choose(options: Sequence[Option], position: int) -> Option | None:
     """Return the first of one kind's options with which a row may begin at a position."""
     return next((x for x in options if x[0].first <= position <= x[0].last), None)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from retain.kv.prefix.node import Node
 
 
-class Candidate(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """A checkpoint of a node, by its key, or its pages (b"") with the checkpoints that go with them.
 
     Candidates can be ordered: by value, then by number, which differ.
@@ -25,9 +25,9 @@ class Candidate(NamedTuple):
     key: bytes
 
 
-def candidates(roots: Iterable[Node], block_size: int, now: int) -> list[Candidate]:
+def candidates(roots: Iterable[Node], block_size: int, now: int) -> list[EvictionCandidate]:
     """Return what can be evicted, with its value at `now` on the tree's clock."""
-    found: list[Candidate] = []
+    found: list[EvictionCandidate] = []
     # Nodes with the positions of the last checkpoints before them, by key, and where texts last go on (None: anywhere).
     stack: list[tuple[Node, dict[bytes, int], int | None]] = []
     for root in roots:
@@ -38,9 +38,11 @@ def candidates(roots: Iterable[Node], block_size: int, now: int) -> list[Candida
             is_leaf = node.is_pages_leaf
             if is_leaf and resumes_at is None and not node.checkpoints and node.pages.size:  # most nodes of most trees
                 value = len(node.tokens) / (node.pages.size * (now - node.last_used))
-                found.append(Candidate(value, len(found), node, b""))
+                found.append(EvictionCandidate(value, len(found), node, b""))
             elif is_leaf:
-                found.append(Candidate(_leaf_value(node, required, resumes_at, block_size, now), len(found), node, b""))
+                found.append(
+                    EvictionCandidate(_leaf_value(node, required, resumes_at, block_size, now), len(found), node, b"")
+                )
             if node.checkpoints:
                 end = node.start_block * block_size + len(node.tokens)
                 for key, checkpoint in node.checkpoints.items():
@@ -48,7 +50,7 @@ def candidates(roots: Iterable[Node], block_size: int, now: int) -> list[Candida
                         before = (resumes_at if key in required else last.get(key)) or 0
                         age = now - node.checkpoint_used[key]
                         value = _value(end - before, len(checkpoint.page_list), age)
-                        found.append(Candidate(value, len(found), node, key))
+                        found.append(EvictionCandidate(value, len(found), node, key))
                 last = last | dict.fromkeys(node.checkpoints, end)
                 if required and required <= node.checkpoints.keys():
                     resumes_at = end

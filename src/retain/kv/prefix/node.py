@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retain.kv.checkpoints import Checkpoint
+from retain.kv.checkpoints import TextCheckpoint
 from retain.types import Ints
 
 NO_PAGES: Ints = np.zeros(0, np.int32)
@@ -38,7 +38,7 @@ class Node:
     block_hashes: list[bytes]  # of each of its blocks
     has_pages: bool = False
     pages: Ints = field(default_factory=lambda: NO_BLOCKS)  # [K, n] where it has some; 0 is none, see block_layout.py
-    checkpoints: dict[bytes, Checkpoint] = field(default_factory=dict)  # at its end, by key
+    checkpoints: dict[bytes, TextCheckpoint] = field(default_factory=dict)  # at its end, by key
     checkpoint_used: dict[bytes, int] = field(default_factory=dict)  # on the tree's clock: the last use of each
     required: frozenset[bytes] = frozenset()  # of a root: keys of the checkpoints without which no text goes on
     parent: Node | None = None
@@ -82,7 +82,7 @@ class Node:
         return np.concatenate([self.page_list, *(c.page_list for c in self.checkpoints.values())])
 
     @property
-    def dependents(self) -> dict[bytes, Checkpoint]:
+    def dependents(self) -> dict[bytes, TextCheckpoint]:
         """Its checkpoints that go with the pages of the text."""
         return {key: c for key, c in self.checkpoints.items() if c.needs_pages}
 
@@ -107,7 +107,7 @@ class PrefixMatch:
     ends: Sequence[NodeEnd]
     common_length: int
 
-    def checkpoints(self, key: bytes) -> Iterator[tuple[Checkpoint, NodeEnd]]:
+    def checkpoints(self, key: bytes) -> Iterator[tuple[TextCheckpoint, NodeEnd]]:
         """Yield the checkpoints of this key from which the text can go on, each with its place."""
         for end in self.ends:
             found = end.node.checkpoints.get(key)

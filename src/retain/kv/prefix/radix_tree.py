@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retain.kv.checkpoints import Checkpoint, checkpoint_name
+from retain.kv.checkpoints import TextCheckpoint, checkpoint_name
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.events import PrefixObserver, StoredPages
-from retain.kv.prefix.eviction_order import Candidate, candidates, leaf_value
+from retain.kv.prefix.eviction_order import EvictionCandidate, candidates, leaf_value
 from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import NO_BLOCKS, NO_MATCH, NO_PAGES, EvictionRecord, Node, NodeEnd, PrefixMatch
 from retain.kv.prefix.pins import Pins
@@ -35,7 +35,7 @@ from retain.kv.text import Text, common_prefix_length, hash_block
 from retain.types import Ints
 
 # Called with a node, the number of its first blocks that keep their pages, and checkpoints that it loses.
-OnEvict = Callable[[Node, int, Mapping[bytes, Checkpoint]], None]
+OnEvict = Callable[[Node, int, Mapping[bytes, TextCheckpoint]], None]
 
 
 class Inserted(NamedTuple):
@@ -172,7 +172,7 @@ class RadixTree:
         text: Text,
         length: int,
         pages: Ints | None = None,
-        checkpoints: Mapping[bytes, Checkpoint] | None = None,
+        checkpoints: Mapping[bytes, TextCheckpoint] | None = None,
         begun_at: int = 0,
         required: frozenset[bytes] = frozenset(),
     ) -> Inserted:
@@ -245,7 +245,7 @@ class RadixTree:
                 self.pins.inherit(node, sibling)
                 self._drop_pages(sibling)
 
-    def _set_checkpoint(self, node: Node, key: bytes, checkpoint: Checkpoint) -> None:
+    def _set_checkpoint(self, node: Node, key: bytes, checkpoint: TextCheckpoint) -> None:
         """Give a node a checkpoint at its end, unless it has one of this key."""
         node.checkpoint_used[key] = next(self.clock)
         self.num_holders[checkpoint.page_list] += 1
@@ -393,7 +393,9 @@ class RadixTree:
             parent = node.parent
             self._evict_end(node, missing, in_use)
             if parent and parent.parent and parent.is_pages_leaf and parent not in self.pins:
-                heapq.heappush(heap, Candidate(leaf_value(parent, self.block_size, now), next(order), parent, b""))
+                heapq.heappush(
+                    heap, EvictionCandidate(leaf_value(parent, self.block_size, now), next(order), parent, b"")
+                )
         return self.pool.num_free - num_free
 
     def _evict_end(self, node: Node, num_pages: int, in_use: bool) -> None:

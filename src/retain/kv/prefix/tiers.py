@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retain.kv.checkpoints import Checkpoint, CheckpointedRow, Demand, Kind
+from retain.kv.checkpoints import CheckpointedRow, CheckpointKind, Demand, TextCheckpoint
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.prefix.node import Node
@@ -22,7 +22,7 @@ from retain.types import Ints
 class StoredCheckpoint(NamedTuple):
     """A checkpoint of a store."""
 
-    kind: Kind
+    kind: CheckpointKind
     key: bytes
     place: SpanRange
 
@@ -31,7 +31,11 @@ class Tiers:
     """The stores of an offloader, for texts of one prefix cache."""
 
     def __init__(
-        self, offloader: Offloader, groups: Sequence[BlockTables], layout: BlockLayout, kinds: Mapping[str, Kind]
+        self,
+        offloader: Offloader,
+        groups: Sequence[BlockTables],
+        layout: BlockLayout,
+        kinds: Mapping[str, CheckpointKind],
     ):
         self.offloader = offloader
         self.pool = groups[0].pool
@@ -41,7 +45,7 @@ class Tiers:
 
     # ---- storing -------------------------------------------------------------------------------------------------
 
-    def on_captured(self, block_hashes: Sequence[bytes], text: Text, key: bytes, checkpoint: Checkpoint) -> None:
+    def on_captured(self, block_hashes: Sequence[bytes], text: Text, key: bytes, checkpoint: TextCheckpoint) -> None:
         """Put a checkpoint into the stores that keep what is computed; `block_hashes` are those before its position."""
         stores = [store for store in self.offloader.stores if store.write_through]
         if block_hashes and stores:
@@ -49,7 +53,7 @@ class Tiers:
             text_hash = hash_block(block_hashes[-1], rest) if len(rest) else block_hashes[-1]
             self._put(stores, text_hash, block_hashes[-1], len(block_hashes), key, checkpoint)
 
-    def on_evicted(self, node: Node, num_kept_blocks: int, checkpoints: Mapping[bytes, Checkpoint]) -> None:
+    def on_evicted(self, node: Node, num_kept_blocks: int, checkpoints: Mapping[bytes, TextCheckpoint]) -> None:
         """Put what a node loses into every store that lacks it: whole blocks, and checkpoints."""
         is_tail = len(node.tokens) < len(node.block_hashes) * self.block_size
         if node.has_pages and node.pages.size and not is_tail:
@@ -73,7 +77,7 @@ class Tiers:
         block_hash: bytes,
         num_blocks: int,
         key: bytes,
-        checkpoint: Checkpoint,
+        checkpoint: TextCheckpoint,
     ) -> None:
         """Put a checkpoint behind so many whole blocks into stores. One that needs their pages is put at their end."""
         position = checkpoint.position
@@ -88,7 +92,7 @@ class Tiers:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, kind: Kind, place: SpanRange, demand: Demand, position: int) -> Checkpoint | None:
+    def load(self, kind: CheckpointKind, place: SpanRange, demand: Demand, position: int) -> TextCheckpoint | None:
         """Read a checkpoint into pages, which the caller owns.
 
         None where it cannot be read or does not let the demand go on, and where the pool has too few pages.
@@ -114,7 +118,7 @@ class Tiers:
 
     def prepare(
         self, stored: Sequence[StoredCheckpoint], demand: Demand, position: int
-    ) -> list[tuple[Kind, Checkpoint, SpanRange]] | None:
+    ) -> list[tuple[CheckpointKind, TextCheckpoint, SpanRange]] | None:
         """Return checkpoints that complete pages, which are numbers yet. None where one cannot be read."""
         found = []
         for kind, _, place in stored:
@@ -125,7 +129,7 @@ class Tiers:
         return found
 
     def attach(
-        self, kind: Kind, numbered: Checkpoint, place: SpanRange, row: CheckpointedRow, position: int
+        self, kind: CheckpointKind, numbered: TextCheckpoint, place: SpanRange, row: CheckpointedRow, position: int
     ) -> dict[int, list[ReadJob]]:
         """Give a checkpoint to a row before its pages are read. Returns the reads, by layer of the model."""
         pages = np.concatenate([np.zeros(0, np.int32), *self.spans.allocate(numbered.runs())])
@@ -135,8 +139,8 @@ class Tiers:
         return self.spans.read_jobs(place, checkpoint.runs())
 
     def _decode(
-        self, kind: Kind, place: SpanRange, demand: Demand, position: int, metadata: bytes
-    ) -> Checkpoint | None:
+        self, kind: CheckpointKind, place: SpanRange, demand: Demand, position: int, metadata: bytes
+    ) -> TextCheckpoint | None:
         try:
             found = kind.from_span(demand, position, place.span, metadata)
         except ValueError as error:

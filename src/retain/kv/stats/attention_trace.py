@@ -75,16 +75,6 @@ class AttentionTrace:
         """Return the distances from a head of a group to the places that it takes."""
         return range(0, self.mass.shape[1], t.counts.shape[2])
 
-    def record_layer(self, tables: BlockTables, layer: int, pages: Ints) -> None:
-        """Read the mass of a prompt in scratch pages [G, n], before that layer evicts."""
-        kv = tables.kv
-        pos = kv.pos[kv.to_index(pages)].flatten(1).cpu().numpy()  # [G, n S]
-        mass = kv.mass[kv.to_index(pages)].sum(2).flatten(1).cpu().numpy()
-        head, place = np.nonzero(pos >= 0)
-        self._grow(int(pos.max(initial=-1)) + 1)
-        for copy in self._copies(tables):
-            self.mass[layer, head + copy, pos[head, place]] = mass[head, place]
-
     def scores(self, layer: int | None) -> tuple[Floats, Floats]:
         """Return for each token its mass and the share of heads that keep it, both [T]; of one layer, or the mean."""
         chosen = slice(None) if layer is None else slice(layer, layer + 1)

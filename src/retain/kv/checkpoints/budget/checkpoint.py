@@ -42,7 +42,7 @@ class BudgetCheckpoint:
     @property
     def ladder_reach(self) -> int:
         """Inside a prompt only the ends of chunks can be kept: the last one before a rung stands for it."""
-        return self.policy.chunk if self.in_prompt else 0
+        return self.policy.plan.chunk if self.in_prompt else 0
 
     @cached_property
     def own_pages(self) -> Ints:

@@ -24,6 +24,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import DemoterState, EvictorState
 from retain.kv.memory.block_tables import BlockTables
+from retain.options import RESOLVED
 from retain.types import Ints
 
 FORMAT_VERSION = 1
@@ -172,9 +173,8 @@ class _Decoder:
         own = policies.parse(self.header["policy"])
         if type(own) is not type(policy) or not isinstance(own, BudgetPolicy):
             raise ValueError("the checkpoint of a budget does not fit: another policy")
-        found = policy.with_options(**{f.name: getattr(own, f.name) for f in fields(own) if f.init})
-        object.__setattr__(found, "prompt_len", _number(self.header["prompt_len"], 0))
-        return found
+        options = {f.name: getattr(own, f.name) for f in fields(own) if f.metadata != RESOLVED}
+        return replace(policy, **options, prompt_len=_number(self.header["prompt_len"], 0))
 
     def _evictor(self, i: int, group: int, policy: BudgetPolicy) -> EvictorState:
         shape = self.shape
@@ -190,7 +190,7 @@ class _Decoder:
         next_eviction = _number(self.header["next_eviction"][i], self.position)
         num_holes = next_eviction - self.position
         if self.position < policy.prompt_len:  # a longer prompt fills a whole chunk
-            num_holes = max(num_holes, policy.chunk)
+            num_holes = max(num_holes, policy.plan.chunk)
         _check(places.shape[-1] == (0 if is_dense else num_holes), "the number of holes")
         has_scores = self.arrays[f"{i}.scores"].ndim > 1
         scores = self._array(f"{i}.scores", np.float32, (*heads, None) if has_scores else (0,))

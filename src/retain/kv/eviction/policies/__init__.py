@@ -8,9 +8,8 @@ tokens. The names in `ALIASES` are what the papers or others call a policy.
 
 from __future__ import annotations
 
-import dataclasses
-
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.options import option_values
 from retain.plugins import load_plugin, plugin_names
 
 ALIASES = {"streaming_llm": "sinks", "kvzip": "reread"}
@@ -35,10 +34,7 @@ def name_of(policy: EvictionPolicy) -> str:
 
 def to_spec(policy: EvictionPolicy) -> str:
     """Return the spec that `parse` turns into this policy, without options at their defaults."""
-    given = [
-        f"{f.name}={getattr(policy, f.name)}"
-        for f in dataclasses.fields(policy)  # type: ignore[arg-type]
-        if f.init and getattr(policy, f.name) != f.default
-    ]
+    defaults = option_values(type(policy))
+    given = [f"{option}={value}" for option, value in option_values(policy).items() if value != defaults[option]]
     name = name_of(policy)
     return f"{name}:{','.join(given)}" if given else name

@@ -7,7 +7,7 @@ Its scores are comparable across heads and layers, which divide one budget. Afte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
@@ -18,6 +18,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import CacheLimits, QueryWeights
 from retain.kv.eviction.view import CacheView
+from retain.options import RESOLVED
 from retain.plugins import Amount
 
 NEWEST = Amount(fraction=0.15)
@@ -30,7 +31,7 @@ class Policy(BudgetPolicy):
     recent: Amount = NEWEST
     share: str = "all"
     file: str = ""  # of the gate; by default beside the model, or in this package
-    weights: GateWeights | None = field(default=None, init=False, repr=False, compare=False)  # once it is fitted
+    weights: GateWeights | None = field(default=None, repr=False, compare=False, metadata=RESOLVED)  # once it is fitted
 
     @property
     def scores_slots(self) -> bool:
@@ -49,9 +50,7 @@ class Policy(BudgetPolicy):
 
     def fit(self, limits: CacheLimits) -> Self:
         """Load the gate, too. Raises ValueError where there is none for this model."""
-        policy = super().fit(limits)
-        object.__setattr__(policy, "weights", limits.load_gate(self.file))
-        return policy
+        return replace(super().fit(limits), weights=limits.load_gate(self.file))
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh every query alike."""

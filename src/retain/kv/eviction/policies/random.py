@@ -24,11 +24,6 @@ class Policy(BudgetPolicy):
         super().__post_init__()
         check_choice("keep", self.keep, "any", "prompt")
 
-    @property
-    def supports_layerwise(self) -> bool:
-        """No: the numbers are drawn for all layers at once."""
-        return False
-
     def priority(self, view: CacheView) -> Tensor:
         """Return a random number that depends on layer, head and position only."""
         L, G, _ = view.pos.shape

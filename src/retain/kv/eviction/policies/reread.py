@@ -9,7 +9,7 @@ each message behind a request to repeat it, and `first=24` also waits for what t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -17,11 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
+from retain.kv.eviction.plan import RowModes
 from retain.kv.eviction.policy import QueryWeights, ScoringPass
 from retain.kv.eviction.prompt_parts import SHORTEST_TEXT, divide_prompt
 from retain.kv.eviction.view import CacheView
-from retain.options import NonNegativeInt, PositiveInt
+from retain.options import OPTION_GROUP, NonNegativeInt, PositiveInt
 from retain.plugins import check_choice
+
+STARTS_ANEW = RowModes(resume="off")  # the whole prompt is read again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +36,13 @@ class Policy(AttentionScoredPolicy):
     rereads: PositiveInt = 1024  # tokens at a time; a head needs as many more slots for a moment
     ask: str = "none"  # or repeat: in the model's own chat form
     first: NonNegativeInt = 0  # tokens of the answer before anything is evicted; what they attend to counts, too
-    resume: str = "off"  # the whole prompt is read again
+    modes: RowModes = field(default=STARTS_ANEW, metadata=OPTION_GROUP)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("mix", self.mix, "none", "h2o")
         check_choice("ask", self.ask, "none", "repeat")
-        if (option := "prefill=stream" if self.prefill == "stream" else f"resume={self.resume}") != "resume=off":
+        if (option := "prefill=stream" if self.modes.is_streamed else f"resume={self.modes.resume}") != "resume=off":
             raise ValueError(f"reread reads the whole prompt again: it does not go with {option}")
         if self.first and (self.heads, self.scope) != ("kv-sum", "layer"):
             raise ValueError("first goes with heads=kv-sum and scope=layer")
@@ -58,7 +61,7 @@ class Policy(AttentionScoredPolicy):
     def scoring_room(self) -> int:
         """See EvictionPolicy. With less, each instruction would be followed by few tokens to repeat."""
         least = SHORTEST_TEXT + 2 * len(self.instruction_ids)
-        return min(self.scoring_tokens, least) if self.prompt_len > self.budget_tokens else 0
+        return min(self.plan.scoring_tokens, least) if self.prompt_len > self.budget_tokens else 0
 
     def scoring_passes(self, prompt: Sequence[int], max_chunk: int) -> list[ScoringPass]:
         """Read the prompt once more, unless the budget holds all of it."""
