@@ -37,6 +37,13 @@ class AttachPlan:
     offloaded_windows: SpanRange | None = None
     selective: bool = False  # load only some blocks of the spans; the row gets pages for all of them
 
+    @property
+    def min_resume_position(self) -> int:
+        """Where a text can resume at the earliest with what the row then holds of its windows."""
+        if self.offloaded_windows:
+            return self.length  # a tier does not know which tokens before that are holes
+        return self.sliding_windows.min_resume_position if self.sliding_windows else 0
+
 
 @dataclass(frozen=True)
 class PageSource:
@@ -80,6 +87,7 @@ def attach_pages(
         return None
     jobs: dict[int, list[ReadJob]] = {}
     for g, tables in enumerate(groups):
+        tables.min_resume_position[row] = plan.min_resume_position
         _attach_group(tables, row, plan.length, [s for s in sources if s.group == g], jobs)
     return jobs
 
@@ -119,6 +127,7 @@ def _attach_group(
     t.peaks[row] = t.counts[row]
     t.mark_dirty(row)
     t.allocated_upto[row] = length
+    t.written_upto[row] = length
     rings = t.ring_layers(row)
     t.rings_shared[row] = any(s.num_shared for s in sources if s.layer in rings)
 

@@ -23,7 +23,7 @@ def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -
     first_pages = []
     found: list[tuple[int, Ints]] = []  # group and pages of each layer
     overwritten: list[Ints] = []  # numbers of the pages of each layer that hold later tokens
-    min_resume_position = 0
+    min_resume_position = max(t.min_resume_position[row] for t in groups)
     layers = [(g, t, layer) for g, t in enumerate(groups) for layer in t.ring_layers(row)]
     for g, t, layer in layers:
         S = t.page_size
@@ -35,12 +35,10 @@ def capture_sliding_windows(groups: Sequence[BlockTables], row: int, end: int) -
         pages: Ints = t.pages[row, layer][:, places]
         first_pages.append(first)
         found.append((g, pages))
-        # All heads of a ring hold the same positions.
-        expected = np.arange(first * S, end)
-        actual = t.kv.pos[t.kv.to_index(pages[0])].flatten()[: len(expected)].cpu().numpy()
-        overwritten.append(np.unique(np.flatnonzero(actual >= end) // S).astype(np.int32))
-        lost = expected[actual != expected]
-        begin = int(lost[-1]) + 1 if len(lost) else first * S
+        # Nothing is read from the device: a later token, or a rejected draft, took the place of each one before `kept`.
+        kept = min(int(t.written_upto[row]) - capacity, end)
+        overwritten.append(np.arange(max(-(-kept // S) - first, 0), dtype=np.int32))
+        begin = max(kept, first * S)
         min_resume_position = max(min_resume_position, begin + W - 1 if begin else 0)
     if min_resume_position > end:
         return None
