@@ -253,14 +253,14 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
     assert tokens == [*expected, expected[0]] and num_cached >= 32
 
 
-@pytest.mark.parametrize("depth", [1, *(pytest.param(2, marks=slow),)])
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=slow)])
 @pytest.mark.parametrize("policy", ["full", pytest.param("h2o:budget=40,interval=4", marks=slow)])
 @pytest.mark.parametrize(
     "family", ["gemma3_text", pytest.param("llama", marks=slow), pytest.param("qwen3_next", marks=slow)]
 )
 def test_prefixes_are_kept_and_found_without_a_wait(family: str, policy: str, depth: int) -> None:
     """Rings that wrap, a rung on the way, and answers that end: nothing is read to keep windows and states."""
-    prompts = [[*range(70), 3, 4], [*range(70), 9]]
+    prompts = [[*range(70), 3, 4], [*range(70), 3, 4, 9, 8]]
 
     def run(make: MakeEngine) -> list[int]:
         engine = make(family, prefix_cache="exact", num_pages=4000, snapshot_interval=32)
@@ -271,7 +271,7 @@ def test_prefixes_are_kept_and_found_without_a_wait(family: str, policy: str, de
         return [r.stats.num_cached_tokens for r in requests]
 
     (_, num_cached), syncs = on_device(run)
-    assert syncs == []
+    assert syncs == [], len(syncs)
     assert num_cached >= 32
 
 
