@@ -73,7 +73,7 @@ class PrefixCache:
         self.layout = block_layout(groups, [g.windows for g in planner.spec.groups])
         self._page_sizes = [t.page_size for t in groups]
         B = self.layout.block_size
-        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B)
+        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B, B)
         self.tree = RadixTree(self.pool, B, self.ladder)
         self.pool.uncache_callback = self.tree.evict_holders
         self.offloader: Offloader | None = None
