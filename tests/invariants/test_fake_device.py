@@ -253,6 +253,28 @@ def test_prefixes_and_tiers(family: str, tier: str, tmp_path: Path) -> None:
     assert tokens == [*expected, expected[0]] and num_cached >= 32
 
 
+@pytest.mark.parametrize("depth", [1, pytest.param(2, marks=slow)])
+@pytest.mark.parametrize("policy", ["full", pytest.param("h2o:budget=40,interval=4", marks=slow)])
+@pytest.mark.parametrize(
+    "family", ["gemma3_text", pytest.param("llama", marks=slow), pytest.param("qwen3_next", marks=slow)]
+)
+def test_prefixes_are_kept_and_found_without_a_wait(family: str, policy: str, depth: int) -> None:
+    """Rings that wrap, a rung on the way, and answers that end: nothing is read to keep windows and states."""
+    prompts = [[*range(70), 3, 4], [*range(70), 3, 4, 9, 8]]
+
+    def run(make: MakeEngine) -> list[int]:
+        engine = make(family, prefix_cache="exact", num_pages=4000, snapshot_interval=32)
+        engine.depth = depth
+        requests = [make_request(p, 3, policy) for p in prompts]
+        for request in requests:
+            run_requests(engine, [request])
+        return [r.stats.num_cached_tokens for r in requests]
+
+    (_, num_cached), syncs = on_device(run)
+    assert syncs == [], len(syncs)
+    assert num_cached >= 32
+
+
 @slow
 @pytest.mark.parametrize(("policy", "tier"), [("h2o:budget=12,interval=2", "ram"), ("gate:budget=50%", "disk")])
 def test_states_of_budgets_in_tiers(policy: str, tier: str, tmp_path: Path) -> None:

@@ -334,6 +334,31 @@ def test_a_ladder_is_dense_at_the_end_and_grows_with_the_logarithm(interval: int
     assert len(rungs) <= NUM_DENSE * (2 + max(length // interval, 1).bit_length())
 
 
+@given(st.integers(1, 5000), st.integers(1, 800), st.integers(0, 10**5), st.integers(0, 10**4))
+def test_rungs_before_the_first_interval_are_whole_blocks_and_never_return(
+    num_blocks: int, block_size: int, length: int, more: int
+) -> None:
+    ladder = SnapshotLadder(num_blocks * block_size, block_size)
+    rungs = ladder.first_rungs
+    assert all(rung % block_size == 0 and 256 <= rung < ladder.interval for rung in rungs)
+    assert len(rungs) <= ladder.interval.bit_length()
+    for rung in rungs:
+        assert rung in ladder.crossed(rung - 1, rung) and ladder.has(rung)
+        assert ladder.keeps(rung, length) or not ladder.keeps(rung, length + more)
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", *slow("state")])
+def test_a_text_shorter_than_an_interval_is_left_at_small_rungs(family: str) -> None:
+    rng = random.Random(3)
+    text = random_tokens(rng, 1500)
+    engine = snapshot_engine(family, snapshot_interval=2048, max_model_len=2048)
+    run_to_completion(engine, [make_request(text, 2)])
+    for cut, rung in {300: 256, 500: 256, 900: 512, 1400: 1024}.items():
+        request = make_request(text[:cut] + random_tokens(rng, 5), 2)
+        run_to_completion(engine, [request])
+        assert request.stats.num_cached_tokens >= rung
+
+
 KEY = b"one"
 
 

@@ -258,6 +258,7 @@ class KVCacheManager:
         found = []
         for group, attended in zip(self.slots.groups, tables, strict=True):
             t = group.tables
+            t.note_written(rows, positions)
             if self.kv.device.type == "cpu":
                 found.append(GroupInputs(t.kv, attended, self._group_slots(group, rows, positions)))
                 continue
@@ -271,6 +272,8 @@ class KVCacheManager:
 
         int32 [L, G, T] each, on the pool's device.
         """
+        for tables in self.slots.tables:
+            tables.note_written(rows, positions)
         return [self._group_slots(group, rows, positions) for group in self.slots.groups]
 
     def _group_slots(self, group: KVCache, rows: Ints, positions: Ints) -> Tensor:

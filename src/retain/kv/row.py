@@ -181,7 +181,8 @@ class Row:
         next_eviction = self.evictors[0].next_eviction if self.evictors else UNBOUNDED
         next_snapshot = UNBOUNDED
         if self.has_states:  # those of earlier positions are gone after a step
-            next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, UNBOUNDED)), UNBOUNDED)
+            end = num_computed_tokens + self.parts.prefix_cache.ladder.interval  # there is a rung by then
+            next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, end)), UNBOUNDED)
         return min(next_eviction, next_snapshot, *self._due_positions()) - num_computed_tokens
 
     @property

@@ -79,6 +79,7 @@ class WindowsAndStates:
         """Put the pages into the rings of an empty row. Whole ones are shared, those of the next token copied."""
         for g, t in enumerate(groups):
             S = t.page_size
+            t.resumes_from[row] = self.resumes_from
             layers = t.ring_layers(row).tolist()
             found = zip(self.first_pages, self.pages, self.groups, strict=True)
             own = [(first, pages) for first, pages, group in found if group == g]
@@ -188,8 +189,8 @@ def capture_rings(groups: Sequence[BlockTables], row: int, end: int) -> WindowsA
     """
     first_pages = []
     found: list[tuple[int, Ints]] = []  # group and pages of each layer
-    overwritten: list[Ints] = []  # numbers of the pages of each layer that hold later tokens
-    resumes_from = 0
+    overwritten: list[Ints] = []  # numbers of the pages of each layer that may hold later tokens
+    resumes_from = max(t.resumes_from[row] for t in groups)
     layers = [(g, t, layer) for g, t in enumerate(groups) for layer in t.ring_layers(row)]
     for g, t, layer in layers:
         S = t.page_size
@@ -201,12 +202,10 @@ def capture_rings(groups: Sequence[BlockTables], row: int, end: int) -> WindowsA
         pages: Ints = t.pages[row, layer][:, places]
         first_pages.append(first)
         found.append((g, pages))
-        # All heads of a ring hold the same positions.
-        expected = np.arange(first * S, end)
-        actual = t.kv.pos[t.kv.to_index(pages[0])].flatten()[: len(expected)].cpu().numpy()
-        overwritten.append(np.unique(np.flatnonzero(actual >= end) // S).astype(np.int32))
-        lost = expected[actual != expected]
-        begin = int(lost[-1]) + 1 if len(lost) else first * S
+        # Nothing is read from the device: a later token, or a rejected draft, took the place of each one before `kept`.
+        kept = min(int(t.written_upto[row]) - capacity, end)
+        overwritten.append(np.arange(max(-(-kept // S) - first, 0), dtype=np.int32))
+        begin = max(kept, first * S)
         resumes_from = max(resumes_from, begin + W - 1 if begin else 0)
     if resumes_from > end:
         return None

@@ -60,6 +60,8 @@ class BlockTables:
         self.capacity: Ints = np.full((N, L), UNBOUNDED, np.int32)  # slots that a head may own
         self.ring_base: Ints = np.zeros((N, L), np.int32)
         self.headroom: Ints = np.zeros((N, L), np.int32)  # slots owned beyond those of the tokens there are
+        self.written_upto: Ints = np.zeros(N, np.int32)  # no position from there on was ever written, rejected ones too
+        self.resumes_from = [0] * N  # of the rings that a row began with
         self.allocated_upto = [0] * N  # positions below this have their pages in every layer, to be written
         self.rings_shrunk = [False] * N
         self.rings_shared = [False] * N  # whether others may hold pages of the row's rings
@@ -81,6 +83,8 @@ class BlockTables:
         self.window[row] = windows
         self.capacity[row] = capacities
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
+        self.written_upto[row] = 0
+        self.resumes_from[row] = 0
         self.allocated_upto[row] = 0
         self.rings_shrunk[row] = False
         self.rings_shared[row] = False
@@ -115,6 +119,13 @@ class BlockTables:
     def ring_layers(self, row: int) -> Ints:
         """Layers with a window."""
         return np.flatnonzero(self.window[row] < NO_WINDOW).astype(np.int32)
+
+    def note_written(self, rows: Ints, positions: Ints) -> None:
+        """Note that a step writes tokens of these rows at these positions, both [T].
+
+        What a ring holds follows on the host: the last `capacity` positions, whose rejected ones left holes.
+        """
+        np.maximum.at(self.written_upto, rows, positions.astype(np.int32) + 1)
 
     def note_shared_rings(self, row: int, num_computed_tokens: int) -> None:
         """Note that others hold pages of a row's rings from now on: it must not write into these."""

@@ -165,6 +165,8 @@ class KVCache:
         rings = t.ring_layers(dst)
         t.capacity[dst, rings] = t.capacity[src, rings]
         t.ring_base[dst, rings] = t.ring_base[src, rings]
+        t.written_upto[dst] = t.written_upto[src]
+        t.resumes_from[dst] = t.resumes_from[src]
         num_shared = np.zeros_like(t.counts[src])  # [L, G]
         num_shared[rings] = t.counts[src, rings]
         if can_share:

@@ -102,7 +102,7 @@ class PrefixCache:
         self.layout = block_layout(groups, [g.windows for g in planner.spec.groups])
         self.kinds = load_kinds(groups, planner)
         B = self.layout.block_size
-        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B if config else 0)
+        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B if config else 0, B)
         self.tree = RadixTree(self.pool, B, self.ladder)
         self.pool.uncache_callback = self.tree.evict_holders
         self.tiers: Tiers | None = None

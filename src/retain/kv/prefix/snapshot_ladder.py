@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+FIRST_RUNG = 256  # tokens; a text shorter than the interval has rungs there, at twice as many, and so on
 NUM_DENSE = 8  # intervals before the end of a text in which no rung is left out
 
 
@@ -12,16 +15,29 @@ class SnapshotLadder:
     """Multiples of `interval` tokens, fewer of them the further they lie behind the end of a text. 0: none.
 
     Of the rungs that lie 8 intervals back every second one stays, then every fourth from 16 on, and so on: their number
-    grows with the logarithm of the length.
+    grows with the logarithm of the length. Before the first multiple there are rungs at 256, 512, 1,024, and so on,
+    for texts that are shorter. They go when 8 intervals lie behind them. All rungs are multiples of `block_size`.
     """
 
     interval: int
+    block_size: int = 1
 
-    def crossed(self, begin: int, end: int) -> range:
+    @cached_property
+    def first_rungs(self) -> list[int]:
+        """The rungs before the first multiple of the interval, ascending."""
+        num_doubled = max((self.interval - 1) // FIRST_RUNG, 0).bit_length()
+        rungs = {-(-(FIRST_RUNG << i) // self.block_size) * self.block_size for i in range(num_doubled)}
+        return sorted(rung for rung in rungs if rung < self.interval)
+
+    def crossed(self, begin: int, end: int) -> Sequence[int]:
         """Return the rungs after position `begin`, up to `end`."""
         if not self.interval:
             return range(0)
-        return range(begin // self.interval * self.interval + self.interval, end + 1, self.interval)
+        multiples = range(begin // self.interval * self.interval + self.interval, end + 1, self.interval)
+        if begin >= self.interval:
+            return multiples
+        first = [rung for rung in self.first_rungs if begin < rung <= end]
+        return [*first, *multiples] if first else multiples
 
     def has(self, position: int, reach: int = 0) -> bool:
         """Return whether a position is a rung, or was one, or stands for one of the next `reach` tokens."""
@@ -32,6 +48,7 @@ class SnapshotLadder:
         rungs = self.crossed(position - 1, position + reach)
         if not rungs:
             return False
+        is_first = rungs[0] < self.interval
         num_behind = max(length - rungs[0], 0) // self.interval
         stride = 1 << (num_behind // NUM_DENSE).bit_length()
-        return rungs[0] // self.interval % stride == 0
+        return stride == 1 if is_first else rungs[0] // self.interval % stride == 0
