@@ -1,0 +1,3 @@
+"""Kinds of checkpoints that live in tests only."""
+
+from tests.helpers.checkpoint_kinds import counter as counter
