@@ -411,8 +411,8 @@ class LLM:
         try:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.step()
-            if request.row is not None:
-                return self.cache.rows[request.row.index].positions()
+            if request in self.engine.scheduler.running:
+                return self.cache.rows[self.engine.scheduler.running[request].index].positions()
             raise MemoryError("the request needs more KV memory than was planned")
         finally:
             self.output_processor.cancel(request)

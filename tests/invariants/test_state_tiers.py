@@ -26,7 +26,6 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evicted_state import EvictedState
 from retain.kv.eviction.state_format import decode_state, encode_state, page_runs, with_pages
-from retain.kv.prefix.query import PrefixQuery
 from retain.kv.prefix.state_tiers import StateTiers
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.sampling_params import SamplingParams
@@ -311,9 +310,9 @@ def test_state_that_finds_no_pages_is_a_miss(family: str, tmp_path: Path) -> Non
     pool = pauses.engine.cache.pool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "ensure_free", lambda n: False)
-        row = pauses.engine.cache.open(make_request(text, 1, H2O).policy, len(text))
-        query = PrefixQuery(row.policy, text, len(text) - 1)
-        assert row.attach_prefix(query).num_tokens == 0
+        request = make_request(text, 1, H2O)
+        row = pauses.engine.cache.open(request.policy, len(text))
+        assert row.start(request.row_task()).num_tokens == 0
         row.close()
         pauses.engine.cache.check()
     assert ask(pauses.engine, text, H2O).stats.num_cached_tokens == len(text) - 4
@@ -456,7 +455,7 @@ def test_preempted_answers_go_on_from_a_tier(policy: str, kind: str, tmp_path: P
         engine.add(request)
         while engine.has_unfinished_requests:
             engine.step()
-            if request.row and request.num_output_tokens in (3, 9, 19):
+            if request in engine.scheduler.running and request.num_output_tokens in (3, 9, 19):
                 engine.scheduler.preempt(request)
                 pauses.pause()
             engine.cache.check()

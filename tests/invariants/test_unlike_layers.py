@@ -19,7 +19,7 @@ from retain.kv.eviction.auto_policy import AutoPolicy
 from tests.helpers.attention_case import assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import random_tokens
-from tests.helpers.engines import iter_steps, make_engine, make_request, record_logits, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, record_logits, row_of, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
@@ -82,9 +82,8 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
         engine.step()
         engine.cache.check()
     assert request.output_tokens == expected
-    assert request.row
     layers = [layer for layer in range(spec.num_caches) if spec.kv_cache.cached_layer(layer) == layer]
-    for layer, kept in zip(layers, request.row.positions(), strict=True):
+    for layer, kept in zip(layers, row_of(engine, request).positions(), strict=True):
         if spec.kv_cache.windows[layer] is None:
             assert kept == [sorted(lists.heads[layer, g].position_list) for g in range(len(kept))]
 

@@ -15,16 +15,17 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.node import Node, PrefixMatch
-from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.query import PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.row import AttachedPrefix
-from retain.kv.stats.attention_trace import AttentionTrace
-from retain.kv.stats.request import LoadStats
+from retain.kv.row_task import RowTask
+from retain.kv.stats.request import LoadStats, RequestMemory
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.types import Ints
 from tools.simulation.calibration import Calibration
 from tools.simulation.tiers import KeyListener, SimulatedTier
 
+FULL = EvictionPolicy()
 ROOT_HASH = b""  # of all texts: one model, one tenant
 
 
@@ -44,6 +45,8 @@ class SimulatedRow:
     def __init__(self, cache: SimulatedCache, index: int):
         self.cache = cache
         self.index = index
+        self.task: RowTask | None = None
+        self.num_computed = 0
         self.pages: Ints = np.zeros(0, np.int32)  # one for each page of its text
         self.loads: dict[SimulatedTier, list[bytes]] = {}  # until the step that reads them has ended
 
@@ -52,16 +55,13 @@ class SimulatedRow:
         """Pages that the row owns now."""
         return len(self.pages)
 
-    @property
-    def slots_per_layer(self) -> list[int]:
-        """Nothing: slots are not counted by layer."""
-        return []
+    def start(self, task: RowTask) -> AttachedPrefix:
+        """Begin with the longest prefix that the tree has, and with pages of tiers where loading pays."""
+        self.task = task
+        self.num_computed = self._attach_prefix(PrefixQuery(FULL, task.text.ids, task.max_cached_tokens))
+        return AttachedPrefix(self.num_computed)
 
-    def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
-        """Begin with the longest prefix that the tree has, and with pages of tiers where loading pays.
-
-        No position is worth a branch point.
-        """
+    def _attach_prefix(self, query: PrefixQuery) -> int:
         cache = self.cache
         match = cache.match_prefix(query)
         S = cache.page_size
@@ -75,18 +75,18 @@ class SimulatedRow:
         has_room = cache.pool.ensure_free(num_own)
         cache.pool.free(held[num_shared:] if has_room else held)
         if not has_room:
-            return AttachedPrefix(0, 0)
+            return 0
         self.pages = np.concatenate([held[:num_shared], cache.pool.allocate(num_own)])
         self.loads = loads
         for tier, keys in loads.items():
             cache.num_loaded_tokens[tier.kind] += len(keys) * S
-        return AttachedPrefix(length, 0)
+        return length
 
-    def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> None:
+    def fork(self, policy: EvictionPolicy, num_computed_tokens: int, task: RowTask | None = None) -> None:
         """Return None: every request computes its own prompt."""
         return
 
-    def reserve(self, end_position: int, scoring: bool = False) -> bool:
+    def reserve(self, end_position: int) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few."""
         n = -(-end_position // self.cache.page_size) - len(self.pages)
         if n <= 0:
@@ -96,11 +96,18 @@ class SimulatedRow:
         self.pages = np.concatenate([self.pages, self.cache.pool.allocate(n)])
         return True
 
-    def tokens_until_eviction(self, num_computed_tokens: int) -> int:
-        """Return how many tokens can be computed before the row evicts."""
+    def next_stop(self, position: int) -> int:
+        """Return a position that no text reaches: nothing is due before."""
         return UNBOUNDED
 
-    def shrink_budget(self, num_computed_tokens: int) -> bool:
+    def advance(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
+        """Share the whole pages of the prompt once it is complete."""
+        before = self.num_computed
+        self.num_computed = num_computed_tokens
+        if self.task and before < self.task.prompt_len <= num_computed_tokens:
+            self._store_prefix(num_computed_tokens // self.cache.page_size * self.cache.page_size)
+
+    def shrink(self, num_computed_tokens: int) -> bool:
         """Return whether a budget gave pages back: there is none."""
         return False
 
@@ -109,44 +116,18 @@ class SimulatedRow:
         self.loads = {}
         return None
 
-    def restore_masses(self, num_computed_tokens: int) -> None:
-        """Do nothing: there are no masses."""
-
-    def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of the row's text for others; of a row that is still running only whole pages."""
-        S = self.cache.page_size
-        end = len(entry.tokens)
-        end = end // S * S if still_running else end
-        if end and not self.loads:
-            self.cache.store(entry.tokens[:end], self.pages[: -(-end // S)])
-
-    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
-        """Return that nothing is kept inside a prompt."""
-        return False
-
-    def store_chunk_end(self, entry: PrefixEntry) -> None:
-        """Keep nothing."""
-
-    def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
-        """Return none: the simulated model needs no snapshots."""
-        return ()
-
-    def rollback(self, num_computed_tokens: int) -> None:
-        """Do nothing: no policy here has a scoring pass."""
-
-    def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Do nothing: nothing is evicted."""
-
-    def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
-        """Do nothing: there are no masses."""
-
-    record_attention_if_due = record_attention
-
-    def close(self) -> list[int]:
-        """Free the row's pages. Returns nothing: slots are not counted by layer."""
+    def close(self) -> RequestMemory:
+        """Leave the text to others, and free the row's pages. Slots are not counted by layer."""
+        num_pages = self.num_pages
+        self._store_prefix(self.num_computed)
         self.cache.pool.free(self.pages)
         del self.cache.rows[self.index]
-        return []
+        return RequestMemory([], [], num_pages)
+
+    def _store_prefix(self, num_tokens: int) -> None:
+        """Keep the pages of the text's first tokens, unless a part of them is being loaded."""
+        if self.task and num_tokens and not self.loads:
+            self.cache.store(self.task.text.ids[:num_tokens], self.pages[: -(-num_tokens // self.cache.page_size)])
 
 
 class SimulatedCache:
@@ -191,9 +172,9 @@ class SimulatedCache:
         """Return the pages of a text."""
         return -(-length // self.page_size)
 
-    def num_shared_pages(self, query: PrefixQuery) -> int:
+    def num_shared_pages(self, policy: EvictionPolicy, task: RowTask) -> int:
         """Return how many pages of the text are in other rows already."""
-        match = self.match_prefix(query)
+        match = self.match_prefix(PrefixQuery(policy, task.text.ids, task.max_cached_tokens))
         if not match:
             return 0
         shared = match.pages[..., : match.length // self.page_size]

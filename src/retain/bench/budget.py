@@ -144,7 +144,7 @@ def time_side_by_side(
     run_until_first_tokens(shared_engine)
     engines = [make_engine(llm, []) for _ in groups]
     for engine, group in zip(engines, groups, strict=True):
-        engine.scheduler.running = group
+        engine.scheduler.running = {r: shared_engine.scheduler.running[r] for r in group}
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(num_steps):
         for engine, policy_times in zip(engines, times, strict=True):

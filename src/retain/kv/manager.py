@@ -37,8 +37,8 @@ from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.node import EvictionRecord
 from retain.kv.prefix.null_cache import NullPrefixCache
-from retain.kv.prefix.query import PrefixQuery
-from retain.kv.row import CacheParts, Row
+from retain.kv.row import CacheParts, Row, prefix_query
+from retain.kv.row_task import RowTask
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
 from retain.kv.stats.request import LayerSizes, RequestMemory, request_memory_stats
@@ -221,9 +221,9 @@ class KVCacheManager:
         """Whether rows may begin with pages of others."""
         return self.prefix_cache.enabled
 
-    def num_shared_pages(self, query: PrefixQuery) -> int:
-        """Return how many pages of a text are in the tables of rows already."""
-        return self.prefix_cache.num_shared_pages(query)
+    def num_shared_pages(self, policy: EvictionPolicy, task: RowTask) -> int:
+        """Return how many pages of what a row would compute are in the tables of others already."""
+        return self.prefix_cache.num_shared_pages(prefix_query(policy, task))
 
     def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
         """Keep what is cached of a text for `seconds`, as far as pins have room. Returns the number of tokens.
@@ -356,14 +356,17 @@ class KVCacheManager:
         return [tables.kv for tables in self.slots.tables]
 
     def evict(self) -> None:
-        """Evict from all rows whose budget is full, together, after rows were committed."""
+        """Evict from all rows whose budget is full, together, after rows were advanced. Rings shrink that may."""
         due = self._parts.due
         if not due:
             return
         self._parts.due = {}
+        evicting = [row for row in due if row.must_evict]
         for tables in self.slots.tables:
-            found = [(e, n) for row, n in due.items() for e in row.evictors if e.tables is tables]
+            found = [(e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables]
             evict_rows([e for e, _ in found], [n for _, n in found])
+        for row in due:
+            row.finish_eviction()
 
     def reject(self, rows: Ints, positions: Ints) -> None:
         """Turn the slots of rejected drafts, of these rows at these positions, both [n], into holes."""
