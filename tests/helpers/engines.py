@@ -54,7 +54,7 @@ class PlanningEngine(Engine):
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            request.policy = self.cache.effective_policy(request.policy)
+            request.policy = self.cache.planner.effective_policy(request.policy)
         super().add(*requests)
 
 

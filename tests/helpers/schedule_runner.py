@@ -176,7 +176,7 @@ class ScheduleRun:
         sizes = make_engine(**s.engine_options, **limits, num_pages=1).cache
         needed = [1]
         for policy, length in self.planned_lengths():
-            needed.append(sizes.pages_needed(sizes.effective_policy(policy), length, length))
+            needed.append(sizes.pages_needed(sizes.planner.effective_policy(policy), length, length))
         drafter = WatchedDrafter(drafters.parse(s.drafter), s.draft_error_rate) if s.drafter else None
         engine = make_engine(
             **s.engine_options,

@@ -225,7 +225,7 @@ def test_a_prompt_computed_in_one_step_is_whole_in_one_layer_at_a_time(family: s
 
     expected = [generate_in_chunks(p) for p in prompts]
     probe = make_engine(family, max_batched_tokens=256).cache
-    effective = probe.effective_policy(make_request(max(prompts, key=len), 30, policy).policy)
+    effective = probe.planner.effective_policy(make_request(max(prompts, key=len), 30, policy).policy)
     num_pages = probe.pages_needed(effective, 200, 150)
     assert num_pages < probe.pages_needed(effective.with_options(prefill="exact"), 200, 150)
     for together in (prompts[:1], prompts):
@@ -299,7 +299,7 @@ def test_a_second_reading_ends_in_a_pool_of_the_planned_pages(prompt_len: int) -
     """Also in a model with rings, whose copies take whole pages."""
     prompt, policy = [7 * i % 50 for i in range(prompt_len)], "reread:budget=8"
     sizes, request = make_engine("gemma3_text").cache, make_request(prompt, 2, policy)
-    num_pages = sizes.pages_needed(sizes.effective_policy(request.policy), prompt_len + 1, prompt_len + 1)
+    num_pages = sizes.pages_needed(sizes.planner.effective_policy(request.policy), prompt_len + 1, prompt_len + 1)
     engine = make_engine("gemma3_text", num_pages=num_pages)
     engine.add(request)
     for _ in range(50):

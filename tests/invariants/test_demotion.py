@@ -235,7 +235,7 @@ def test_a_request_ends_in_a_pool_of_the_planned_pages(policy: str, prompt_len: 
     length = prompt_len + 19
     engine = make_engine(
         "llama",
-        num_pages=sizes.pages_needed(sizes.effective_policy(request.policy), length, length),
+        num_pages=sizes.pages_needed(sizes.planner.effective_policy(request.policy), length, length),
         max_running_requests=1,
         max_batched_tokens=61,
         **options,

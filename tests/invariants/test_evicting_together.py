@@ -68,7 +68,7 @@ def make_cache(layers: KVCacheSpec = SPEC) -> KVCacheManager:
 
 def plan(cache: KVCacheManager, spec: str, prompt_len: int) -> EvictionPolicy:
     """Return the policy of a prompt. None goes layer by layer: that is no part of evicting after a step."""
-    return cache.effective_policy(policies.parse(spec).resolve(prompt_len)).with_full_prefill()
+    return cache.planner.effective_policy(policies.parse(spec).resolve(prompt_len)).with_full_prefill()
 
 
 def fill(cache: KVCacheManager, row: Row, begin: int, end: int, seed: int) -> None:

@@ -156,15 +156,15 @@ def test_tiers_have_whole_blocks_of_the_answer(family: str, tier: str, tmp_path:
     rng = random.Random(2)
     tiers = ["ram:capacity=100MB" if tier == "ram" else disk_spec(tmp_path)]
     engine = ComparedEngine(family, tiers=tiers)
-    block = engine.engine.cache.block_size
+    block = engine.engine.cache.planner.block_size
     for n in LENGTHS:
         turn = engine.answer(random_tokens(rng, n))
         tree = engine.engine.cache.prefix_cache.tree
         tree.evict(tree.num_evictable_pages)
         offloader_of(engine.engine).sync()
         if tier == "disk after a restart":
-            engine.engine.cache.close_offloader()
+            engine.engine.cache.prefix_cache.close_offloader()
             engine = ComparedEngine(family, tiers=tiers)
         assert engine.found_by_next_turn(turn) == (n + ANSWER - 1) // block * block
         clear_pool(engine.engine)
-    engine.engine.cache.close_offloader()
+    engine.engine.cache.prefix_cache.close_offloader()

@@ -106,7 +106,7 @@ def test_a_layer_that_differs_in_nothing_but_its_heads_is_a_group_of_its_own(unl
     """Pages have one size in bytes, so those of the smaller slots have more of them, and a block has several of one."""
     cache = make_engine(unlike_family, page_size=16).cache
     assert [t.page_size for t in cache.slots.tables] == [32, 16]
-    assert cache.block_size == 32 and cache.planner.pages.unused_bytes == (0, 0)
+    assert cache.planner.block_size == 32 and cache.planner.pages.unused_bytes == (0, 0)
     assert [t.layers.tolist() for t in cache.slots.tables] == [[0, 2, 4], [1]]
 
 
@@ -147,7 +147,7 @@ def test_a_text_that_went_to_a_tier_and_back_is_the_same(
         answers.append(run_keeping_prefixes(engine, text, 20))
         hits = engine.cache.prefix_cache.hits_by_source()
         assert hits["ram" if tier.startswith("ram") else "disk"] >= 96
-        engine.cache.close_offloader()
+        engine.cache.prefix_cache.close_offloader()
     assert answers == [answers[0]] * 4
     if kv_dtype is None:
         assert answers[0] == plain_answer(text, 20)

@@ -253,7 +253,7 @@ class OffloadSetup:
         self.bytes_before_restart = 0
         prefix_cache.tree.clear()
         if method == "recompute":
-            llm.cache.set_prefix_cache(NullPrefixCache(llm.cache.total_pages + 1))
+            llm.cache.prefix_cache = NullPrefixCache(llm.cache.total_pages + 1)
         self._attach_tiers()
 
     def _attach_tiers(self) -> None:
@@ -291,6 +291,6 @@ class OffloadSetup:
 
     def close(self) -> None:
         """Restore the engine."""
-        self.llm.cache.set_prefix_cache(self.prefix_cache)
+        self.llm.cache.prefix_cache = self.prefix_cache
         self.prefix_cache.close_offloader()
         self.prefix_cache.tree.clear()

@@ -119,7 +119,7 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     policy = llm.policy.resolve(workload.prompt_len)
     length = workload.prompt_len + workload.output_len // 2
     most = policy.decode_slots if isinstance(policy, BudgetPolicy) else length  # of layers without a window
-    layers = llm.cache.layer_sizes(policy)
+    layers = llm.cache.planner.layer_sizes(policy)
     pages = sum(min(length, most, s.window) * s.num_kv_heads / s.page_size for s in layers)
     return llm.weight_bytes + int(workload.batch_size * pages * llm.cache.page_bytes)
 

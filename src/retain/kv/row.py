@@ -23,12 +23,12 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.prompt_masses import PromptMasses, read_masses, write_masses
 from retain.kv.eviction.resumption import plan_resumption
 from retain.kv.eviction.view import KeyTransform
+from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
 from retain.kv.memory.ring_snapshot import RingSnapshot
 from retain.kv.prefix.cache import FoundPrefix, PrefixCache
 from retain.kv.prefix.diagnosis import PrefixDiagnosis, explain_prefix
-from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.null_cache import NullPrefixCache
 from retain.kv.prefix.query import PrefixEntry, PrefixQuery
 from retain.kv.prefix.resuming import attach_evicted_state
@@ -49,7 +49,7 @@ class CacheParts:
     copies: QuantizedCopies
     key_transform: KeyTransform
     rows: dict[int, Row] = field(default_factory=dict)
-    due: dict[Row, None] = field(default_factory=dict)  # rows that must evict, or whose rings must shrink, in order
+    due: dict[Row, bool] = field(default_factory=dict)  # rows that must evict or shrink rings, and whether the latter
     num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
 
 
@@ -78,30 +78,39 @@ class Row:
         windows = [group.windows(policy) for group in parts.planner.groups]
         self.parts = parts
         self.policy = policy
-        self.groups = parts.slots.tables
-        self.has_states = any(tables.is_state for tables in self.groups)
-        self.tables = self.groups[0]
         self.index = parts.slots.open_row(windows, policy.fresh_tokens(num_uncomputed_tokens))
         self.task: RowTask | None = None  # once it has started; a row that never does leaves nothing to others
         self.num_computed = 0
         self.begun_at = 0  # the cached tokens that the request first began with
-        self.branch_point = 0  # position where others could resume if the row stored its prefix there; 0: nowhere
+        self.found = FoundPrefix()  # what it began with
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
         self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
-        self.rings_shrink = False  # with the next eviction
         self.has_failed = False  # the prefix could not be loaded: the request must start again
-        self.is_sparse = False  # whether the row holds only the important tokens of its prefix
         self.is_resumed = False  # whether it began with a selection of the text's tokens, in any order
         self.depends_on_text_alone = True  # false where it went on from an answer: what is kept depends on turns
         self.masses: PromptMasses | None = None  # of the prompt
         self.masses_due = 0  # computed tokens at which the row's slots get them; 0: they have them
-        self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
         if policy.has_budget:
             with self._closed_on_error():
                 self._open_evictors(cast(BudgetPolicy, policy))
+
+    @property
+    def groups(self) -> list[BlockTables]:
+        """The tables of each KV cache group."""
+        return self.parts.slots.tables
+
+    @property
+    def tables(self) -> BlockTables:
+        """Those of the first group: its rows are those of all groups."""
+        return self.parts.slots.tables[0]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the row holds only the important tokens of its prefix."""
+        return self.found.is_sparse
 
     def _open_evictors(self, policy: BudgetPolicy) -> None:
         for tables, planner in zip(self.groups, self.parts.planner.groups, strict=True):
@@ -184,10 +193,10 @@ class Row:
             return position + self._scoring.chunk_left
         is_shrunk = self.tables.rings_shrunk[self.index]  # such a ring has room for one block
         room = self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
-        stops = [position + room, self.masses_due, self.branch_point]
+        stops = [position + room, self.masses_due, self.found.branch_point]
         if self.evictors:
             stops.append(self.evictors[0].next_eviction)
-        if self.has_states:  # those of earlier positions are gone after a step
+        if any(tables.is_state for tables in self.groups):  # those of earlier positions are gone after a step
             stops += self._snapshot_positions(position, position + room)[:1]
         if self.task and self.task.stops_at_prompt_end:
             stops.append(self.task.prompt_len)
@@ -242,9 +251,9 @@ class Row:
         for snapshot in self.snapshots:
             snapshot.free()
         self.snapshots = []
-        self.rings_shrink = not num_uncomputed_tokens and not self.tables.rings_shrunk[self.index]
-        if self.must_evict or self.rings_shrink:
-            self.parts.due[self] = None
+        rings_shrink = not num_uncomputed_tokens and not self.tables.rings_shrunk[self.index]
+        if self.must_evict or rings_shrink:
+            self.parts.due[self] = rings_shrink
 
     def _rollback(self) -> None:
         """Drop a chunk of a scoring pass: its slots are holes, and rings are as they were."""
@@ -256,11 +265,10 @@ class Row:
         """Whether the budget is full."""
         return any(self.num_computed >= e.next_eviction for e in self.evictors)
 
-    def finish_eviction(self) -> None:
+    def finish_eviction(self, rings_shrink: bool) -> None:
         """Do what is due after an eviction: rings shrink, and others may leave a streamed prompt at a chunk's end."""
-        if self.rings_shrink:
+        if rings_shrink:
             self.parts.slots.shrink_rings(self.index, self.num_computed)
-            self.rings_shrink = False
         if self.task and self._is_at_chunk_end(self.num_computed):
             self._store_chunk_end(self._prefix_entry(self.task))
 
@@ -277,8 +285,8 @@ class Row:
         return RequestMemory(peaks, final_slots, num_pages)
 
     def _free(self) -> None:
-        if self.text:
-            self.text.is_running = False
+        if self.found.text:
+            self.found.text.is_running = False
         if self.load:
             self.load.cancel()  # it writes into the row's pages
         self.drop_copy()
@@ -342,7 +350,7 @@ class Row:
         """Give masses back, and keep the prefix at the prompt's end, the branch point and rungs of the ladder."""
         now = self.num_computed
         self._restore_masses(now)
-        if before < task.prompt_len <= now or now == self.branch_point:
+        if before < task.prompt_len <= now or now == self.found.branch_point:
             self._store_prefix(self._prefix_entry(task), still_running=True)
         for position in self._snapshot_positions(before, now):
             self._store_prefix(self._prefix_entry(task, position), still_running=True)
@@ -372,15 +380,13 @@ class Row:
         if explain:
             prefix_cache.keep_history()
         found = self._resume(query) or prefix_cache.attach(self.index, query, was_preempted)
-        self.branch_point = found.branch_point
+        self.found = found
         self.load = found.load
-        self.is_sparse = found.is_sparse
-        self.text = found.text
         self.masses = found.masses
         if found.masses:
             self.masses_due = found.masses.position
             self._restore_masses(found.length)
-        why = explain_prefix(prefix_cache, query, found.length, self.text) if explain else None
+        why = explain_prefix(prefix_cache, query, found.length, self.found.text) if explain else None
         return AttachedPrefix(found.length, why, found.state_load)
 
     def _resume(self, query: PrefixQuery) -> FoundPrefix | None:
@@ -439,7 +445,7 @@ class Row:
         if still_running and self.parts.prefix_cache.enabled:
             self._keep_masses(entry.num_computed)
         if not self.load and not self.is_sparse and self._may_share_pages(entry.num_computed, still_running):
-            self.parts.prefix_cache.store(self.index, entry, still_running, self.text)
+            self.parts.prefix_cache.store(self.index, entry, still_running, self.found.text)
             if self.masses and self.masses.position <= entry.length:
                 self.parts.prefix_cache.store_masses(entry, self.masses)
 

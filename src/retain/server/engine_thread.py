@@ -227,10 +227,10 @@ class EngineThread:
         for pin in pins:
             prefix = request.prompt[: pin.num_tokens]
             num_pinned = 0
-            if cache.caches_prefixes:
+            if cache.prefix_cache.enabled:
                 salt = request.input.salt
-                num_pinned = cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
-            group.record_pin(len(prefix) // cache.block_size * cache.block_size, num_pinned)
+                num_pinned = cache.prefix_cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
+            group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

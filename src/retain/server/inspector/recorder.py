@@ -123,7 +123,7 @@ class Inspector(Observer):
         scheduler = self.llm.engine.scheduler
         stats = cache.pool_stats()
         page_states, page_rows = cache.classify_pages()
-        windows = cache.windows(self.llm.policy)
+        windows = cache.planner.windows(self.llm.policy)
         tracked = self._requests_of_key(key_name)
         running, waiting = (
             [r for r in requests if is_operator or self._key_names.get(r) == key_name]
