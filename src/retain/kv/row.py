@@ -191,7 +191,7 @@ class Row:
         """
         if self._scoring:
             return position + self._scoring.chunk_left
-        is_shrunk = self.tables.rings_shrunk[self.index]  # such a ring has room for one block
+        is_shrunk = self.tables.rings[self.index].are_shrunk  # such a ring has room for one block
         room = self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
         stops = [position + room, self.masses_due, self.found.branch_point]
         if self.evictors:
@@ -251,7 +251,7 @@ class Row:
         for snapshot in self.snapshots:
             snapshot.free()
         self.snapshots = []
-        rings_shrink = not num_uncomputed_tokens and not self.tables.rings_shrunk[self.index]
+        rings_shrink = not num_uncomputed_tokens and not self.tables.rings[self.index].are_shrunk
         if self.must_evict or rings_shrink:
             self.parts.due[self] = rings_shrink
 

@@ -120,7 +120,7 @@ def _attach_group(
     t.mark_dirty(row)
     t.allocated_upto[row] = length
     rings = t.ring_layers(row)
-    t.rings_shared[row] = any(s.num_shared for s in sources if s.layer in rings)
+    t.rings[row].are_shared = any(s.num_shared for s in sources if s.layer in rings)
 
 
 def _page_sources(
