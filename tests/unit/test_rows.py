@@ -121,6 +121,22 @@ def test_a_step_stops_where_something_is_due() -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("uncomputed", [0, 1])
+def test_what_gives_slots_up_comes_after_forks(uncomputed: int) -> None:
+    """A fork may have more to compute than shrunk rings have room for."""
+    cache = make_cache([None, 20])
+    row = cache.open(FULL, 60)
+    compute(cache, row, 0, 60)
+    capacity = cache.tables.capacity[row.index].copy()
+    row.advance(60, uncomputed)
+    fork = row.fork(FULL, 60)
+    assert fork and (cache.tables.capacity[fork.index] == capacity).all()
+    cache.evict()
+    has_shrunk = (cache.tables.capacity[row.index] < capacity).any()
+    assert has_shrunk != bool(uncomputed) and (cache.tables.capacity[fork.index] == capacity).all()
+    cache.check()
+
+
 @pytest.mark.slow
 def test_a_fork_that_cannot_evict_is_not_made() -> None:
     """Demoted tokens need pages as soon as the prompt is forked: with too few the follower waits for them alone."""
