@@ -260,14 +260,14 @@ class Engine:
         for follower in self.sharing.release(leader):
             if leader.scoring_passes:  # the same passes: masses are copied with the slots
                 follower.skip_scoring()
-            row = leader_row.fork(follower.policy, follower.num_computed_tokens, follower.row_task())
-            if row is None:
+            fork = leader_row.fork(follower.policy, follower.num_computed_tokens, follower.row_task())
+            if fork is None:
                 self.scheduler.enqueue(follower)
                 continue
-            self.scheduler.start_forked(follower, row)
+            self.scheduler.start_forked(follower, fork)
             follower.stats.scheduled_time = leader.stats.scheduled_time
             follower.stats.prefix_diagnosis = leader.stats.prefix_diagnosis  # of the same prompt
-            row.advance(follower.num_computed_tokens, follower.num_uncomputed_tokens)
+            fork.advance(follower.num_computed_tokens, follower.num_uncomputed_tokens)
 
     def _append_tokens(self, request: Request, tokens: SampledTokens) -> list[int]:
         """Append tokens to a request up to its end by a stop token or its length. Returns those that were appended."""
