@@ -116,7 +116,7 @@ def run_cuts(args: argparse.Namespace) -> bool:
         restarted = open_for_cuts(args, folder)
         warm = open_for_cuts(args, other)
         warm.generate([text], params)
-        block = warm.cache.block_size
+        block = warm.cache.planner.block_size
         print(f"{args.model}: {n} tokens; at most {args.snapshot_interval} + {block} tokens may be computed again")
         print("cut | computed again | from a disk after a restart | tokens equal to a cold cache", flush=True)
         for i in range(args.cuts):
@@ -151,7 +151,7 @@ def run_chat(args: argparse.Namespace) -> bool:
             text = text + random_tokens(args, 16)
     n = len(text) - 1
     held = int(np.count_nonzero(llm.cache.prefix_cache.tree.num_holders))
-    needed = llm.cache.pages_held(llm.cache.plan_policy(policies.parse("full"), n), n, n)
+    needed = llm.cache.planner.pages_held(llm.cache.plan_policy(policies.parse("full"), n), n, n)
     ratio = held / needed
     stats = llm.cache.pool_stats()
     print(

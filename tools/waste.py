@@ -65,11 +65,11 @@ def main() -> None:
     while engine.has_unfinished_requests:
         engine.step()
         num_steps += 1
-        for r in engine.scheduler.running:
-            slots = tables.counts[r.row.index].astype(np.int64) * S  # [L, G]
+        for r, row in engine.scheduler.running.items():
+            slots = tables.counts[row.index].astype(np.int64) * S  # [L, G]
             owned += int(slots.sum())
-            holding += int(np.minimum(slots, r.num_computed_tokens - tables.ring_base[r.row.index][:, None]).sum())
-            in_window = np.minimum(r.num_computed_tokens, tables.window[r.row.index][:, None])
+            holding += int(np.minimum(slots, r.num_computed_tokens - tables.ring_base[row.index][:, None]).sum())
+            in_window = np.minimum(r.num_computed_tokens, tables.window[row.index][:, None])
             visible += int(np.minimum(slots, in_window).sum())
     cache.check()
     assert cache.free_pages == cache.total_pages

@@ -33,6 +33,7 @@ from retain.kv.eviction.cost import evicting_lengths
 from retain.kv.manager import KVCacheManager
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.stores import tiers
+from retain.kv.text import Text
 from retain.models.resolve import resolve_model
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
@@ -119,7 +120,7 @@ class LLM:
         selective = isinstance(prefix_config, prefix_configs.SelectiveConfig)
         if prefix_config and (tier_configs or selective):
             offloader = factory.build_offload(c, prefix_config, tier_configs, self.cache, loaded)
-            self.cache.set_offloader(offloader)
+            self.cache.prefix_cache.set_offloader(offloader)
         self.engine = Engine(loaded.runner, self.cache, drafter, c.prompt_activations)
         if self.device.type != "cpu":
             self.engine.depth = 2  # so that the device waits for the host as little as it can
@@ -192,8 +193,8 @@ class LLM:
         loaded = self._load_model(model, weights)
         config = self._cache_config(1)
         spec = loaded.spec
-        block = self.cache.block_size
-        num_tokens = ((self.cache.total_pages + 1) // self.cache.pages_of_text(block) + 1) * block
+        block = self.cache.planner.block_size
+        num_tokens = ((self.cache.total_pages + 1) // self.cache.planner.pages_of_text(block) + 1) * block
         cache = factory.build_cache(
             loaded.cache_spec,
             replace(config, max_model_len=min(self.max_model_len, spec.max_position_embeddings), demoted_page_size=0),
@@ -259,7 +260,7 @@ class LLM:
 
     def close(self) -> None:
         """Finish writing to tiers, and release them. The engine can go on without them."""
-        self.cache.close_offloader()
+        self.cache.prefix_cache.close_offloader()
 
     # ---- answering -----------------------------------------------------------------------------------------------
 
@@ -412,20 +413,20 @@ class LLM:
         try:
             while request.finish_reason is None and (not request.stats.first_token_time or request.scoring):
                 self.step()
-            if request.row is not None:
-                return self.cache.rows[request.row.index].positions()
+            if request in self.engine.scheduler.running:
+                return self.cache.rows[self.engine.scheduler.running[request].index].positions()
             raise MemoryError("the request needs more KV memory than was planned")
         finally:
             self.output_processor.cancel(request)
 
     def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
         """Compute a prompt, keep its prefix for `seconds`, and return how many tokens of it. Raises ValueError."""
-        if not self.cache.caches_prefixes:
+        if not self.cache.prefix_cache.enabled:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        return self.cache.pin(state.request.policy, state.request.prompt, salt, seconds)
+        return self.cache.prefix_cache.pin(state.request.policy, Text(state.request.prompt, salt), seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

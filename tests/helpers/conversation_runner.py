@@ -19,10 +19,13 @@ from typing import Any
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.prefix.start import Start
 from retain.kv.row import Row
+from retain.kv.stats.request import RequestMemory
 from retain.kv.stores.tiers.disk import DiskStore
 from tests.helpers.backend_variants import use_isa
 from tests.helpers.conversations import Turn
+from tests.helpers.engines import row_of
 from tests.helpers.one_row import Spoken, answer_after
 from tests.helpers.schedule_runner import Difference, ScheduleRun, is_scored, num_drafts, run_alone
 from tests.helpers.schedules import PlannedRequest, Schedule
@@ -111,7 +114,7 @@ class ConversationRun(ScheduleRun):
                 if self.attempts[request].cancelled_at == step:
                     engine.cancel(request)
             if step in s.preemptions and engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+                engine.scheduler.preempt(rng.choice([*engine.scheduler.running]))
             if engine.has_unfinished_requests:
                 self._step(engine)
             elif len(ended_at) == len(self.turns):
@@ -199,16 +202,17 @@ class ConversationRun(ScheduleRun):
     def _watch(self, engine: Engine) -> None:
         """Record what requests begin with, and what they leave."""
         scheduler = engine.scheduler
-        attach, release, start_forked = scheduler._attach_prefix, scheduler._release, scheduler.start_forked
+        start, close_row, start_forked = scheduler._start, scheduler._close_row, scheduler.start_forked
 
-        def on_attach(request: Request, row: Row) -> None:
-            attach(request, row)  # type: ignore[arg-type]
+        def on_start(request: Request, row: Row, found: Start) -> None:
+            start(request, row, found)
             self._check_source(engine, request)
             self._record_segment(request, row)
 
-        def on_release(request: Request) -> None:
-            self._record_lineages(request)
-            release(request)
+        def on_close(request: Request) -> RequestMemory:
+            if not row_of(engine, request).has_failed:
+                self._record_lineages(request)
+            return close_row(request)
 
         def on_fork(request: Request, row: Row) -> None:
             start_forked(request, row)  # type: ignore[arg-type]
@@ -219,8 +223,8 @@ class ConversationRun(ScheduleRun):
             self.attempts[request].segments.append(Segment(0, len(request.prompt), known))
             self.counts["forks"] += 1
 
-        scheduler._attach_prefix = on_attach  # type: ignore[method-assign, assignment]
-        scheduler._release = on_release  # type: ignore[method-assign]
+        scheduler._start = on_start  # type: ignore[method-assign, assignment]
+        scheduler._close_row = on_close  # type: ignore[method-assign]
         scheduler.start_forked = on_fork  # type: ignore[method-assign, assignment]
 
     def _visibility(self, engine: Engine, request: Request) -> tuple[str, bytes]:

@@ -26,6 +26,7 @@ from retain.kv.manager import KVCacheManager
 from retain.kv.memory.group_pages import divide_pages
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.row import Row
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.tiers import parse_all
 from retain.models.weights import Weights
@@ -53,7 +54,7 @@ class PlanningEngine(Engine):
 
     def add(self, *requests: Request) -> None:
         for request in requests:
-            request.policy = self.cache.effective_policy(request.policy)
+            request.policy = self.cache.planner.effective_policy(request.policy)
         super().add(*requests)
 
 
@@ -148,6 +149,11 @@ def make_request(
     return Request(
         RequestInput(list(prompt), params, resolved, max_tokens, num_system_tokens=num_system_tokens, **more)
     )
+
+
+def row_of(engine: Engine, request: Request) -> Row:
+    """Return the row of a running request."""
+    return engine.cache.rows[engine.scheduler.running[request].index]
 
 
 def run_to_completion(engine: Engine, requests: Sequence[Request]) -> list[list[int]]:

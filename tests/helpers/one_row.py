@@ -18,7 +18,10 @@ from retain.engine.request import Logprob, Request, RequestInput
 from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.checkpoints.budget.resumption import plan_resumption
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.row import AttachedPrefix, Row
+from retain.kv.prefix.start import Begun, Start
+from retain.kv.row import Row
+from retain.kv.row_task import RowTask
+from retain.kv.stats.request import RequestMemory
 from retain.sampling_params import SamplingParams
 from tests.helpers.engines import make_engine
 
@@ -34,17 +37,16 @@ class OneRow:
         self.positions: list[Positions] = []
         self.row: Row | None = None
         self.num_computed = 0
-        engine.scheduler._release = self.keep_row  # type: ignore[method-assign]
+        engine.scheduler._close_row = self.keep_row  # type: ignore[method-assign]
         open_row = engine.cache.open
         engine.cache.open = lambda *args: self.continue_row(args[0]) or open_row(*args)  # type: ignore[method-assign]
 
-    def keep_row(self, request: Request) -> None:
+    def keep_row(self, request: Request) -> RequestMemory:
         """End a request without its row."""
-        self.row = cast(Row, request.row)
+        self.row = cast(Row, self.engine.scheduler.running.pop(request))
         self.num_computed = request.num_computed_tokens
         self.positions.append(self.row.positions())
-        self.engine.scheduler.running.remove(request)
-        request.row = None
+        return RequestMemory([], [], 0)
 
     def continue_row(self, policy: Any) -> Row | None:
         """Let the row go on under the policy of another request, in the pages that it has."""
@@ -63,7 +65,12 @@ class OneRow:
         row.open_evictors(plan.policy)
         for evictor, part, slots in zip(row.evictors, state.evictors, plan.slots, strict=True):
             evictor.resume(part, plan, slots)
-        row.attach_prefix = lambda *_: AttachedPrefix(p, 0)  # type: ignore[method-assign]
+
+        def start(task: RowTask, _: Start) -> Begun:
+            row.task = task
+            return Begun(p)
+
+        row.start = start  # type: ignore[method-assign]
         return row
 
     def run(self, request: Request, num_computed: int) -> None:

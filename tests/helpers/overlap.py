@@ -50,7 +50,7 @@ def run_overlapped(engine: Engine, requests: list[Request]) -> set[Request]:
             engine.step()
             if step == 2:
                 engine.cancel(requests[CANCELLED])
-            if step == 3 and requests[PREEMPTED].row is not None:
+            if step == 3 and requests[PREEMPTED] in engine.scheduler.running:
                 assert requests[PREEMPTED].num_pending_tokens
                 engine.scheduler.preempt(requests[PREEMPTED])
     engine.cache.check()

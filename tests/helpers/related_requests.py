@@ -51,7 +51,7 @@ def run_disturbed(engine: Engine, requests: Sequence[Request], rng: random.Rando
     engine.add(*requests)
     for step in iter_steps(engine):
         if step in (3, 9) and engine.scheduler.running:
-            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+            engine.scheduler.preempt(rng.choice([*engine.scheduler.running]))
         if step == 6:
             engine.cancel(requests[4])
     return [r for i, r in enumerate(requests) if i != 4]

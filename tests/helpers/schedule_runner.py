@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retain.engine import drafters
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Logprob, Request
@@ -25,7 +26,7 @@ from retain.engine.spec_decode.draft_length import DraftLengthController
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
 from tests.helpers.backend_variants import use_isa
-from tests.helpers.engines import make_engine
+from tests.helpers.engines import make_engine, row_of
 from tests.helpers.schedules import PlannedRequest, Schedule
 
 MAX_STEPS = 2000
@@ -90,9 +91,9 @@ class WatchedDrafter:
         """See Drafter."""
         self.drafter.remove_request(request)
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """See Drafter."""
-        self.drafter.propose(draft_limits)
+        self.drafter.propose(draft_limits, rows)
         for request, _ in draft_limits:
             if request.drafts:
                 self.drafted.add(request)
@@ -143,7 +144,7 @@ class ScheduleRun:
                 if planned.cancelled_at == step and i not in self.refused:
                     engine.cancel(self.requests[i])
             if step in s.preemptions and engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+                engine.scheduler.preempt(rng.choice([*engine.scheduler.running]))
             if engine.has_unfinished_requests:
                 self._step(engine)
             elif not arrivals:
@@ -175,7 +176,7 @@ class ScheduleRun:
         sizes = make_engine(**s.engine_options, **limits, num_pages=1).cache
         needed = [1]
         for policy, length in self.planned_lengths():
-            needed.append(sizes.pages_needed(sizes.effective_policy(policy), length, length))
+            needed.append(sizes.pages_needed(sizes.planner.effective_policy(policy), length, length))
         drafter = WatchedDrafter(drafters.parse(s.drafter), s.draft_error_rate) if s.drafter else None
         engine = make_engine(
             **s.engine_options,
@@ -201,7 +202,7 @@ class ScheduleRun:
     def _step(self, engine: Engine) -> None:
         running = list(engine.scheduler.running)
         before = {r: (len(r.output_tokens), num_drafts(r)[1]) for r in running}
-        evictors = {r: r.row.evictors[0] for r in running if r.row is not None and r.row.evictors}
+        evictors = {r: row_of(engine, r).evictors[0] for r in running if row_of(engine, r).evictors}
         for request, logits in engine.step().logits.items():
             self.logits[request].append(logits.clone())
         engine.cache.check()

@@ -17,7 +17,7 @@ from retain.kv.eviction import policies
 from retain.kv.row import Row
 from retain.sampling_params import SamplingParams
 from tests.helpers.attention_case import assert_close
-from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
+from tests.helpers.engines import make_engine, make_request, random_prompts, row_of, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import every_third, slow
 from tests.helpers.slots import read_pages
@@ -131,16 +131,16 @@ def test_an_independent_implementation_with_lists_keeps_the_same_tokens(family: 
     while len(request.output_tokens) < NUM_TOKENS:
         engine.step()
     assert request.output_tokens == expected
-    assert request.row is not None
+    row = row_of(engine, request)
     for (layer, g), head in lists.heads.items():
         if spec.kv_cache.windows[layer] is None:
-            kept = head_positions(engine, request.row, layer, g)
+            kept = head_positions(engine, row, layer, g)
             has_positions_in_keys = spec.attention.alibi_slopes is None
             if lists.policy.name == "keydiff" and not has_positions_in_keys:  # equal tokens: equal but for rounding
                 assert {request.tokens[p] for p in kept} == {request.tokens[p] for p in head.position_list}
                 continue
             assert kept == set(head.position_list)
-            assert_close(head_contents(engine, request.row, layer, g), torch.stack((head.keys, head.values), 1))
+            assert_close(head_contents(engine, row, layer, g), torch.stack((head.keys, head.values), 1))
 
 
 BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]
@@ -291,7 +291,7 @@ def test_a_second_reading_ends_in_a_pool_of_the_planned_pages(prompt_len: int) -
     """Also in a model with rings, whose copies take whole pages."""
     prompt, policy = [7 * i % 50 for i in range(prompt_len)], "reread:budget=8"
     sizes, request = make_engine("gemma3_text").cache, make_request(prompt, 2, policy)
-    num_pages = sizes.pages_needed(sizes.effective_policy(request.policy), prompt_len + 1, prompt_len + 1)
+    num_pages = sizes.pages_needed(sizes.planner.effective_policy(request.policy), prompt_len + 1, prompt_len + 1)
     engine = make_engine("gemma3_text", num_pages=num_pages)
     engine.add(request)
     for _ in range(50):

@@ -93,7 +93,7 @@ def test_what_the_host_derives_of_rings_is_what_the_pool_holds(
             if not engine.has_unfinished_requests:
                 break
             engine.step()
-            if step == 5 and (running := [r for r in engine.scheduler.running if r.row is not None]):
+            if step == 5 and (running := list(engine.scheduler.running)):
                 engine.scheduler.preempt(rng.choice(running))
         texts.append(requests[0].tokens)
         engine.cache.check()

@@ -15,7 +15,7 @@ from retain.kernels import triton
 from retain.kv.eviction import policies
 from retain.processing.examples import Example
 from retain.tune.tuner import mean_bytes
-from tests.helpers.engines import make_engine, make_request, random_prompts, run_alone, run_to_completion
+from tests.helpers.engines import make_engine, make_request, random_prompts, row_of, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.slots import read_pages
@@ -88,15 +88,14 @@ def test_an_independent_implementation_with_lists_keeps_and_demotes_the_same_tok
         engine.step()
     assert request.output_tokens == expected
     demoted = engine.cache.tables.demoted
-    assert request.row is not None and demoted
+    row = row_of(engine, request)
+    assert demoted
     for (layer, g), head in lists.heads.items():
         if lists.spec.kv_cache.windows[layer] is None:
-            pages = torch.from_numpy(
-                demoted.pages[request.row.index, layer, g, : demoted.counts[request.row.index, layer, g]]
-            )
+            pages = torch.from_numpy(demoted.pages[row.index, layer, g, : demoted.counts[row.index, layer, g]])
             pos = demoted.store.kv.pos[pages.long()].flatten()
             assert sorted(pos[pos >= 0].tolist()) == head.positions[head.demoted].tolist()
-            assert request.row.positions()[layer][g] == head.position_list
+            assert row.positions()[layer][g] == head.position_list
             k, v = (x.flatten(0, 1)[pos >= 0] for x in read_pages(engine.cache.backend, demoted.store.kv, pages.long()))
             order = pos[pos >= 0].argsort()
             held = torch.stack((head.keys, head.values), 1)[head.demoted]
@@ -204,11 +203,10 @@ def test_demoted_tokens_are_held_in_fewer_bytes() -> None:
         engine.add(request)
         while not request.output_tokens:
             engine.step()
-        assert request.row is not None
-        positions = request.row.positions()
+        positions = row_of(engine, request).positions()
         tokens = sum(len(head) for heads in positions for head in heads)
         assert engine.cache.pool_stats().slots_by_state["budgeted"] == tokens
-        held[policy] = tokens, request.row.num_pages
+        held[policy] = tokens, row_of(engine, request).num_pages
     (tokens, pages), (more_tokens, more_pages) = held.values()
     assert more_tokens == 4 * tokens and more_pages < 2 * pages
 
@@ -222,9 +220,8 @@ def test_a_request_owns_no_more_pages_than_planned(policy: str, prompt_len: int)
     engine.add(request)
     while len(request.output_tokens) < 60:
         engine.step()
-        assert request.row is not None
         length = len(request.tokens) - 1 if request.output_tokens else request.num_computed_tokens
-        owned = request.row.num_pages
+        owned = row_of(engine, request).num_pages
         assert owned <= engine.cache.pages_needed(request.policy, length, prompt_len)
 
 
@@ -238,7 +235,7 @@ def test_a_request_ends_in_a_pool_of_the_planned_pages(policy: str, prompt_len: 
     length = prompt_len + 19
     engine = make_engine(
         "llama",
-        num_pages=sizes.pages_needed(sizes.effective_policy(request.policy), length, length),
+        num_pages=sizes.pages_needed(sizes.planner.effective_policy(request.policy), length, length),
         max_running_requests=1,
         max_batched_tokens=61,
         **options,
@@ -260,8 +257,7 @@ def test_tune_knows_the_pages_of_a_policy_that_demotes(policy: str) -> None:
     while len(request.output_tokens) < 19:
         engine.step()
     cache = engine.cache
-    assert request.row is not None
-    held = request.row.num_pages * cache.store.page_bytes
+    held = row_of(engine, request).num_pages * cache.store.page_bytes
     assert held == mean_bytes(cache, policy, [Example(prompt, [0] * 18)])
 
 

@@ -14,6 +14,7 @@ from retain.engine.request import Request
 from retain.kv.checkpoints.masses import Masses
 from retain.kv.eviction import policies
 from retain.kv.stats.attention_trace import AttentionTrace
+from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
 from tests.helpers.cached_pages import check_cached_pages
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
@@ -131,14 +132,14 @@ def test_a_prompt_that_fits_alone_fits_beside_what_is_cached_of_it(family: str, 
     request = make_request(text, 40, policy)
     options = {"backend": "cpu", "demotes": demotes(policy)}
     sizes = make_engine(family, **options).cache
-    num_pages = sizes.pages_needed(sizes.effective_policy(request.policy), 139, 139)
+    num_pages = sizes.pages_needed(sizes.planner.effective_policy(request.policy), 139, 139)
     engine = make_engine(family, prefix_cache="exact", num_pages=num_pages, **options)
     expected = run_to_completion(make_engine(family, **options), [make_request(text, 40, policy)])
     for is_pinned in (False, True, False):
         for length in (32, 100):
             run_checked(engine, [make_request(text[:length], 1)])
         if is_pinned:
-            assert engine.cache.pin(request.policy, text, "", 100.0)
+            assert engine.cache.prefix_cache.pin(request.policy, Text(text), 100.0)
         again = make_request(text, 40, policy)
         assert run_checked(engine, [again]) == expected
         assert not again.stats.num_preemptions

@@ -68,7 +68,7 @@ def make_cache(layers: KVCacheSpec = SPEC) -> KVCacheManager:
 
 def plan(cache: KVCacheManager, spec: str, prompt_len: int) -> EvictionPolicy:
     """Return the policy of a prompt."""
-    return cache.effective_policy(policies.parse(spec).resolve(prompt_len))
+    return cache.planner.effective_policy(policies.parse(spec).resolve(prompt_len))
 
 
 def fill(cache: KVCacheManager, row: Row, begin: int, end: int, seed: int) -> None:
@@ -121,11 +121,11 @@ def run(
     while any(c < n + num_tokens for c, n in zip(computed, prompt_lens, strict=True)):
         for i, row in enumerate(rows):
             end = prompt_lens[i] + num_tokens if computed[i] >= prompt_lens[i] else prompt_lens[i]
-            end = min(end, computed[i] + row.tokens_until_eviction(computed[i]), computed[i] + 64)
+            end = min(end, row.next_stop(computed[i]), computed[i] + 64)
             if end > computed[i]:
                 fill(cache, row, computed[i], end, seed=i)
                 computed[i] = end
-                row.commit(end, 0 if end >= prompt_lens[i] else 1)
+                row.advance(end, 0 if end >= prompt_lens[i] else 1)
             if not together:
                 cache.evict()
         cache.evict()
@@ -220,8 +220,8 @@ def test_one_call_evicts_all_rows_that_are_due(monkeypatch: pytest.MonkeyPatch) 
     for end in (0, 16):
         for i, (row, n) in enumerate(rows):
             fill(cache, row, (n if end else 0), n + end, seed=i)
-            row.commit(n + end, 0)
-            assert row.evicts_at(n + end)
+            row.advance(n + end, 0)
+            assert row.evictors[0].next_eviction <= n + end
         cache.evict()
     full_layers = WINDOWS.count(None)
     assert selected == punched == [2 * full_layers * KV_HEADS]
@@ -233,7 +233,7 @@ def test_a_row_that_is_closed_before_the_eviction_is_not_evicted() -> None:
     a, b = cache.open(policy, 60), cache.open(policy, 60)
     for row in (a, b):
         fill(cache, row, 0, 60, seed=1)
-        row.commit(60, 0)
+        row.advance(60, 0)
     a.close()
     cache.evict()
     assert b.evictors[0].has_holes and not cache.rows.get(a.index)

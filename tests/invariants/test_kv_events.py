@@ -79,7 +79,7 @@ class FollowedEngine:
         assert isinstance(prefix, PrefixCache)
         self.prefix, self.queue = prefix, KVEventQueue(lambda: None)
         prefix.tree.observer = self.queue
-        self.consumer = Consumer(self.engine.cache.block_size)
+        self.consumer = Consumer(self.engine.cache.planner.block_size)
         self.events: list[Event] = []
         self.follow()  # the beginning of all events
 

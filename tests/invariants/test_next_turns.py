@@ -20,7 +20,7 @@ from retain.engine.request import FinishReason, Request
 from retain.kernels import cpu
 from retain.kv.memory.group_pages import divide_pages, fold_states
 from tests.helpers.cached_pages import check_cached_pages
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.state_family import state_family as state_family
 from tests.helpers.tiers import clear_pool, disk_spec, offloader_of
@@ -142,10 +142,10 @@ def test_a_row_copies_one_page_of_each_head_at_most(family: str) -> None:
     request = make_request([*turn.tokens, 1, 2, 3], 4)
     engine.engine.add(request)
     engine.engine.step()
-    assert request.row
-    for t in request.row.groups:
-        layers = t.full_layers(request.row.index)
-        whole = t.pages[request.row.index, layers, :, : request.stats.num_cached_tokens // t.page_size]
+    row = row_of(engine.engine, request)
+    for t in row.groups:
+        layers = t.full_layers(row.index)
+        whole = t.pages[row.index, layers, :, : request.stats.num_cached_tokens // t.page_size]
         assert (t.pool.ref_counts[whole] > 1).all()
 
 
@@ -156,15 +156,15 @@ def test_tiers_have_whole_blocks_of_the_answer(family: str, tier: str, tmp_path:
     rng = random.Random(2)
     tiers = ["ram:capacity=100MB" if tier == "ram" else disk_spec(tmp_path)]
     engine = ComparedEngine(family, tiers=tiers)
-    block = engine.engine.cache.block_size
+    block = engine.engine.cache.planner.block_size
     for n in LENGTHS:
         turn = engine.answer(random_tokens(rng, n))
         tree = engine.engine.cache.prefix_cache.tree
         tree.evict(tree.num_evictable_pages)
         offloader_of(engine.engine).sync()
         if tier == "disk after a restart":
-            engine.engine.cache.close_offloader()
+            engine.engine.cache.prefix_cache.close_offloader()
             engine = ComparedEngine(family, tiers=tiers)
         assert engine.found_by_next_turn(turn) == (n + ANSWER - 1) // block * block
         clear_pool(engine.engine)
-    engine.engine.cache.close_offloader()
+    engine.engine.cache.prefix_cache.close_offloader()

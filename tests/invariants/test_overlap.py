@@ -17,6 +17,7 @@ from tests.helpers.engines import (
     process_to_completion,
     random_prompts,
     record_logits,
+    row_of,
     run_to_completion,
 )
 from tests.helpers.overlap import (
@@ -91,8 +92,10 @@ def test_a_budget_is_not_halved_while_drafts_of_its_row_are_pending() -> None:
     engine.add(drafting, make_request(list(range(11, 31)), 120, "full"))
     while engine.has_unfinished_requests:
         engine.step()
-        if drafting.row is not None and not any(drafting in s.samples.requests for s in engine.pending_steps):
-            kept = [positions for heads in drafting.row.positions() for positions in heads if positions]
+        if drafting in engine.scheduler.running and not any(
+            drafting in s.samples.requests for s in engine.pending_steps
+        ):
+            kept = [positions for heads in row_of(engine, drafting).positions() for positions in heads if positions]
             assert max(map(max, kept)) < drafting.num_computed_tokens
 
 
@@ -102,7 +105,7 @@ def test_times_of_steps_do_not_overlap(depth: int, monkeypatch: pytest.MonkeyPat
     engine = make_engine("llama", backend="cpu")
     engine.depth = depth
     seconds: list[float] = []
-    monkeypatch.setattr(engine.cache, "record_compute", lambda num_tokens, step_s: seconds.append(step_s))
+    monkeypatch.setattr(engine.cache.prefix_cache, "record_compute", lambda num_tokens, step_s: seconds.append(step_s))
     started = perf_counter()
     run_to_completion(engine, [make_request(p, 30) for p in random_prompts(3, seed=2)])
     assert len(seconds) >= 30

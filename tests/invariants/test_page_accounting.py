@@ -5,7 +5,7 @@ Every request ends, and no request writes into a page of another.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from retain import kernels
 from retain.engine import drafters
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
@@ -78,7 +79,7 @@ class RandomDrafter:
     def attach(self, target: TargetModel) -> None:
         pass
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         for request, limit in draft_limits:
             request.set_drafts([3] * min(limit, request.id % 7))
 
@@ -177,9 +178,10 @@ class Schedule(RuleBasedStateMachine):
         if self.requests:
             request = self.requests.pop(i % len(self.requests))
             num_free = self.cache.free_pages
-            num_pages = request.row.num_pages if request.row else 0  # 0 too, where a prompt waits for a whole step
+            row = self.engine.scheduler.running.get(request)
+            num_pages = row.num_pages if row else 0  # 0 too, where a prompt waits for a whole step
             self.engine.cancel(request)
-            assert request.finish_reason and request.row is None
+            assert request.finish_reason and request not in self.engine.scheduler.running
             assert self.cache.free_pages > num_free or not num_pages or self.cache.prefix_cache.enabled
 
     @invariant()
@@ -187,9 +189,9 @@ class Schedule(RuleBasedStateMachine):
         if self.engine:
             self.cache.check()
             waiting, running = self.engine.scheduler.waiting, self.engine.scheduler.running
-            assert {r.id for r in waiting + running} == {r.id for r in self.requests if not r.finish_reason}
-            assert all(r.row is None and r.num_computed_tokens == 0 for r in waiting)
-            assert {r.row.index: r.row for r in running} == self.cache.rows
+            assert {r.id for r in (*waiting, *running)} == {r.id for r in self.requests if not r.finish_reason}
+            assert all(r not in running and r.num_computed_tokens == 0 for r in waiting)
+            assert {row.index: row for row in running.values()} == self.cache.rows
 
     def teardown(self):
         """Step to the end: every step computes something, every request ends, and all pages are free."""

@@ -17,7 +17,7 @@ from retain.kv.prefix.pins import Pins
 from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
 from tests.helpers.counted_work import assert_linear
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_requests, run_disturbed
 
@@ -125,7 +125,7 @@ def test_equal_prompts_of_two_salts_share_no_page() -> None:
     requests = [make_request(prompt, 4, salt=s) for s in "aab"]
     engine.add(*requests)
     engine.step()
-    pages = [set(engine.cache.tables.pages[r.row.index, :, :, :4].flatten().tolist()) for r in requests]
+    pages = [set(engine.cache.tables.pages[row_of(engine, r).index, :, :, :4].flatten().tolist()) for r in requests]
     assert pages[0] == pages[1] and not pages[0] & pages[2]
 
 
@@ -252,7 +252,7 @@ def test_running_requests_share_the_pages_of_a_cached_prefix() -> None:
     engine.add(*requests)
     engine.step()
     assert len(engine.scheduler.running) >= 3
-    used = [set(engine.cache.tables.pages[r.row.index, 0, 0, :8]) for r in requests if r.row is not None]
+    used = [set(engine.cache.tables.pages[row.index, 0, 0, :8]) for row in engine.scheduler.running.values()]
     assert all(u == used[0] for u in used)
     for _ in iter_steps(engine):
         pass
@@ -268,7 +268,7 @@ def test_equal_prompts_added_together_share_whole_pages(prefix_cache: str) -> No
     requests = make_requests()
     engine.add(*requests)
     engine.step()
-    tables = [engine.cache.tables.pages[r.row.index, 0, 0].copy() for r in requests]
+    tables = [engine.cache.tables.pages[row_of(engine, r).index, 0, 0].copy() for r in requests]
     assert all((t[:6] == tables[0][:6]).all() for t in tables)
     assert len({int(t[6]) for t in tables}) == 6
     for _ in iter_steps(engine):

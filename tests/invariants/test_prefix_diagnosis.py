@@ -13,8 +13,8 @@ import pytest
 
 from retain import LLM, SamplingParams
 from retain.kv.prefix.cache import PrefixCache
-from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import Text
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
 
@@ -319,7 +319,7 @@ def test_tiers_say_that_they_keep_whole_blocks(family: str, is_restarted: bool, 
     """A text of less than a block is gone with the pool; of a longer one the tokens behind its last whole block are."""
     tiers = [f"disk:path={tmp_path},capacity=100MB"]
     engine = make_engine(family, prefix_cache="exact", tiers=tiers)
-    block = engine.cache.block_size
+    block = engine.cache.planner.block_size
     found = []
     for length in (block - 8, 2 * block + 2):
         first = explained([length] * length)
@@ -328,13 +328,13 @@ def test_tiers_say_that_they_keep_whole_blocks(family: str, is_restarted: bool, 
         assert isinstance(engine.cache.prefix_cache, PrefixCache) and engine.cache.prefix_cache.offloader
         engine.cache.prefix_cache.offloader.sync()
         if is_restarted:
-            engine.cache.close_offloader()
+            engine.cache.prefix_cache.close_offloader()
             engine = make_engine(family, prefix_cache="exact", tiers=tiers)
         run_to_completion(engine, [request := explained([*first.tokens, 1, 2, 3])])
         d = diagnosis_of(request)
         found.append((d.reason, d.num_cached_tokens, d.detail))
         engine.cache.pool.ensure_free(engine.cache.total_pages)
-    engine.cache.close_offloader()
+    engine.cache.prefix_cache.close_offloader()
     words = f"tiers keep whole blocks of {block} tokens"
     short = MissReason.FIRST_TEXT if is_restarted else MissReason.EVICTED
     long = MissReason.WHOLE_BLOCKS if is_restarted else MissReason.NEW_TEXT

@@ -42,7 +42,7 @@ class RecordingRunner:
         self.steps: list[tuple[Batch, list[int]]] = []
 
     def forward(self, batch: Batch) -> Tensor:
-        running = {r.row.index: r for r in self.engine.scheduler.running if r.row is not None}
+        running = {row.index: r for r, row in self.engine.scheduler.running.items()}
         ends = {i: 2**30 if r.scoring else len(r.prompt) for i, r in running.items()}
         self.steps.append((batch, [ends[row] for row in batch.token_rows.tolist()]))
         return self.inner.forward(batch)
@@ -66,7 +66,7 @@ def test_the_tokens_of_prompts_and_no_others_have_them(drafter: str) -> None:
         engine.add(request)
     for step in iter_steps(engine):
         if step % 9 == 8 and len(engine.scheduler.running) > 1:
-            engine.scheduler.preempt(engine.scheduler.running[-1])
+            engine.scheduler.preempt([*engine.scheduler.running][-1])
     kinds = set()
     for batch, ends in runner.steps:
         expected = (batch.positions < torch.tensor(ends)).tolist()

@@ -19,7 +19,15 @@ from retain.kernels.api import KV
 from retain.kv.eviction import policies
 from retain.kv.memory import quantized_copies
 from retain.processing.input import GenerateRequest
-from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts, run_alone, run_to_completion
+from tests.helpers.engines import (
+    iter_steps,
+    make_engine,
+    make_request,
+    random_prompts,
+    row_of,
+    run_alone,
+    run_to_completion,
+)
 from tests.helpers.marks import slow
 from tests.helpers.slots import read_pages
 
@@ -55,9 +63,10 @@ def num_accepted(request: Request) -> int:
     return sum(request.stats.spec_decode.num_accepted_per_position)
 
 
-def num_copied(request: Request) -> int:
+def num_copied(engine: Engine, request: Request) -> int:
     """Return how many tokens of a request are copied now."""
-    return request.row.copy.num_tokens if request.row and request.row.copy else 0
+    copy = row_of(engine, request).copy if request in engine.scheduler.running else None
+    return copy.num_tokens if copy else 0
 
 
 def read_positions(engine: Engine, drafter: Any, row: int, layer: int, g: int) -> list[int]:
@@ -84,9 +93,10 @@ def check_drafts(family: str, dtype: str, backend: str, prompt: list[int], outpu
     engine.add(request)
     cache, t, num_checked = engine.cache, engine.cache.tables, 0
     for _ in iter_steps(engine):
-        row, n = request.row and request.row.index, num_copied(request)
-        if row is None or not n:
+        n = num_copied(engine, request)
+        if not n:
             continue
+        row = row_of(engine, request).index
         num_checked, copies = num_checked + 1, cache.copies.by_dtype[pool_dtype]
         assert n % t.page_size == 0 and n > request.num_computed_tokens - 3 * t.page_size
         for layer in t.full_layers(row).tolist():
@@ -121,8 +131,8 @@ def test_a_long_text_is_copied_in_parts_before_it_gets_drafts(at_once: int, monk
     copied = [0]
     while engine.has_unfinished_requests:
         engine.step()
-        if request.row is not None and request.output_tokens:
-            copied.append(num_copied(request))
+        if request in engine.scheduler.running and request.output_tokens:
+            copied.append(num_copied(engine, request))
             assert copied[-1] <= copied[-2] + at_once
             assert copied[-1] >= 272 or not request.stats.spec_decode.num_drafted_per_position
     assert copied[-1] >= 320 and num_accepted(request) > 5
@@ -154,8 +164,9 @@ def test_a_request_is_never_preempted_for_a_copy() -> None:
     engine.add(*requests)
     num_released, before = 0, [0] * len(requests)
     for _ in iter_steps(engine):
-        now = [num_copied(r) for r in requests]
-        num_released += sum(bool(b and not n) for r, b, n in zip(requests, before, now, strict=True) if r.row)
+        now = [num_copied(engine, r) for r in requests]
+        running = engine.scheduler.running
+        num_released += sum(bool(b and not n) for r, b, n in zip(requests, before, now, strict=True) if r in running)
         before = now
     assert [r.output_tokens for r in requests] == expected
     assert not sum(r.stats.num_preemptions for r in requests)
@@ -190,9 +201,9 @@ def test_preemption_and_cancellation_give_copies_back(family: str, prefix_cache:
     engine.add(*requests)
     copies, num_closed = engine.cache.copies, 0
     for step in iter_steps(engine):
-        running = [r for r in engine.scheduler.running if num_copied(r)]
+        running = [r for r in engine.scheduler.running if num_copied(engine, r)]
         if running and step in (4, 9, 12):
-            row, before = running[0].row.index, copies.num_pages
+            row, before = row_of(engine, running[0]).index, copies.num_pages
             engine.cancel(running[0]) if step == 12 else engine.scheduler.preempt(running[0])
             num_closed += copies.num_pages < before and not copies.by_dtype[torch.int4].counts[row].any()
             engine.cache.check()

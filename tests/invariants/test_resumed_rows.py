@@ -13,8 +13,9 @@ import pytest
 
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kv.stats.request import RequestMemory
 from retain.sampling_params import SamplingParams
-from tests.helpers.engines import make_engine, make_request
+from tests.helpers.engines import make_engine, make_request, row_of
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.one_row import STEP_TOKENS, OneRow, Positions
@@ -29,10 +30,9 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Positions]:
     found: dict[Request, Positions] = {}
     close = engine.scheduler._close_row
 
-    def close_row(request: Request) -> None:
-        assert request.row is not None
-        found[request] = request.row.positions()
-        close(request)
+    def close_row(request: Request) -> RequestMemory:
+        found[request] = row_of(engine, request).positions()
+        return close(request)
 
     engine.scheduler._close_row = close_row  # type: ignore[method-assign]
     engine.add(*requests)

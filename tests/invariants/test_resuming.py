@@ -6,18 +6,19 @@ The other side of the law is one row that stays open between two requests. It go
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from retain.kv.row import Row
+from retain.kv.stats.request import RequestMemory
 from retain.sampling_params import SamplingParams
-from tests.helpers.engines import make_engine, make_request
+from tests.helpers.engines import make_engine, make_request, row_of
 from tests.helpers.marks import slow
 from tests.helpers.one_row import STEP_TOKENS, OneRow, Positions
 from tests.helpers.unlike_family import UNLIKE
@@ -59,9 +60,9 @@ def record_positions(engine: Engine) -> list[Positions]:
     found: list[Positions] = []
     close = engine.scheduler._close_row
 
-    def close_row(request: Request) -> None:
-        found.append(cast(Row, request.row).positions())
-        close(request)
+    def close_row(request: Request) -> RequestMemory:
+        found.append(row_of(engine, request).positions())
+        return close(request)
 
     engine.scheduler._close_row = close_row  # type: ignore[method-assign]
     return found
@@ -175,7 +176,7 @@ class WrongDrafter:
     def attach(self, target: TargetModel) -> None:
         """Need nothing."""
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Draft the token 127."""
         for request, limit in draft_limits:
             request.set_drafts([127] * min(limit, 3))
@@ -198,7 +199,7 @@ def test_preemption_changes_no_token(policy: str) -> None:
         engine.add(request)
         while engine.has_unfinished_requests:
             engine.step()
-            if request.row and request.num_output_tokens in (3, 9, 19):
+            if request in engine.scheduler.running and request.num_output_tokens in (3, 9, 19):
                 engine.scheduler.preempt(request)
             engine.cache.check()
         own.append(positions[-1])

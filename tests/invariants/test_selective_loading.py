@@ -18,7 +18,7 @@ from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.span import ReadJob
 from retain.kv.text import Text
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts
 from tests.helpers.slots import read_pages
@@ -112,8 +112,8 @@ def test_selected_tokens_are_a_row_that_has_already_evicted(
         r = make_request([*stem, 5, 6, i], 40)
         engine.add(r)
         engine.step()
-        positions = r.row.positions()
-        for m, layer in enumerate(np.flatnonzero(cache.tables.window[r.row.index] == NO_WINDOW)):
+        positions = row_of(engine, r).positions()
+        for m, layer in enumerate(np.flatnonzero(cache.tables.window[row_of(engine, r).index] == NO_WINDOW)):
             heads = positions[layer]
             assert len(heads) == cache.spec.only_group.num_kv_heads and all(head == heads[0] for head in heads)
             assert selected[i][m] == (3 if i else 10) and len(heads[0]) == 16 * selected[i][m] + 3
@@ -144,7 +144,7 @@ def test_selective_rows_beside_budgets_equal_prompts_and_preemption(tmp_path: Pa
         engine.add(*equal, *selective, *plain)
         for step in iter_steps(engine):
             if step in (2, 5, 11) and engine.scheduler.running:
-                engine.scheduler.preempt(rng.choice(engine.scheduler.running))
+                engine.scheduler.preempt(rng.choice([*engine.scheduler.running]))
             if step == 7:
                 engine.cancel(selective[3])
         assert [r.output_tokens for r in plain] == (expected if not round else [])

@@ -104,7 +104,7 @@ def test_a_text_that_leaves_another_anywhere_computes_less_than_an_interval(
     found = [run_to_completion(engine, [request])[0] for request in requests.values()]
     assert found == cold_answers(family, ENGINES[options].get("backend", "cpu"))
     for cut in others:
-        assert cut - requests[cut].stats.num_cached_tokens <= 64 + engine.cache.block_size
+        assert cut - requests[cut].stats.num_cached_tokens <= 64 + engine.cache.planner.block_size
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -116,14 +116,14 @@ def test_a_text_that_leaves_another_goes_on_from_a_tier_after_a_restart(family: 
     first = snapshot_engine(family, tiers=tiers)
     run_equal(first, plain, text)
     tree_of(first).evict(tree_of(first).num_evictable_pages)
-    first.cache.close_offloader()
+    first.cache.prefix_cache.close_offloader()
     second = snapshot_engine(family, tiers=tiers)
-    block = second.cache.block_size
+    block = second.cache.planner.block_size
     for cut in [rng.randrange(100, 440) for _ in range(4)]:
         _, num_cached = run_equal(second, plain, text[:cut] + random_tokens(rng, 20))
         assert cut - num_cached <= 64 + block
         tree_of(second).evict(tree_of(second).num_evictable_pages)
-    second.cache.close_offloader()
+    second.cache.prefix_cache.close_offloader()
 
 
 @pytest.mark.parametrize("options", ["plain", *slow("chunks", "drafts")])
@@ -146,7 +146,7 @@ def test_a_chat_computes_only_new_tokens_and_holds_one_window_beside_its_text(fa
         copied = sum(g.group.num_kv_heads * g.group.windows.count(None) for g in engine.cache.planner.groups)
         # Where the last turn began is inside a page, of which the turn has a copy.
         beside = windows_of(engine, 20 + 2 * S) + copied
-        assert held <= engine.cache.pages_held(full, num_before, num_before) + beside
+        assert held <= engine.cache.planner.pages_held(full, num_before, num_before) + beside
         text = text + answer + random_tokens(rng, 6)
 
 
@@ -290,7 +290,7 @@ def test_a_pin_and_a_place_where_texts_parted_keep_their_snapshot(keeps: str) ->
 
     chat = run(system)
     if keeps == "a pin":
-        assert engine.cache.pin(chat.policy, system, "", 1000) == 96
+        assert engine.cache.prefix_cache.pin(chat.policy, Text(system), 1000) == 96
     else:
         others = [run(system + random_tokens(rng, 40)) for _ in range(2)]
         assert others

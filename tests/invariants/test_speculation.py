@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from retain.engine import drafters
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.penalties import LogitPenalties
 from retain.engine.request import FinishReason, Request
@@ -51,7 +52,7 @@ class OracleDrafter:
     k: str = "9"
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         for request, limit in draft_limits:
             rest = self.answers[tuple(request.prompt)][len(request.output_tokens) :]
             rest = rest[: self.rng.randint(0, min(limit, self.max_draft_tokens))]
@@ -161,7 +162,7 @@ def test_preemption_and_cancellation_amid_drafts_change_no_token(family: str) ->
         if step == 12:
             engine.cancel(requests[3])
         if step in (4, 9):
-            engine.scheduler.preempt(engine.scheduler.running[0])
+            engine.scheduler.preempt(next(iter(engine.scheduler.running)))
     assert [r.output_tokens for i, r in enumerate(requests) if i != 3] == plain[:3] + plain[4:]
     assert requests[3].output_tokens == plain[3][: len(requests[3].output_tokens)]
     assert engine.cache.free_pages == engine.cache.total_pages

@@ -27,12 +27,10 @@ from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.checkpoints.budget.state_format import decode_state, encode_state, with_pages
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.prefix.query import PrefixQuery
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.span import Span
 from retain.kv.stores.tiers.ram import RamStore
-from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
 from tests.helpers import engines
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
@@ -321,9 +319,11 @@ def test_state_that_finds_no_pages_is_a_miss(family: str, tmp_path: Path) -> Non
     pool = pauses.engine.cache.pool
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pool, "ensure_free", lambda n: False)
-        row = pauses.engine.cache.open(make_request(text, 1, H2O).policy, len(text))
-        query = PrefixQuery(row.policy, Text(text), len(text) - 1)
-        assert row.attach_prefix(query).num_tokens == 0
+        request = make_request(text, 1, H2O)
+        cache = pauses.engine.cache
+        row = cache.open(request.policy, len(text))
+        task = request.row_task()
+        assert row.start(task, cache.find(request.policy, task)).position == 0
         row.close()
         pauses.engine.cache.check()
     assert ask(pauses.engine, text, H2O).stats.num_cached_tokens == len(text) - 4
@@ -472,7 +472,7 @@ def test_preempted_answers_go_on_from_a_tier(policy: str, kind: str, tmp_path: P
         engine.add(request)
         while engine.has_unfinished_requests:
             engine.step()
-            if request.row and request.num_output_tokens in (3, 9, 19):
+            if request in engine.scheduler.running and request.num_output_tokens in (3, 9, 19):
                 engine.scheduler.preempt(request)
                 pauses.pause()
             engine.cache.check()

@@ -12,7 +12,7 @@ from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.memory.group_pages import divide_pages, fold_states
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.request import RequestMemory
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.state_family import VARIANTS, plain_logits
 from tests.helpers.state_family import state_family as state_family
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -51,8 +51,8 @@ def test_statistics_say_that_a_full_cache_keeps_all_it_can(family: str) -> None:
     request.attention_trace = AttentionTrace(len(spec.caches), spec.num_traced_heads)
     engine.add(request)
     for _ in iter_steps(engine):
-        if request.row:
-            request.row.record_attention(request.attention_trace, request.num_computed_tokens)
+        if request in engine.scheduler.running:
+            row_of(engine, request).record_attention(request.attention_trace)
     _, kept = request.attention_trace.scores(None)
     assert (kept == 1).all()
 
@@ -63,7 +63,8 @@ def test_a_state_is_no_saving() -> None:
     engine.add(request)
     while request.num_output_tokens < 2:
         engine.step()
-    memory = request.row.parts.slots.peak_slots_per_layer(request.row.index) if request.row else []
+    row = row_of(engine, request)
+    memory = row.parts.slots.peak_slots_per_layer(row.index)
     stats = engine.cache.request_stats(request.policy, request.num_computed_tokens, RequestMemory(memory, memory, 0))
     assert stats["bytes_peak"] == stats["bytes_if_full"]
     assert {g["policy"] for g in stats["groups"]} == {"full", "state"}

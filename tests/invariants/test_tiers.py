@@ -15,7 +15,7 @@ import pytest
 import retain.kv.stores.loader
 from retain.kv.prefix.cache import PrefixCache
 from tests.helpers.disk_faults import FAULTS, Fault
-from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts, related_requests, run_disturbed
 from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
@@ -241,8 +241,8 @@ def test_slow_layers_are_waited_for(fill_store: FillStore, tmp_path: Path) -> No
         r = make_request(longest)
         engine.add(r)
         engine.scheduler.schedule()
-        assert r.row is not None and r.row.load
-        load = r.row.load
+        load = row_of(engine, r).load
+        assert load
         stop(r)
         assert load.cancelled and not engine.cache.rows
         engine.cache.check()

@@ -19,7 +19,7 @@ from retain.kv.eviction.auto_policy import AutoPolicy
 from tests.helpers.attention_case import assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.decoder_runner import random_tokens
-from tests.helpers.engines import iter_steps, make_engine, make_request, record_logits, run_to_completion
+from tests.helpers.engines import iter_steps, make_engine, make_request, record_logits, row_of, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import slow
 from tests.helpers.schedule_runner import ScheduleRun
@@ -82,9 +82,8 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
         engine.step()
         engine.cache.check()
     assert request.output_tokens == expected
-    assert request.row
     layers = [layer for layer in range(spec.num_caches) if spec.kv_cache.cached_layer(layer) == layer]
-    for layer, kept in zip(layers, request.row.positions(), strict=True):
+    for layer, kept in zip(layers, row_of(engine, request).positions(), strict=True):
         if spec.kv_cache.windows[layer] is None:
             assert kept == [sorted(lists.heads[layer, g].position_list) for g in range(len(kept))]
 
@@ -104,7 +103,7 @@ def test_a_layer_that_differs_in_nothing_but_its_heads_is_a_group_of_its_own(unl
     """Pages have one size in bytes, so those of the smaller slots have more of them, and a block has several of one."""
     cache = make_engine(unlike_family, page_size=16).cache
     assert [t.page_size for t in cache.slots.tables] == [32, 16]
-    assert cache.block_size == 32 and cache.planner.pages.unused_bytes == (0, 0)
+    assert cache.planner.block_size == 32 and cache.planner.pages.unused_bytes == (0, 0)
     assert [t.layers.tolist() for t in cache.slots.tables] == [[0, 2, 4], [1]]
 
 
@@ -145,7 +144,7 @@ def test_a_text_that_went_to_a_tier_and_back_is_the_same(
         answers.append(run_keeping_prefixes(engine, text, 20))
         hits = engine.cache.prefix_cache.hits_by_source()
         assert hits["ram" if tier.startswith("ram") else "disk"] >= 96
-        engine.cache.close_offloader()
+        engine.cache.prefix_cache.close_offloader()
     assert answers == [answers[0]] * 4
     if kv_dtype is None:
         assert answers[0] == plain_answer(text, 20)

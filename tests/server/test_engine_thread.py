@@ -43,16 +43,16 @@ def test_extreme_policy_options_do_not_break_the_engine(tiny_server, policy):
 
 
 def test_failing_fork_fails_only_its_request(tiny_server, monkeypatch):
-    """The second choice of a prompt starts as a fork of the first, and its first commit raises."""
-    commit, calls = Row.commit, []
+    """The second choice of a prompt starts as a fork of the first, and its first advance raises."""
+    advance, calls = Row.advance, []
 
     def fail(row, num_computed_tokens, num_uncomputed_tokens):
         calls.append(row)
         if len(calls) == 2:
             raise RuntimeError("a bug")
-        commit(row, num_computed_tokens, num_uncomputed_tokens)
+        advance(row, num_computed_tokens, num_uncomputed_tokens)
 
-    monkeypatch.setattr(Row, "commit", fail)
+    monkeypatch.setattr(Row, "advance", fail)
     assert post(tiny_server, n=2).status_code == 500
     monkeypatch.undo()
     assert post(tiny_server, n=2).status_code == 200 and tiny_server.service.engine_thread.fatal_error is None

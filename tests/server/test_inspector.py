@@ -15,7 +15,7 @@ from retain.kv.stats.pool import PAGE_STATES
 from retain.processing.input import GenerateRequest
 from retain.server.inspector.recorder import Inspector
 from retain.server.request_group import RequestGroup
-from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts
+from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts, row_of
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.marks import slow
 from tests.helpers.tiny_models import CONFIGS
@@ -45,12 +45,12 @@ def test_attention_trace_equals_cached_positions(family, policy):
     before = {r: (np.zeros((L, G, 0), bool), np.zeros((L, G, 0))) for r in requests}
     for _ in iter_steps(engine):
         for r in requests:
-            if r.row is None or not r.num_computed_tokens:
+            if r not in engine.scheduler.running or not r.num_computed_tokens:
                 continue
             trace = r.attention_trace
-            r.row.record_attention(trace, r.num_computed_tokens)
-            window = tables.window[r.row.index]
-            for layer, heads in enumerate(r.row.positions()):
+            row_of(engine, r).record_attention(trace)
+            window = tables.window[row_of(engine, r).index]
+            for layer, heads in enumerate(row_of(engine, r).positions()):
                 for head, positions in enumerate(heads):
                     visible = [p for p in positions if r.num_computed_tokens - 1 - p < window[layer]]
                     assert np.flatnonzero(trace.is_kept[layer, head]).tolist() == visible
@@ -102,7 +102,7 @@ def test_pool_stats_count_every_page_once(prefix_cache, drafter):
         for copies in cache.copies.by_dtype.values():  # whose pages have more slots
             num_slots += cache.copies.num_pages * (copies.store.page_size - cache.page_size)
         assert sum(stats.slots_by_state.values()) + stats.num_holes == num_slots
-        rows = {r.row.index for r in requests if r.row is not None}
+        rows = {row.index for row in engine.scheduler.running.values()}
         assert set(page_rows[page_rows >= 0].tolist()) <= rows
         states |= {PAGE_STATES[s] for s in np.unique(page_states)}
     assert {"free", "full", "ring", "budgeted"} <= states and ("cached" in states) == (prefix_cache == "exact")

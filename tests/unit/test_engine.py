@@ -55,9 +55,9 @@ def test_no_token_costs_a_copy_of_the_text_before_it() -> None:
     """From the sampler to the reason to go on."""
     options = SamplingParams(temperature=0, min_tokens=300, frequency_penalty=0.5, repetition_penalty=1.5)
     request = Request(RequestInput([1] * 100, options, parse("full"), 500, frozenset({9})))
-    request.tokens += [1, 2, 3, 4] * 30
+    request.text.ids += [1, 2, 3, 4] * 30
     sample(torch.zeros(1, 10), [request]).read()
-    request.tokens = Uncopied(request.tokens)
+    request.text.ids = Uncopied(request.tokens)
     request.num_computed_tokens = len(request.tokens) - 1
     for _ in range(3):
         ((token, logprob),) = sample(torch.zeros(1, 10), [request]).read()[0]
@@ -107,7 +107,7 @@ def test_cancelled_request_frees_its_pages_at_once_and_changes_no_other_answer()
         engine.step()
     num_used = engine.cache.pool.num_used
     engine.cancel(first)
-    assert engine.cache.pool.num_used < num_used and first.row is None
+    assert engine.cache.pool.num_used < num_used and first not in engine.scheduler.running
     engine.cancel(waiting)
     engine.cancel(first)  # a second time: no effect
     for _ in iter_steps(engine):
@@ -164,7 +164,7 @@ def test_a_request_that_got_a_token_further_is_not_stalled() -> None:
     request = make_request([1] * 20, 5)
     scheduler.enqueue(request)
     assert scheduler.find_stalled() is None
-    request.tokens.append(1)
+    request.text.ids.append(1)
     assert scheduler.find_stalled() is None
     assert scheduler.find_stalled() is request
 

@@ -65,7 +65,8 @@ def check_windows(windows: list[int | None], chunks: list[int], num_decoded: int
     row = cache.open(FULL, prompt_len)
     for n in chunks + [1] * num_decoded:
         if num_computed == prompt_len:
-            row.commit(num_computed, 0)
+            row.advance(num_computed, 0)
+            cache.evict()
             cache.check()
         compute(cache, row, num_computed, n)
         for layer, window in enumerate(windows):
@@ -109,7 +110,8 @@ def test_a_ring_shrinks_to_its_window_after_the_prompt() -> None:
     compute(cache, row, 192, 8)
     num_free = cache.free_pages
     assert cache.tables.counts[row.index, 1, 0] == 6  # 32 + 64 - 1 slots in whole pages of 16
-    row.commit(200, 0)
+    row.advance(200, 0)
+    cache.evict()
     assert cache.tables.counts[row.index, 1, 0] == 3 and cache.free_pages == num_free + 3 * 2
     assert set(range(168, 200)) <= set(cached_positions(cache, row, 1, 0))
     slots = [compute(cache, row, p, 1)[1, 0, 0] for p in range(200, 296)]
@@ -125,14 +127,15 @@ def test_a_request_owns_no_more_pages_than_planned(length: int, prompt_len: int)
     while num_computed < length:
         n = min(MAX_BATCHED_TOKENS, prompt_len - num_computed) if num_computed < prompt_len else 1
         if num_computed == prompt_len:
-            row.commit(num_computed, 0)
+            row.advance(num_computed, 0)
+            cache.evict()
         compute(cache, row, num_computed, n)
         num_computed += n
     peaks = cache.tables.peaks[row.index].sum()
     assert peaks <= cache.pages_needed(FULL, length, prompt_len)
     if length == prompt_len:
         assert peaks == cache.pages_needed(FULL, length, prompt_len)
-    assert row.close() == [int(p) * 16 for p in cache.tables.peaks[row.index, :, 0]]
+    assert row.close().peak_slots == [int(p) * 16 for p in cache.tables.peaks[row.index, :, 0]]
 
 
 def test_a_row_gets_all_pages_that_it_needs_or_none() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
+from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.processing.prefix_causes import Cause, find_tools
 from retain.processing.prefix_report import EXPLANATIONS, PrefixReport, build_report
 from tests.helpers.tokenizers import open_tokenizer

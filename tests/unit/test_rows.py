@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from retain.engine.engine import Engine
-from retain.kv.eviction import evictor
+from retain.kv.eviction import evictor, policies
 from retain.kv.memory.cache import KVCache
 from retain.kv.prefix.radix_tree import RadixTree
-from tests.helpers.engines import make_engine, make_request, run_alone, run_to_completion
+from tests.helpers.engines import make_engine, make_request, row_of, run_alone, run_to_completion
 from tests.unit.test_kv_cache import FULL, compute, make_cache
 
 POLICY = "h2o:budget=20,interval=3"
@@ -79,9 +79,9 @@ def test_a_prefix_that_cannot_be_stored_ends_its_request(num_calls: int, monkeyp
     insert = RadixTree.insert
     calls: list[int] = []
 
-    def insert_or_fail(*args: Any) -> Any:
+    def insert_or_fail(*args: Any, **more: Any) -> Any:
         calls.append(1)
-        return fail() if len(calls) == num_calls else insert(*args)
+        return fail() if len(calls) == num_calls else insert(*args, **more)
 
     engine.add(make_request(range(40), 3))
     with monkeypatch.context() as patch:
@@ -89,6 +89,53 @@ def test_a_prefix_that_cannot_be_stored_ends_its_request(num_calls: int, monkeyp
         with pytest.raises(RuntimeError):
             run_to_completion(engine, [])
     assert_recovers(engine)
+
+
+def test_a_row_computes_the_text_of_its_request() -> None:
+    engine = make_engine("llama")
+    request = make_request(range(40), 3)
+    engine.add(request)
+    engine.step()
+    task = row_of(engine, request).task
+    assert task and task.text is request.text and request.tokens is request.text.ids
+    run_to_completion(engine, [])
+    assert request.text.tokens.tolist() == [*range(40), *request.output_tokens]
+
+
+def test_a_step_stops_where_something_is_due() -> None:
+    """At an eviction, at the end of a prompt that others fork, and where a step has no more room."""
+    cache = make_engine("gemma3_text", prefix_cache="exact", max_batched_tokens=64).cache
+    request = make_request(range(100), 3)
+    row = cache.open(FULL, 100)
+    task = request.row_task(stops_at_prompt_end=True)
+    row.start(task, cache.find(FULL, task))
+    assert [row.next_stop(p) for p in (0, 64, 99, 100)] == [64, 100, 100, 164]
+    policy = cache.plan_policy(policies.parse(POLICY), 50)
+    evicting = cache.open(policy, 50)
+    assert evicting.reserve(50)
+    assert evicting.next_stop(20) == 50
+    evicting.advance(50, 1)
+    cache.evict()
+    assert evicting.next_stop(50) == 53
+    row.close()
+    evicting.close()
+    cache.check()
+
+
+@pytest.mark.parametrize("uncomputed", [0, 1])
+def test_what_gives_slots_up_comes_after_forks(uncomputed: int) -> None:
+    """A fork may have more to compute than shrunk rings have room for."""
+    cache = make_cache([None, 20])
+    row = cache.open(FULL, 60)
+    compute(cache, row, 0, 60)
+    capacity = cache.tables.capacity[row.index].copy()
+    row.advance(60, uncomputed)
+    fork = row.fork(FULL, 60)
+    assert fork and (cache.tables.capacity[fork.index] == capacity).all()
+    cache.evict()
+    has_shrunk = (cache.tables.capacity[row.index] < capacity).any()
+    assert has_shrunk != bool(uncomputed) and (cache.tables.capacity[fork.index] == capacity).all()
+    cache.check()
 
 
 @pytest.mark.slow

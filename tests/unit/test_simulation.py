@@ -144,7 +144,7 @@ def test_steps_and_hits_equal_the_engines(tmp_path: Path) -> None:
     assert list(replica.cache.num_loaded_tokens.values()) == list(loaded.values())
     assert any(loaded.values())
     assert replica.cache.free_pages == replica.cache.total_pages
-    assert replica.cache.tree.num_evictable_pages * PAGES_PER_PAGE == prefix_cache.num_evictable_pages
+    assert replica.cache.tree.num_evictable_pages * PAGES_PER_PAGE == prefix_cache.tree.num_evictable_pages
 
 
 @pytest.mark.slow

@@ -85,11 +85,11 @@ def test_answers_are_bounded_and_salted(answers: list[tuple[str, list[int]]], ca
 def test_an_answer_drafts_for_later_requests_of_its_salt() -> None:
     drafter = drafters.parse("suffix:k=4")
     ended = make_request([1, 2, 3], 10, salt="a")
-    ended.tokens += [5, 6, 7, 8, 9, 5]
+    ended.text.ids += [5, 6, 7, 8, 9, 5]
     drafter.remove_request(ended)
     for salt, drafts in (("a", [7, 8, 9, 5]), ("b", [])):
         request = make_request([5, 6], 10, salt=salt)
-        drafter.propose([(request, 4)])
+        drafter.propose([(request, 4)], {})
         assert request.drafts == drafts
 
 
@@ -101,5 +101,5 @@ def test_bad_options_are_refused(spec: str) -> None:
 
 def test_short_matches_draft_few_tokens() -> None:
     request = make_request([1, 2, *range(10, 40), 1, 2], 10)
-    Drafter(min=2, factor=2.0).propose([(request, 9)])
+    Drafter(min=2, factor=2.0).propose([(request, 9)], {})
     assert request.drafts == [10, 11, 12, 13]

@@ -7,25 +7,27 @@ It does for models without sliding layers, and the policy `full`, what `KVCacheM
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from retain.kv.checkpoints import TextCheckpoint
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.kv.memory.pool import PagePool
-from retain.kv.prefix.node import Node, PrefixMatch
-from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.node import Node
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.kv.row import AttachedPrefix
-from retain.kv.stats.attention_trace import AttentionTrace
-from retain.kv.stats.request import LoadStats
+from retain.kv.prefix.start import Begun, Start
+from retain.kv.row_task import RowTask
+from retain.kv.stats.request import LoadStats, RequestMemory
 from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.text import Text
 from retain.types import Ints
 from tools.simulation.calibration import Calibration
 from tools.simulation.tiers import KeyListener, SimulatedTier
 
-ROOT_HASH = b""  # of all texts: one model, one tenant
+FULL = EvictionPolicy()
+FIRST_LINK = b""  # of all texts: one model, one tenant
 
 
 class SimulatedCostModel(LoadCostModel):
@@ -42,6 +44,8 @@ class SimulatedRow:
     def __init__(self, cache: SimulatedCache, index: int):
         self.cache = cache
         self.index = index
+        self.task: RowTask | None = None
+        self.num_computed = 0
         self.pages: Ints = np.zeros(0, np.int32)  # one for each page of its text
         self.loads: dict[SimulatedTier, list[bytes]] = {}  # until the step that reads them has ended
 
@@ -50,41 +54,38 @@ class SimulatedRow:
         """Pages that the row owns now."""
         return len(self.pages)
 
-    @property
-    def slots_per_layer(self) -> list[int]:
-        """Nothing: slots are not counted by layer."""
-        return []
+    def start(self, task: RowTask, found: Start) -> Begun:
+        """Begin with the longest prefix that the tree has, and with pages of tiers where loading pays."""
+        self.task = task
+        self.num_computed = self._attach(found)
+        return Begun(self.num_computed)
 
-    def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
-        """Begin with the longest prefix that the tree has, and with pages of tiers where loading pays.
-
-        No position is worth a branch point.
-        """
+    def _attach(self, start: Start) -> int:
         cache = self.cache
-        match = cache.match_prefix(query)
         S = cache.page_size
-        loads, end_page = cache.plan_load(query, match)
-        length = end_page * S if loads else match.length if match else 0
-        matched = match.pages[0, 0] if match else np.zeros(0, np.int32)
-        num_shared = match.length // S if match else 0
+        loads, end_page = cache.plan_load(start)
+        length = end_page * S if loads else start.position
+        num_shared = start.position // S
+        matched = start.blocks[0] if start.blocks.size else np.zeros(0, np.int32)
         held = matched[:num_shared] if loads else matched  # a page that agrees in part is copied
         num_own = -(-length // S) - num_shared
         cache.pool.incref(held)  # before ensure_free, which may evict them
         has_room = cache.pool.ensure_free(num_own)
         cache.pool.free(held[num_shared:] if has_room else held)
         if not has_room:
-            return AttachedPrefix(0, 0)
+            return 0
+        cache.tree.touch(start.nodes)
         self.pages = np.concatenate([held[:num_shared], cache.pool.allocate(num_own)])
         self.loads = loads
         for tier, keys in loads.items():
             cache.num_loaded_tokens[tier.kind] += len(keys) * S
-        return AttachedPrefix(length, 0)
+        return length
 
-    def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> None:
+    def fork(self, policy: EvictionPolicy, num_computed_tokens: int, task: RowTask | None = None) -> None:
         """Return None: every request computes its own prompt."""
         return
 
-    def reserve(self, end_position: int, scoring: bool = False) -> bool:
+    def reserve(self, end_position: int) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few."""
         n = -(-end_position // self.cache.page_size) - len(self.pages)
         if n <= 0:
@@ -94,11 +95,18 @@ class SimulatedRow:
         self.pages = np.concatenate([self.pages, self.cache.pool.allocate(n)])
         return True
 
-    def tokens_until_eviction(self, num_computed_tokens: int) -> int:
-        """Return how many tokens can be computed before the row evicts."""
+    def next_stop(self, position: int) -> int:
+        """Return a position that no text reaches: nothing is due before."""
         return UNBOUNDED
 
-    def shrink_budget(self, num_computed_tokens: int) -> bool:
+    def advance(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
+        """Share the whole pages of the prompt once it is complete."""
+        before = self.num_computed
+        self.num_computed = num_computed_tokens
+        if self.task and before < self.task.prompt_len <= num_computed_tokens:
+            self._store_prefix(num_computed_tokens // self.cache.page_size * self.cache.page_size)
+
+    def shrink(self, num_computed_tokens: int) -> bool:
         """Return whether a budget gave pages back: there is none."""
         return False
 
@@ -107,44 +115,18 @@ class SimulatedRow:
         self.loads = {}
         return None
 
-    def restore_masses(self, num_computed_tokens: int) -> None:
-        """Do nothing: there are no masses."""
-
-    def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep the pages of the row's text for others; of a row that is still running only whole pages."""
-        S = self.cache.page_size
-        end = len(entry.tokens)
-        end = end // S * S if still_running else end
-        if end and not self.loads:
-            self.cache.store(entry.tokens[:end], self.pages[: -(-end // S)])
-
-    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
-        """Return that nothing is kept inside a prompt."""
-        return False
-
-    def store_chunk_end(self, entry: PrefixEntry) -> None:
-        """Keep nothing."""
-
-    def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
-        """Return none: the simulated model needs no snapshots."""
-        return ()
-
-    def rollback(self, num_computed_tokens: int) -> None:
-        """Do nothing: no policy here has a scoring pass."""
-
-    def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Do nothing: nothing is evicted."""
-
-    def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
-        """Do nothing: there are no masses."""
-
-    record_attention_if_due = record_attention
-
-    def close(self) -> list[int]:
-        """Free the row's pages. Returns nothing: slots are not counted by layer."""
+    def close(self) -> RequestMemory:
+        """Leave the text to others, and free the row's pages. Slots are not counted by layer."""
+        num_pages = self.num_pages
+        self._store_prefix(self.num_computed)
         self.cache.pool.free(self.pages)
         del self.cache.rows[self.index]
-        return []
+        return RequestMemory([], [], num_pages)
+
+    def _store_prefix(self, num_tokens: int) -> None:
+        """Keep the pages of the text's first tokens, unless a part of them is being loaded."""
+        if self.task and num_tokens and not self.loads:
+            self.cache.store(self.task.text, num_tokens, self.pages[: -(-num_tokens // self.cache.page_size)])
 
 
 class SimulatedCache:
@@ -189,13 +171,20 @@ class SimulatedCache:
         """Return the pages of a text."""
         return -(-length // self.page_size)
 
-    def num_shared_pages(self, query: PrefixQuery) -> int:
-        """Return how many pages of the text are in other rows already."""
-        match = self.match_prefix(query)
-        if not match:
-            return 0
-        shared = match.pages[..., : match.length // self.page_size]
-        return int(np.count_nonzero(self.pool.ref_counts[shared] > 1))
+    def find(self, policy: EvictionPolicy, task: RowTask) -> Start:
+        """Return where a row may begin."""
+        demand = task.demand(policy)
+        match = self.tree.match_prefix(FIRST_LINK, task.text, demand.max_length)
+        S = self.page_size
+        shared = match.pages[:, : match.length // S]
+        return Start(
+            task.text,
+            demand,
+            match.length,
+            match.pages[:, : -(-match.length // S)],
+            match.nodes,
+            num_shared_pages=int(np.count_nonzero(self.pool.ref_counts[shared] > 1)),
+        )
 
     def unpin_all(self) -> bool:
         """Return whether there were pins: there are none."""
@@ -209,20 +198,15 @@ class SimulatedCache:
 
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
-    def match_prefix(self, query: PrefixQuery) -> PrefixMatch | None:
-        """Return what the tree has of a text, or None."""
-        return self.tree.match_prefix(ROOT_HASH, query.tokens, query.max_skipped_tokens, needs_snapshot=False)
-
-    def plan_load(self, query: PrefixQuery, match: PrefixMatch | None) -> tuple[dict[SimulatedTier, list[bytes]], int]:
-        """Return the pages to read behind the match, by tier, and the page at which they end; none where it is slower.
+    def plan_load(self, start: Start) -> tuple[dict[SimulatedTier, list[bytes]], int]:
+        """Return the pages to read behind a start, by tier, and the page at which they end; none where it is slower.
 
         The rule is that of `PrefixCache`.
         """
         if not self.tiers:
             return {}, 0
-        tokens = np.asarray(query.tokens[: query.max_skipped_tokens], np.int32)
-        keys = self.tree.hash_blocks(ROOT_HASH, tokens)
-        length = match.length if match else 0
+        keys = start.text.block_hashes(FIRST_LINK, self.page_size, start.demand.max_length)
+        length = start.position
         end_page = length // self.page_size
         loads: dict[SimulatedTier, list[bytes]] = {}
         for key in keys[end_page:]:
@@ -256,19 +240,19 @@ class SimulatedCache:
             self.rows[index].finish_load()
         return seconds
 
-    def store(self, text: Sequence[int], pages: Ints) -> None:
-        """Keep the pages of a text that a row has computed."""
-        keys = self.tree.hash_blocks(ROOT_HASH, np.asarray(text, np.int32))
+    def store(self, text: Text, num_tokens: int, pages: Ints) -> None:
+        """Keep the pages of the first tokens of a text that a row has computed."""
+        keys = text.block_hashes(FIRST_LINK, self.page_size, num_tokens)
         for tier in self.tiers:
             if tier.write_through:
                 tier.add(keys)
-        self.tree.insert(ROOT_HASH, text, pages[None, None])
+        self.tree.insert(FIRST_LINK, text, num_tokens, pages[None])
         new = [key for key in keys if key not in self.tree_keys]
         self.tree_keys.update(new)
         if self.listener:
             self.listener.on_stored(new)
 
-    def _offload_evicted(self, node: Node, num_kept_pages: int) -> None:
+    def _offload_evicted(self, node: Node, num_kept_pages: int, checkpoints: Mapping[bytes, TextCheckpoint]) -> None:
         """Offload the whole pages that a leaf loses."""
         if len(node.tokens) == len(node.block_hashes) * self.page_size:
             keys = node.block_hashes[num_kept_pages:]

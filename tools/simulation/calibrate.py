@@ -52,7 +52,7 @@ class WorkRecorder:
 def calibrate(llm: LLM) -> Calibration:
     """Measure an engine that nobody else uses. Raises ValueError for one that cannot be simulated."""
     config, cache = llm.config, llm.cache
-    if cache.windows(llm.policy).min() < NO_WINDOW or llm.policy.has_budget or config.tier:
+    if cache.planner.windows(llm.policy).min() < NO_WINDOW or llm.policy.has_budget or config.tier:
         raise ValueError("a simulated replica has no sliding layers, no KV budget and no --tier of its own")
     heads = llm.spec.num_layers * llm.spec.kv_cache.only_group.num_kv_heads
     seconds, error, num_steps = fit_steps(list(measure_steps(llm)))

@@ -41,7 +41,7 @@ class SimulatedReplica:
             return None
         chunks = [(s.request.num_computed_tokens, s.num_tokens) for s in scheduled]
         compute_s = self.calibration.step_seconds(measure_work(chunks))
-        load_s = self.cache.read_loads(s.request.row.index for s in scheduled if s.request.row is not None)
+        load_s = self.cache.read_loads(s.row.index for s in scheduled)
         num_tokens = sum(s.num_tokens for s in scheduled)
         if not load_s and num_tokens >= self.cache.page_size:
             self.cache.cost_model.record_compute(num_tokens, compute_s)
@@ -55,7 +55,8 @@ class SimulatedReplica:
         scheduled, self.scheduled = self.scheduled, []
         answering = [s.request for s in scheduled if s.request.will_sample(s.num_tokens)]
         for s in scheduled:
-            self._commit(s.request, s.num_tokens)
+            s.request.advance(s.num_tokens)
+            s.row.advance(s.request.num_computed_tokens, s.request.num_uncomputed_tokens)
         for request in answering:
             self._answer(request, now)
         return [request for request in answering if request.finish_reason]
@@ -63,14 +64,6 @@ class SimulatedReplica:
     def next_token(self, request: Request) -> int:
         """Return the next token of an answer: one that no other text has."""
         return -1 - request.id % MAX_ANSWERS * ANSWER_TOKENS - request.num_output_tokens % ANSWER_TOKENS
-
-    def _commit(self, request: Request, num_tokens: int) -> None:
-        """Count tokens as computed; share the prompt once it is complete."""
-        assert request.row is not None
-        before = request.num_computed_tokens
-        request.advance(num_tokens)
-        if before < len(request.prompt) <= request.num_computed_tokens:
-            request.row.store_prefix(request.prefix_entry, still_running=True)
 
     def _answer(self, request: Request, now: float) -> None:
         """Append a token to the answer, and end the request with its last one."""

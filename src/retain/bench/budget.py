@@ -57,7 +57,7 @@ def measure_eviction(llm: LLM) -> Iterator[Line]:
     A policy that the model has no gate for is left out. The ratios are to h2o, the second of the policies.
     """
     specs = [policy_at_budget(p, "25%") if p != "full" else p for p in EVICTION_POLICIES]
-    specs = [spec for spec in specs if not spec.startswith("gate") or llm.cache.has_gate]
+    specs = [spec for spec in specs if not spec.startswith("gate") or llm.cache.planner.has_gate]
     for prompt_len in (700, min(4096, llm.max_model_len - 200)):
         prefills = time_prefills(llm, specs, prompt_len, num_repeats=7)
         steps = time_side_by_side(llm, specs, prompt_len, batch_size=1, num_steps=96)
@@ -144,7 +144,7 @@ def time_side_by_side(
     run_until_first_tokens(shared_engine)
     engines = [make_engine(llm, []) for _ in groups]
     for engine, group in zip(engines, groups, strict=True):
-        engine.scheduler.running = group
+        engine.scheduler.running = {r: shared_engine.scheduler.running[r] for r in group}
     times: list[list[float]] = [[] for _ in engines]
     for _ in range(num_steps):
         for engine, policy_times in zip(engines, times, strict=True):

@@ -17,6 +17,7 @@ from retain.bench.config import SpeculateBenchConfig
 from retain.bench.engines import greedy_request
 from retain.bench.tasks import load_articles, load_records
 from retain.engine import drafters
+from retain.engine.cache_interface import RequestRow
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kv.eviction import policies
@@ -127,8 +128,8 @@ def run(llm: LLM, config: SpeculateBenchConfig) -> Iterator[Line]:
             plain_tokens = list[list[int]]()
             plain_speed = 0.0
             for name, engine in engines.items():
-                forks = [_fork_request(llm, r, config.output_len) for r in leaders]
-                engine.scheduler.running = forks.copy()
+                forks = dict(_fork_request(llm, r, row, config.output_len) for r, row in leaders.items())
+                engine.scheduler.running = dict(forks)
                 started = perf_counter()
                 while engine.has_unfinished_requests:
                     engine.step()
@@ -141,8 +142,8 @@ def run(llm: LLM, config: SpeculateBenchConfig) -> Iterator[Line]:
                     plain_speed = num_tokens / seconds
                 totals[name].speedups.append(num_tokens / seconds / plain_speed)
                 totals[name].tokens_equal &= output_tokens == plain_tokens
-                _accumulate(totals[name], forks, seconds, num_tokens)
-            llm.engine.scheduler.running = leaders.copy()
+                _accumulate(totals[name], list(forks), seconds, num_tokens)
+            llm.engine.scheduler.running = dict(leaders)
             for r in leaders:
                 llm.engine.cancel(r)
         for name in config.drafters:
@@ -157,33 +158,35 @@ def _make_engine(llm: LLM, drafter_spec: str) -> Engine:
     return Engine(llm.engine.runner, llm.cache, drafter, llm.config.prompt_activations)
 
 
-def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> list[Request]:
-    """Return requests with computed prompts and a first token, outside the scheduler."""
-    requests = []
+def _prefill(llm: LLM, prompts: Sequence[list[int]], output_len: int) -> dict[Request, RequestRow]:
+    """Return requests with computed prompts and a first token, and their rows, outside of a scheduler."""
+    found = {}
     for prompt in prompts:  # one by one, so that none decodes while another is computed
         request = greedy_request(llm.cache, prompt, policies.parse("full"), output_len + 1)
         engine = _make_engine(llm, PLAIN)  # with one pending step: nothing is computed behind the first token
         engine.add(request)
         while not request.stats.first_token_time:
             engine.step()
-        engine.scheduler.running.remove(request)
-        requests.append(request)
-    return requests
+        found[request] = engine.scheduler.running.pop(request)
+    return found
 
 
-def _fork_request(llm: LLM, source: Request, output_len: int) -> Request:
-    """Return a request that continues from a copy of another's slots. Raises ValueError where the pool is too small."""
-    assert source.row is not None
+def _fork_request(llm: LLM, source: Request, row: RequestRow, output_len: int) -> tuple[Request, RequestRow]:
+    """Return a request that continues from a copy of another's slots, and its row.
+
+    Raises ValueError where the pool is too small.
+    """
     fork = greedy_request(llm.cache, source.prompt, source.policy, output_len + 1)
-    fork.tokens = list(source.tokens)
+    fork.text.ids[:] = source.tokens
     fork.num_computed_tokens = source.num_computed_tokens
     fork.stats.first_token_time = perf_counter()
-    fork.row = source.row.fork(fork.policy, fork.num_computed_tokens)
-    if fork.row is None:
+    copied = row.fork(fork.policy, fork.num_computed_tokens, fork.row_task())
+    if copied is None:
         raise ValueError("the pool is too small for a copy of every prompt: raise --kv-memory or lower --batch-size")
-    llm.cache.rows[fork.row.index].clear_masses()  # the forks before this one left masses on the shared pages
-    fork.row.commit(fork.num_computed_tokens, 0)
-    return fork
+    llm.cache.rows[copied.index].clear_masses()  # the forks before this one left masses on the shared pages
+    copied.advance(fork.num_computed_tokens, 0)
+    llm.cache.evict()
+    return fork, copied
 
 
 def _accumulate(totals: DecodeTotals, requests: Sequence[Request], seconds: float, num_tokens: int) -> None:

@@ -15,9 +15,9 @@ from pydantic import ValidationError
 from retain.kv.checkpoints import Demand
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
-from retain.kv.prefix.cache import Start
-from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis, explain_from_history
+from retain.kv.prefix.diagnosis import explain_from_history
 from retain.kv.prefix.history import PrefixHistory, SeenText
+from retain.kv.prefix.start import MissReason, PrefixDiagnosis, Start
 from retain.kv.text import Text
 from retain.models.resolve import resolve_model
 from retain.processing.prefix_report import PrefixReport, build_report

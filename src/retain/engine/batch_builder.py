@@ -22,7 +22,7 @@ def build_batch(
     scheduled: Sequence[ScheduledRequest], cache: KVCacheManager, prompt_activations: str = "int8"
 ) -> Batch:
     """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`."""
-    rows = [s.request.row.index for s in scheduled if s.request.row is not None]
+    rows = [s.row.index for s in scheduled]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
     batch = pack_tokens(
         cache,

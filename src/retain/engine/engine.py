@@ -10,13 +10,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
 
 from torch import Tensor
 
 from retain.engine.batch_builder import build_batch
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
 from retain.engine.pending_step import PendingStep, insert_pending_tokens
@@ -168,7 +168,7 @@ class Engine:
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""
         for s in scheduled:
-            if s.request.row is not None and (load := s.request.row.finish_load()):
+            if load := s.row.finish_load():
                 s.request.stats.loads.append(load)
                 if load.failed:
                     self.scheduler.requeue(s.request)
@@ -178,7 +178,7 @@ class Engine:
         requests: list[Request] = []
         indices: list[int] = []  # of logits
         for s, end in zip(scheduled, accumulate(s.num_logits for s in scheduled), strict=True):
-            if s.request.row is None:
+            if not self.scheduler.is_running(s):
                 continue
             for request in self.sharing.completing(s.request, s.num_tokens):
                 is_leader = request is s.request
@@ -203,11 +203,11 @@ class Engine:
             return  # launched beside the end of its requests: nobody may have asked for it for a while
         waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
         if waited_for_device and not step.batch.before_attention:
-            self.cache.record_compute(len(step.batch.input_ids), step_s)
+            self.cache.prefix_cache.record_compute(len(step.batch.input_ids), step_s)
         self.speculator.update(step.scheduled, sampled, step_s, step.draft_s)
 
     def _commit(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> dict[Request, Tensor]:
-        """Count tokens as computed, store prefixes, start followers, and evict, but for requests with drafts.
+        """Count tokens as computed, start followers, and evict, but for requests with drafts.
 
         Returns the logits that requests need.
         """
@@ -215,14 +215,11 @@ class Engine:
         end = 0
         for s in scheduled:
             end += s.num_logits
-            if s.request.row is not None and not s.request.drafts:
+            if self.scheduler.is_running(s) and not s.request.drafts:
                 for request in self._complete(s):
                     needed_logits[request] = logits[end - s.num_logits : end]
-                self._commit_request(s.request, s.num_tokens)
+                self._commit_request(s, s.num_tokens)
         self.cache.evict()
-        for request in (s.request for s in scheduled):
-            if request.row is not None and request.row.is_at_chunk_end(request.num_computed_tokens):
-                request.row.store_chunk_end(request.prefix_entry)
         return needed_logits
 
     def _commit_drafts(self, step: PendingStep, sampled: dict[Request, SampledTokens]) -> None:
@@ -230,13 +227,13 @@ class Engine:
         if not step.samples.drafts:
             return
         ends = zip(step.scheduled, step.batch.query_start_loc[1:].tolist(), strict=True)
-        drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and s.request.row is not None]
+        drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and self.scheduler.is_running(s)]
         num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]
         rejected = [t for (_, end), n in zip(drafted, num_rejected, strict=True) for t in range(end - n, end)]
         if rejected:
             self.cache.reject(step.batch.token_rows.numpy()[rejected], step.batch.positions.numpy()[rejected])
         for (s, _), n in zip(drafted, num_rejected, strict=True):
-            self._commit_request(s.request, s.num_tokens - n)
+            self._commit_request(s, s.num_tokens - n)
         self.cache.evict()
 
     def _complete(self, s: ScheduledRequest) -> list[Request]:
@@ -250,43 +247,27 @@ class Engine:
                 request.num_computed_tokens = len(request.prompt)
         return needing
 
-    def _commit_request(self, request: Request, num_tokens: int) -> None:
-        """Count `num_tokens` of a running request as computed; evict, unless a scoring pass is due first."""
-        assert request.row is not None
-        before = request.num_computed_tokens
-        scoring = request.scoring
+    def _commit_request(self, s: ScheduledRequest, num_tokens: int) -> None:
+        """Count `num_tokens` of a running request as computed; its followers begin where its prompt ends."""
+        request = s.request
         request.advance(num_tokens)
-        now = request.num_computed_tokens
-        request.row.restore_masses(now)
-        if before < len(request.prompt) <= now or now == request.branch_point:
-            request.row.store_prefix(request.prefix_entry, still_running=True)
-        for position in request.row.snapshot_positions(before, now):
-            request.row.store_prefix(replace(request.prefix_entry, length=position), still_running=True)
-        if scoring and scoring.at_chunk_end:
-            request.row.rollback(now)
-        if request.scoring:
-            return
-        if now >= len(request.prompt):
-            self._start_followers(request)
-        if request.attention_trace:
-            request.row.record_attention_if_due(request.attention_trace, now)
-        request.row.commit(now, max(request.num_uncomputed_tokens, 0))
+        s.row.advance(request.num_computed_tokens, max(request.num_uncomputed_tokens, 0))
+        if request.num_computed_tokens >= len(request.prompt) and not request.scoring:
+            self._start_followers(request, s.row)
 
-    def _start_followers(self, leader: Request) -> None:
+    def _start_followers(self, leader: Request, leader_row: RequestRow) -> None:
         """Fork the leader's row for every follower; one that gets no pages is enqueued alone."""
-        assert leader.row is not None
         for follower in self.sharing.release(leader):
-            row = leader.row.fork(follower.policy, follower.num_computed_tokens)
-            if row is None:
-                self.scheduler.enqueue(follower)
-                continue
-            self.scheduler.start_forked(follower, row)
-            follower.stats.scheduled_time = leader.stats.scheduled_time
-            follower.stats.prefix_diagnosis = leader.stats.prefix_diagnosis  # of the same prompt
             if leader.scoring_passes:  # the same passes: masses are copied with the slots
                 follower.skip_scoring()
-            if not follower.scoring:
-                row.commit(follower.num_computed_tokens, follower.num_uncomputed_tokens)
+            fork = leader_row.fork(follower.policy, follower.num_computed_tokens, follower.row_task())
+            if fork is None:
+                self.scheduler.enqueue(follower)
+                continue
+            self.scheduler.start_forked(follower, fork)
+            follower.stats.scheduled_time = leader.stats.scheduled_time
+            follower.stats.prefix_diagnosis = leader.stats.prefix_diagnosis  # of the same prompt
+            fork.advance(follower.num_computed_tokens, follower.num_uncomputed_tokens)
 
     def _append_tokens(self, request: Request, tokens: SampledTokens) -> list[int]:
         """Append tokens to a request up to its end by a stop token or its length. Returns those that were appended."""
@@ -298,14 +279,9 @@ class Engine:
         return [token for token, _ in tokens]
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
-        """End a request: record its memory, free its pages, and let its followers go on without it."""
+        """End a request: free its pages, and let its followers go on without it."""
         request.finish_reason = reason
         request.penalties = None  # its tensors, where the request is kept for the inspector
-        if request.row is not None:
-            if request.attention_trace:
-                request.row.record_attention(request.attention_trace, request.num_computed_tokens)
-            request.stats.final_slots = request.row.slots_per_layer
-            request.stats.num_final_pages = request.row.num_pages
         self.scheduler.remove(request)
         self.speculator.remove_request(request)
         request.stats.finish_time = perf_counter()

@@ -14,12 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.engine.cache_interface import RequestRow
 from retain.engine.grammar import Grammar
 from retain.engine.penalties import LogitPenalties
 from retain.engine.request_stats import RequestStats
-from retain.kv.eviction.policy import EvictionPolicy, QueryWeights, ScoringPass
-from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.eviction.policy import EvictionPolicy, QueryWeights
+from retain.kv.row_task import RowTask, ScoringProgress
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.text import Text
 from retain.sampling_params import SamplingParams
@@ -70,38 +69,10 @@ class RequestInput:
     pools: bool = False  # only what the prompt computes is read: the token that ends the request is no answer
 
 
-@dataclass(eq=False)
-class ScoringProgress:
-    """How far a scoring pass is computed. Its tokens follow the prompt, a chunk at a time."""
-
-    scoring: ScoringPass
-    num_done: int = 0
-
-    @property
-    def num_left(self) -> int:
-        """Tokens to be computed."""
-        return len(self.scoring.tokens) - self.num_done
-
-    @property
-    def chunk_offset(self) -> int:
-        """Tokens of the present chunk that are computed."""
-        return self.num_done % self.scoring.chunk_size
-
-    @property
-    def chunk_left(self) -> int:
-        """Tokens of the present chunk to be computed."""
-        return self.scoring.chunk_size - self.chunk_offset
-
-    @property
-    def at_chunk_end(self) -> bool:
-        """Whether the slots of a chunk are to be dropped now."""
-        return self.chunk_offset == 0 or not self.num_left
-
-
 class Request:
     """One answer in progress.
 
-    `tokens` is prompt and answer; the first `num_computed_tokens` of them have their K and V in slots. `drafts` are
+    `text` is prompt and answer; the first `num_computed_tokens` of its tokens have their K and V in slots. `drafts` are
     guesses of the next tokens, which the next step verifies; `draft_probs` [K, V] the distributions that they were
     sampled from, or None if they were certain. `id`s ascend with the order of creation.
     """
@@ -114,17 +85,15 @@ class Request:
         self.max_model_len = max_model_len
         self.id = next(self._ids)
         self.policy = input.policy
-        self.tokens = [*input.prompt, *input.forced_tokens]
+        self.text = Text([*input.prompt, *input.forced_tokens], input.salt)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # behind `tokens`, of launched steps: their values are not known yet
         self.needs_token_values = False  # set by the engine: nothing is computed behind a pending token
         self.scoring_passes: list[ScoringProgress] = []
-        self.branch_point = 0  # position where other texts could resume if the row stored its windows there
         self.drafts: list[int] = []
         self.draft_probs: Tensor | None = None
         self.score_decay: float | None = None  # of masses that a drafter needs, where the policy needs none
         self.num_logits_read = self._first_logits_read()  # below 0: of the prompt
-        self.row: RequestRow | None = None  # while the request runs
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[Logprob] = []
         self.penalties: LogitPenalties | None = None  # set by the sampler, where the params have some
@@ -133,6 +102,11 @@ class Request:
         self.explains_prefix = input.explain_prefix  # set for logs and the inspector, too
         self.generator = torch.Generator()
         self.generator.seed() if self.params.seed is None else self.generator.manual_seed(self.params.seed)
+
+    @property
+    def tokens(self) -> list[int]:
+        """Token ids of prompt and answer."""
+        return self.text.ids
 
     @property
     def prompt(self) -> list[int]:
@@ -168,7 +142,7 @@ class Request:
 
     def reset(self) -> None:
         """Forget all progress: the request waits, and everything is computed again."""
-        self.num_computed_tokens = self.branch_point = 0
+        self.num_computed_tokens = 0
         for scoring in self.scoring_passes:
             scoring.num_done = 0
         self.set_drafts([])
@@ -234,10 +208,9 @@ class Request:
         else:
             self.num_computed_tokens += num_tokens
 
-    def start_from_prefix(self, num_computed_tokens: int, branch_point: int) -> None:
+    def start_from_prefix(self, num_computed_tokens: int) -> None:
         """Begin with tokens that the prefix cache has."""
         self.num_computed_tokens = num_computed_tokens
-        self.branch_point = branch_point
         if not self.stats.num_preemptions:
             self.stats.num_cached_tokens = num_computed_tokens
 
@@ -259,27 +232,24 @@ class Request:
             return min(num_tokens, max(self.num_computed_tokens + num_tokens - first, 0))
         return 1 + len(self.drafts) if self.will_sample(num_tokens) else 0
 
-    # ---- prefixes ------------------------------------------------------------------------------------------------
+    def row_task(self, stops_at_prompt_end: bool = False) -> RowTask:
+        """Return what a row is to compute.
 
-    @property
-    def prefix_query(self) -> PrefixQuery:
-        """What the request can begin with: as much as leaves one token to compute, and the logits that are needed."""
+        It begins with as much as leaves one token to compute, and the logits that are needed. `stops_at_prompt_end`:
+        others fork it there.
+        """
         reads = self.input.needs_logits or self.input.needs_prompt_logits
         limit = len(self.prompt) + self.num_logits_read if reads else len(self.tokens)
-        return PrefixQuery(self.policy, Text(self.tokens, self.input.salt), limit - 1, self.noise_seed)
-
-    @property
-    def prefix_entry(self) -> PrefixEntry:
-        """What the request leaves to others."""
-        n = min(self.num_computed_tokens, len(self.tokens))
-        return PrefixEntry(
-            self.policy,
-            Text(self.tokens, self.input.salt),
+        return RowTask(
+            self.text,
             len(self.prompt),
-            n,
-            self.num_computed_tokens,
-            self.noise_seed,
-            begun_at=self.stats.num_cached_tokens,
+            max_cached_tokens=limit - 1,
+            seed=self.noise_seed,
+            scoring_passes=self.scoring_passes,
+            stops_at_prompt_end=stops_at_prompt_end,
+            begun_at=self.stats.num_cached_tokens if self.stats.num_preemptions else None,
+            explain=self.explains_prefix and self.stats.prefix_diagnosis is None,
+            trace=self.attention_trace,
         )
 
     # ---- drafts --------------------------------------------------------------------------------------------------
@@ -344,13 +314,13 @@ class Request:
         """Add a sampled token to the answer."""
         if not self.stats.first_token_time:
             self.stats.first_token_time = perf_counter()
-        self.tokens.append(token)
+        self.text.ids.append(token)
         if logprob:
             self.logprobs.append(logprob)
 
     def drop_tokens(self, num_tokens: int) -> None:
         """Remove the last sampled tokens: the answer ended before them."""
-        del self.tokens[len(self.tokens) - num_tokens :]
+        self.text.drop(num_tokens)
         del self.logprobs[max(len(self.logprobs) - num_tokens, 0) :]
 
     def check_stop(self) -> FinishReason | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 
 from retain.engine.spec_decode.stats import SpecDecodeStats
-from retain.kv.prefix.diagnosis import PrefixDiagnosis
+from retain.kv.prefix.start import PrefixDiagnosis
 from retain.kv.stats.request import LoadStats, RequestMemory
 
 

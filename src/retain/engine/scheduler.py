@@ -22,27 +22,30 @@ from typing import NamedTuple
 from retain.engine.cache_interface import RequestRow, SchedulerCache
 from retain.engine.prompt_sharing import PromptSharing
 from retain.engine.request import Request
+from retain.kv.prefix.start import Start
+from retain.kv.stats.request import RequestMemory
 
 log = logging.getLogger(__name__)
 
 
 class ScheduledRequest(NamedTuple):
-    """A request, and how many of its next tokens the step computes, drafts among them."""
+    """A request with its row, and how many of its next tokens the step computes, drafts among them."""
 
     request: Request
+    row: RequestRow
     num_tokens: int
     num_logits: int  # of the last of these tokens
 
 
 class Scheduler:
-    """Requests that wait and requests that run, both oldest first."""
+    """Requests that wait, the oldest first, and the rows of those that run, by request, the first admitted first."""
 
     def __init__(self, cache: SchedulerCache, sharing: PromptSharing):
         self.cache = cache
         self.sharing = sharing
         self.max_batched_tokens = cache.max_batched_tokens
         self.waiting: list[Request] = []
-        self.running: list[Request] = []
+        self.running: dict[Request, RequestRow] = {}
         self.num_preemptions = 0
         self._num_turns = 0  # of owners
         self._last_turn = Counter[str]()  # by owner
@@ -70,21 +73,26 @@ class Scheduler:
         turns = [r for r in running if r.num_uncomputed_tokens > 1]
         prompts = set(turns)
         for request in running:
-            if left and request not in prompts and request.row is not None:  # an older request may have taken its row
+            if left and request not in prompts and request in self.running:  # an older one may have taken its row
                 left -= self._schedule_request(request, left, scheduled)
         waiting = [r for r in self.waiting if not r.awaits_tokens] if len(self.waiting) <= num_waiting else []
-        turns = [*(r for r in turns if r.row is not None), *waiting]
+        turns = [*(r for r in turns if r in self.running), *waiting]
         while left and turns:
             request = min(turns, key=self._turn)
             turns.remove(request)
-            num_waiting = len(self.waiting) - (request.row is None)
-            if request.row is None and not self._admit(request):
-                turns = [r for r in turns if r.row is not None or self._comes_before(r, request)]
+            is_waiting = request not in self.running
+            num_waiting = len(self.waiting) - is_waiting
+            if is_waiting and not self._admit(request):
+                turns = [r for r in turns if r in self.running or self._comes_before(r, request)]
                 continue
             left -= self._schedule_request(request, left, scheduled)
             if len(self.waiting) > num_waiting:  # one was preempted: nothing is admitted in its place
-                turns = [r for r in turns if r.row is not None]
-        return [s for s in scheduled if s.request.row is not None]
+                turns = [r for r in turns if r in self.running]
+        return [s for s in scheduled if self.is_running(s)]
+
+    def is_running(self, scheduled: ScheduledRequest) -> bool:
+        """Return whether a request still runs in the row that it had when it was scheduled."""
+        return self.running.get(scheduled.request) is scheduled.row
 
     def find_stalled(self) -> Request | None:
         """Return the request that can never go on, after a step in which nothing could be scheduled; or None.
@@ -100,8 +108,8 @@ class Scheduler:
 
     def _schedule_request(self, request: Request, token_budget: int, scheduled: list[ScheduledRequest]) -> int:
         """Schedule as many tokens of a running request as possible. Returns their number."""
-        assert request.row is not None
-        limit = self._token_limit(request)
+        row = self.running[request]
+        limit = row.next_stop(request.next_position) - request.next_position
         num_uncomputed = request.num_uncomputed_tokens
         n = min(num_uncomputed + len(request.drafts), token_budget, limit)
         if request.drafts:
@@ -109,7 +117,7 @@ class Scheduler:
             request.trim_drafts(n)
         if not self._reserve_or_preempt(request, n):
             return 0
-        scheduled.append(ScheduledRequest(request, n, request.num_logits(n)))
+        scheduled.append(ScheduledRequest(request, row, n, request.num_logits(n)))
         if num_uncomputed > 1:
             self._count_turn(request.input.owner)
         return n
@@ -124,19 +132,7 @@ class Scheduler:
 
         Next is the owner whose last turn was first: with the oldest of its prompts, then with the oldest that waits.
         """
-        return self._last_turn[request.input.owner], request.row is None, request.id
-
-    def _token_limit(self, request: Request) -> int:
-        """Return how many tokens of a request one step may compute: none beyond an eviction."""
-        assert request.row is not None
-        if self.sharing.followers(request) and request.num_computed_tokens < len(request.prompt):
-            left = len(request.prompt) - request.num_computed_tokens
-            return min(left, request.row.tokens_until_eviction(request.num_computed_tokens))
-        if request.scoring:
-            return request.scoring.chunk_left
-        limit = request.row.tokens_until_eviction(request.num_computed_tokens)
-        to_branch_point = request.branch_point - request.num_computed_tokens
-        return min(limit, to_branch_point) if to_branch_point > 0 else limit
+        return self._last_turn[request.input.owner], request not in self.running, request.id
 
     def _admit(self, request: Request) -> bool:
         """Open a row for a waiting request, with the prefix that is cached of it, unless it must wait."""
@@ -145,13 +141,13 @@ class Scheduler:
         others = {r.input.owner for r in self.waiting if num_running[r.input.owner] < own}
         if others and self.cache.free_rows <= len(others):
             return False
-        if not self._can_admit(request) and (own or not self._make_room(request)):
+        found = self._find_start(request) or (None if own else self._make_room(request))
+        if found is None:
             return False
         self.waiting.remove(request)
         request.stats.scheduled_time = request.stats.scheduled_time or perf_counter()
-        request.row = self.cache.open(request.policy, request.num_uncomputed_tokens)
-        self.running.append(request)
-        self._attach_prefix(request, request.row)
+        self.running[request] = self.cache.open(request.policy, request.num_uncomputed_tokens)
+        self._start(request, self.running[request], found)
         self._count_turn(request.input.owner)  # a prompt that is cached takes no other turn
         return True
 
@@ -163,45 +159,45 @@ class Scheduler:
         num_running = Counter(r.input.owner for r in self.running)
         return num_running[request.input.owner] < num_running[refused.input.owner]
 
-    def _attach_prefix(self, request: Request, row: RequestRow) -> None:
+    def _start(self, request: Request, row: RequestRow, found: Start) -> None:
         """Begin with the prefix that is cached of a request; the first time, find out why there is no more of it."""
         stats = request.stats
-        explain = request.explains_prefix and stats.prefix_diagnosis is None
-        found = row.attach_prefix(request.prefix_query, stats.num_preemptions > 0, explain)
-        request.start_from_prefix(found.num_tokens, found.branch_point)
-        stats.prefix_diagnosis = found.diagnosis or stats.prefix_diagnosis
-        stats.loads += [found.load] if found.load else []
+        begun = row.start(request.row_task(stops_at_prompt_end=bool(self.sharing.followers(request))), found)
+        request.start_from_prefix(begun.position)
+        stats.prefix_diagnosis = begun.diagnosis or stats.prefix_diagnosis
+        stats.loads += [begun.state_load] if begun.state_load else []
 
-    def _can_admit(self, request: Request) -> bool:
-        """Return whether all tokens of a request fit beside one more page of tokens for each that runs.
+    def _find_start(self, request: Request) -> Start | None:
+        """Return where a request begins, if all its tokens fit beside one more page of tokens for each that runs.
 
-        So a request is seldom preempted right after its admission.
+        So a request is seldom preempted right after its admission. None where it has to wait.
         """
         if not self.cache.free_rows:
-            return False
+            return None
+        found = self.cache.find(request.policy, request.row_task())
         needed = self.cache.pages_needed(request.policy, request.num_tokens, request.num_uncomputed_tokens)
         missing = needed - self.cache.free_pages
         if missing + len(self.running) * self.cache.pages_needed(request.policy, 1, 1) <= 0:
-            return True
+            return found
         missing += sum(map(self._next_pages, self.running))
         if missing <= 0 or not self.running:  # alone it fits: see check_fits
-            return True
-        return self.cache.num_shared_pages(request.prefix_query) >= missing
+            return found
+        return found if found.num_shared_pages >= missing else None
 
-    def _make_room(self, request: Request) -> bool:
+    def _make_room(self, request: Request) -> Start | None:
         """Preempt requests of another owner that has more than half of the rows or pages, until a request is admitted.
 
-        Returns whether it can be.
+        Returns where it begins; None where it has to wait all the same.
         """
-        while not self._can_admit(request):
+        while (found := self._find_start(request)) is None:
             victim = self._find_victim()
             owned = [r for r in self.running if r.input.owner == victim.input.owner]
-            num_pages = sum(r.row.num_pages for r in owned if r.row is not None)
+            num_pages = sum(self.running[r].num_pages for r in owned)
             has_half = 2 * len(owned) > self.cache.max_running_requests or 2 * num_pages > self.cache.total_pages
             if len(owned) == 1 or not has_half:
-                return False
+                return None
             self.preempt(victim)
-        return True
+        return found
 
     def _find_victim(self) -> Request:
         """Return the running request to preempt next: the youngest of the owner that has the most."""
@@ -219,9 +215,7 @@ class Scheduler:
     # ---- pages ---------------------------------------------------------------------------------------------------
 
     def _reserve(self, request: Request, num_tokens: int) -> bool:
-        assert request.row is not None
-        end = request.next_position + num_tokens
-        return request.row.reserve(end, scoring=request.scoring is not None)
+        return self.running[request].reserve(request.next_position + num_tokens)
 
     def _reserve_or_preempt(self, request: Request, num_tokens: int) -> bool:
         """Reserve pages; shrink a budget or preempt a request while there are too few."""
@@ -242,9 +236,9 @@ class Scheduler:
         Where drafts are pending, nobody knows yet how many of the row's slots stay.
         """
         for request in sorted(self.running, key=lambda r: -r.id):
-            if request.row is None or (request.drafts and request.num_pending_tokens):
+            if request.drafts and request.num_pending_tokens:
                 continue
-            if request.row.shrink_budget(request.num_computed_tokens):
+            if self.running[request].shrink(request.num_computed_tokens):
                 log.info("KV memory is full: the budget of request %d was halved", request.id)
                 return True
         return False
@@ -260,7 +254,7 @@ class Scheduler:
         """Free the pages of a request and put it back into the queue."""
         log.info("KV memory is full: request %d is preempted after %d tokens", request.id, request.num_computed_tokens)
         try:
-            self._release(request)
+            self._close_row(request)
         finally:
             self.num_preemptions += 1
             request.stats.num_preemptions += 1
@@ -273,29 +267,21 @@ class Scheduler:
 
     def start_forked(self, request: Request, row: RequestRow) -> None:
         """Run a request that begins with a fork of its leader's row."""
-        request.row = row
-        self.running.append(request)
+        self.running[request] = row
 
     def remove(self, request: Request) -> None:
-        """Free the pages of a request that has ended."""
+        """Free the pages of a request that has ended, and record what it owned."""
         self._stalled.pop(request.id, None)
         if request in self.waiting:
             self.waiting.remove(request)
         if request in self.running:
-            self._release(request)
+            memory = self._close_row(request)
+            request.stats.final_slots = list(memory.final_slots)
+            request.stats.num_final_pages = memory.num_final_pages
 
-    def _release(self, request: Request) -> None:
-        """Store the request's prefix, and close its row, also where storing fails."""
-        assert request.row is not None
-        try:
-            request.row.store_prefix(request.prefix_entry)
-        finally:
-            self._close_row(request)
-
-    def _close_row(self, request: Request) -> None:
-        assert request.row is not None
-        peaks = request.row.close()
-        before = request.stats.peak_slots or peaks
-        request.stats.peak_slots = [max(p) for p in zip(peaks, before, strict=True)]
-        self.running.remove(request)
-        request.row = None
+    def _close_row(self, request: Request) -> RequestMemory:
+        """Close the row of a request, which leaves its prefix to others. Returns what it owned."""
+        memory = self.running.pop(request).close()
+        before = request.stats.peak_slots or memory.peak_slots
+        request.stats.peak_slots = [max(p) for p in zip(memory.peak_slots, before, strict=True)]
+        return memory

@@ -178,6 +178,19 @@ class CapacityPlanner:
         """Return the pages of a text of so many tokens, in all layers and heads, if all of them are kept."""
         return sum(g.pages_of_text(length) for g in self.groups)
 
+    def pages_held(self, policy: EvictionPolicy, num_kept: int, length: int) -> int:
+        """Return the pages of a text, in all layers and heads, see GroupPlanner.pages_held."""
+        return sum(g.pages_held(policy, num_kept, length) for g in self.groups)
+
+    def ring_overwrites(self, policy: EvictionPolicy, num_tokens: int) -> int:
+        """Return the slots that rings overwrite in a text of so many tokens."""
+        found = 0
+        for g in self.groups:
+            windows = g.windows(policy)
+            overwritten = np.maximum(num_tokens - windows[windows < NO_WINDOW], 0)
+            found += 0 if g.group.is_state else int(overwritten.sum()) * g.group.num_kv_heads
+        return found
+
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
         shorter = np.minimum(self.model_windows, _policy_window(policy))

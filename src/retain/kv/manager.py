@@ -16,7 +16,6 @@ from torch import Tensor
 from retain.kernels.api import KV, NO_WINDOW, GroupInputs, Tables
 from retain.kernels.transfers import to_device
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.checkpoints import Demand
 from retain.kv.draft_tables import DraftTables
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
@@ -32,14 +31,11 @@ from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.quantized_copies import QuantizedCopies
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.config import PrefixConfig
-from retain.kv.prefix.events import PrefixObserver
-from retain.kv.prefix.node import EvictionRecord
-from retain.kv.prefix.query import PrefixQuery
+from retain.kv.prefix.start import Start
 from retain.kv.row import CacheParts, Row
+from retain.kv.row_task import RowTask
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
-from retain.kv.stats.request import LayerSizes, RequestMemory, request_memory_stats
-from retain.kv.stores.manager import Offloader
-from retain.kv.text import Text
+from retain.kv.stats.request import RequestMemory, request_memory_stats
 from retain.types import Ints
 
 
@@ -61,6 +57,10 @@ class KVCacheManager:
         self.planner = planner
         self.config = c
         self.spec = spec
+        self.page_size = c.page_size  # slots of a page, in the layers whose slots take the most bytes
+        self.max_batched_tokens = c.max_batched_tokens  # fresh tokens of a step
+        self.max_running_requests = c.max_running_requests  # rows, open or not
+        self.max_model_len = c.max_model_len  # tokens of the longest text
         self.store = store
         self.pool = store.pool
         self.kv = store.kv
@@ -74,7 +74,7 @@ class KVCacheManager:
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """What caches prefixes. Rows that are open keep theirs."""
+        """What caches prefixes."""
         return self._parts.prefix_cache
 
     @contextmanager
@@ -103,34 +103,9 @@ class KVCacheManager:
     # ---- capacity ------------------------------------------------------------------------------------------------
 
     @property
-    def page_size(self) -> int:
-        """Slots of a page, in the layers whose slots take the most bytes."""
-        return self.config.page_size
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block of the prefix cache."""
-        return self.planner.block_size
-
-    @property
     def block_layout(self) -> BlockLayout:
         """Which pages of each KV cache group make up such a block."""
         return block_layout(self.slots.tables, [group.windows for group in self.spec.groups])
-
-    @property
-    def max_batched_tokens(self) -> int:
-        """Most fresh tokens of a step."""
-        return self.config.max_batched_tokens
-
-    @property
-    def max_running_requests(self) -> int:
-        """Rows, open or not."""
-        return self.config.max_running_requests
-
-    @property
-    def max_model_len(self) -> int:
-        """Tokens of the longest text."""
-        return self.config.max_model_len
 
     @property
     def free_pages(self) -> int:
@@ -156,10 +131,6 @@ class KVCacheManager:
         finally:
             self.pool.free(taken)
 
-    def effective_policy(self, policy: EvictionPolicy) -> EvictionPolicy:
-        """See CapacityPlanner.effective_policy."""
-        return self.planner.effective_policy(policy)
-
     def plan_policy(self, policy: EvictionPolicy, prompt_len: int, num_system_tokens: int = 0) -> EvictionPolicy:
         """Return a policy as this cache carries it out for a prompt: resolved, and fitted. Raises ValueError.
 
@@ -171,27 +142,6 @@ class KVCacheManager:
         """See CapacityPlanner.pages_needed."""
         return self.planner.pages_needed(policy, length, num_uncomputed_tokens)
 
-    def pages_held(self, policy: EvictionPolicy, num_kept: int, length: int) -> int:
-        """See GroupPlanner.pages_held; of all layers."""
-        return sum(group.pages_held(policy, num_kept, length) for group in self.planner.groups)
-
-    def pages_of_text(self, length: int) -> int:
-        """See CapacityPlanner.pages_of_text."""
-        return self.planner.pages_of_text(length)
-
-    def layer_sizes(self, policy: EvictionPolicy) -> list[LayerSizes]:
-        """See CapacityPlanner.layer_sizes."""
-        return self.planner.layer_sizes(policy)
-
-    def windows(self, policy: EvictionPolicy) -> Ints:
-        """See CapacityPlanner.windows."""
-        return self.planner.windows(policy)
-
-    @property
-    def has_gate(self) -> bool:
-        """See CapacityPlanner.has_gate."""
-        return self.planner.has_gate
-
     @property
     def page_bytes(self) -> int:
         """K, V, positions and mass of a page."""
@@ -199,42 +149,13 @@ class KVCacheManager:
 
     # ---- prefixes ------------------------------------------------------------------------------------------------
 
-    @property
-    def caches_prefixes(self) -> bool:
-        """Whether rows may begin with pages of others."""
-        return self.prefix_cache.enabled
-
-    def num_shared_pages(self, query: PrefixQuery) -> int:
-        """Return how many pages of a text are in the tables of rows already."""
-        demand = Demand(query.policy, query.seed, query.max_length)
-        return self.prefix_cache.num_shared_pages(self.prefix_cache.find(query.text, demand))
-
-    def pin(self, policy: EvictionPolicy, tokens: Sequence[int], salt: str, seconds: float, owner: str = "") -> int:
-        """Keep what is cached of a text for `seconds`, as far as pins have room. Returns the number of tokens.
-
-        Raises ValueError where no prefixes are cached.
-        """
-        return self.prefix_cache.pin(policy, Text(tokens, salt), seconds, owner)
+    def find(self, policy: EvictionPolicy, task: RowTask) -> Start:
+        """Return where a row that computes a task under this policy may begin, and what it shares with others then."""
+        return self.prefix_cache.find(task.text, task.demand(policy))
 
     def unpin_all(self) -> bool:
         """Drop all pins of prefixes. Returns whether there were any."""
         return self.prefix_cache.tree.unpin_all()
-
-    def set_offloader(self, offloader: Offloader) -> None:
-        """Put tiers below the pool: what the prefix cache evicts goes there. Raises ValueError where there is none."""
-        self.prefix_cache.set_offloader(offloader)
-
-    def close_offloader(self) -> None:
-        """Close the tiers, if there are any."""
-        self.prefix_cache.close_offloader()
-
-    def observe_prefixes(self, observer: PrefixObserver) -> None:
-        """Tell an observer from now on what prefixes are cached. Raises ValueError where none are."""
-        self.prefix_cache.set_observer(observer)
-
-    def take_evictions(self) -> list[EvictionRecord]:
-        """Return what the prefix cache evicted since the last call, or the latest of it."""
-        return self.prefix_cache.take_evictions()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
@@ -322,23 +243,22 @@ class KVCacheManager:
         return [tables.kv for tables in self.slots.tables]
 
     def evict(self) -> None:
-        """Evict from all rows whose budget is full, together, after rows were committed."""
+        """Evict from all rows whose budget is full, together, after rows were advanced. Rings shrink that may."""
         due = self._parts.due
         if not due:
             return
         self._parts.due = {}
+        evicting = [row for row in due if row.must_evict]
         for tables in self.slots.tables:
-            found = [(e, n) for row, n in due.items() for e in row.evictors if e.tables is tables]
+            found = [(e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables]
             evict_rows([e for e, _ in found], [n for _, n in found])
+        for row, rings_shrink in due.items():
+            row.finish_eviction(rings_shrink)
 
     def reject(self, rows: Ints, positions: Ints) -> None:
         """Turn the slots of rejected drafts, of these rows at these positions, both [n], into holes."""
         for tables, slots in zip(self.slots.tables, self.slot_mapping(rows, positions), strict=True):
             tables.reject(slots)
-
-    def record_compute(self, num_tokens: int, seconds: float) -> None:
-        """Record how long a step took that waited for no load."""
-        self.prefix_cache.record_compute(num_tokens, seconds)
 
     # ---- statistics and the accountant ---------------------------------------------------------------------------
 
@@ -376,17 +296,6 @@ class KVCacheManager:
             for evictor in row.evictors:
                 found[policies.name_of(evictor.policy)] += evictor.num_evicted
         return dict(found)
-
-    def ring_overwrites(self, policy: EvictionPolicy, num_tokens: int) -> int:
-        """Return the slots that rings overwrite in a text of so many tokens."""
-        found = 0
-        for group in self.planner.groups:
-            if group.group.is_state:
-                continue
-            windows = group.windows(policy)
-            overwritten = np.maximum(num_tokens - windows[windows < NO_WINDOW], 0)
-            found += int(overwritten.sum()) * group.group.num_kv_heads
-        return found
 
     def request_stats(self, policy: EvictionPolicy, num_tokens: int, memory: RequestMemory) -> dict[str, Any]:
         """Return the bytes and slots that a request took; see stats.request."""

@@ -1,7 +1,7 @@
 """Rows: what the cache has of one running request, from `KVCacheManager.open` to `Row.close`.
 
-A row reserves pages before a step, and commits the step afterwards: rings shrink, and a full budget must evict. It may
-begin with a cached prefix or as a fork of another row, and leaves its prefix to others.
+A row is a timeline. It starts with a cached prefix, or as a fork of another row. `next_stop` says at which position
+something is due next, and `advance` does what is due where a step ended. Closing a row leaves its prefix to others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import numpy as np
@@ -22,16 +22,16 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
-from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
+from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
 from retain.kv.memory.ring_snapshot import RingSnapshot
-from retain.kv.prefix.cache import HeldCheckpoint, PrefixCache
-from retain.kv.prefix.diagnosis import PrefixDiagnosis, explain_prefix
-from retain.kv.prefix.history import SeenText
-from retain.kv.prefix.query import PrefixEntry, PrefixQuery
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.diagnosis import explain_prefix
+from retain.kv.prefix.start import Begun, HeldCheckpoint, Start
+from retain.kv.row_task import RowTask, ScoringProgress
 from retain.kv.stats.attention_trace import AttentionTrace
-from retain.kv.stats.request import LoadStats
+from retain.kv.stats.request import LoadStats, RequestMemory
 from retain.kv.stores.loader import LayerLoader
 from retain.types import Ints
 
@@ -46,22 +46,8 @@ class CacheParts:
     copies: QuantizedCopies
     key_transform: KeyTransform
     rows: dict[int, Row] = field(default_factory=dict)
-    due: dict[Row, int] = field(default_factory=dict)  # rows that must evict, and their computed tokens
+    due: dict[Row, bool] = field(default_factory=dict)  # rows that must evict or shrink rings, and whether the latter
     num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
-
-
-@dataclass(frozen=True)
-class AttachedPrefix:
-    """What a row begins with: computed tokens, and a position where more texts could branch off (0: nowhere).
-
-    A row that stores its prefix when it reaches `branch_point` lets others begin there. `diagnosis` says why there are
-    no more tokens, where it was asked for. `load` is that of a state, which has ended.
-    """
-
-    num_tokens: int
-    branch_point: int
-    diagnosis: PrefixDiagnosis | None = None
-    load: LoadStats | None = None
 
 
 class Row:
@@ -72,26 +58,39 @@ class Row:
         windows = [group.windows(policy) for group in parts.planner.groups]
         self.parts = parts
         self.policy = policy
-        self.groups: Sequence[BlockTables] = parts.slots.tables
-        self.has_states = any(tables.is_state for tables in self.groups)
-        self.tables = self.groups[0]
         self.index = parts.slots.open_row(windows, policy.plan.fresh_tokens(num_uncomputed_tokens))
+        self.task: RowTask | None = None  # once it has started; a row that never does leaves nothing to others
+        self.num_computed = 0
+        self.begun_at = 0  # the cached tokens that the request first began with
+        self.found = Begun()  # what it began with
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
         self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
-        self.is_sparse = False  # whether the row holds only the important tokens of its prefix
+        self.has_failed = False  # the prefix could not be loaded: the request must start again
         self.is_resumed = False  # whether it began with a selection of the text's tokens, in any order
         self.depends_on_text_alone = True  # false where it went on from an answer: what is kept depends on turns
-        self.demand = Demand(policy)
-        self.prompt_len = 0
         self.due: list[HeldCheckpoint] = []  # that it is given when it has computed more
         self.unstored: dict[bytes, TextCheckpoint] = {}  # that wait until the pages of its text may be kept
-        self.text: SeenText | None = None  # in the history of the prefix cache
         parts.rows[self.index] = self
         if policy.has_budget:
             with self._closed_on_error():
                 self.open_evictors(cast(BudgetPolicy, policy))
+
+    @property
+    def groups(self) -> Sequence[BlockTables]:
+        """The tables of each KV cache group."""
+        return self.parts.slots.tables
+
+    @property
+    def tables(self) -> BlockTables:
+        """Those of the first group: its rows are those of all groups."""
+        return self.parts.slots.tables[0]
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the row holds only the important tokens of its prefix."""
+        return self.found.is_sparse
 
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let the empty row evict under a resolved policy."""
@@ -113,27 +112,26 @@ class Row:
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
-    def attach_prefix(self, query: PrefixQuery, was_preempted: bool = False, explain: bool = False) -> AttachedPrefix:
-        """Begin with cached pages; those in tiers are being read when this returns, see PrefixCache.attach.
+    def start(self, task: RowTask, found: Start) -> Begun:
+        """Begin with what `PrefixCache.find` has found of a text.
 
-        `explain`: find out why there are no more of them.
+        Pages in tiers are being read when this returns: see PrefixCache.attach.
         """
-        prefix_cache = self.parts.prefix_cache
-        if explain:
-            prefix_cache.keep_history()
-        self.demand = Demand(query.policy, query.seed, query.max_length)
-        start = prefix_cache.find(query.text, self.demand)
-        self.text = prefix_cache.record_text(query.text, query.policy)
-        begun = prefix_cache.attach(self, start, was_preempted)
-        self.load = begun.load
-        self.is_sparse = begun.is_sparse
-        self.due = list(begun.due)
-        why = explain_prefix(prefix_cache, start, begun.position, self.text) if explain else None
-        branch_point = start.branch_point if start.branch_point > begun.position else 0
-        return AttachedPrefix(begun.position, branch_point, why, begun.state_load)
+        self.task = task
+        cache = self.parts.prefix_cache
+        if task.explain:
+            cache.keep_history()
+        self.found = cache.attach(self, found, was_preempted=task.begun_at is not None)
+        self.load = self.found.load
+        self.due = list(self.found.due)
+        self.num_computed = self.found.position
+        self.begun_at = self.num_computed if task.begun_at is None else task.begun_at
+        if not task.explain:
+            return self.found
+        return replace(self.found, diagnosis=explain_prefix(cache, found, self.num_computed, self.found.seen))
 
-    def fork(self, policy: EvictionPolicy, num_computed_tokens: int) -> Row | None:
-        """Open a row that continues the text of this one under its own policy.
+    def fork(self, policy: EvictionPolicy, num_computed_tokens: int, task: RowTask | None = None) -> Row | None:
+        """Open and start a row that continues the text of this one under its own policy.
 
         Full pages that neither row will write are shared, the others copied. None where there is no row or no page, or
         where this row holds only a selection of its text's tokens.
@@ -145,16 +143,18 @@ class Row:
         with new._closed_on_error():
             has_slots = self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share)
             if has_slots and new.reserve(num_computed_tokens):  # what it evicts at once may need pages, too
+                new.task = task
+                new.num_computed = num_computed_tokens
                 return new
         new.close()
         return None
 
-    def reserve(self, end_position: int, scoring: bool = False) -> bool:
+    def reserve(self, end_position: int) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few.
 
-        `scoring`: the step computes a scoring pass, which `rollback` undoes.
+        Where they are those of a scoring pass, the end of its chunk drops what they hold.
         """
-        if scoring and not self.snapshots:
+        if self._scoring and not self.snapshots:
             computed = cast(BudgetPolicy, self.policy).prompt_len
             self.snapshots = [RingSnapshot(t, self.index, computed) for t in self.groups]
         if not self.evictors:
@@ -173,25 +173,30 @@ class Row:
         have_gone = [evictor.shared.evict_holders() for evictor in self.evictors]
         return any(have_gone) and self._reserve_eviction(end_position)
 
-    def tokens_until_eviction(self, num_computed_tokens: int) -> int:
-        """Return how many tokens can be computed before the row evicts, gets masses, or keeps a snapshot of states.
+    def next_stop(self, position: int) -> int:
+        """Return the first position behind this one where something is due, or where a step must end.
 
-        A step must not pass that point.
+        A step that begins at `position` must not pass it.
         """
-        next_eviction = self.evictors[0].next_eviction if self.evictors else UNBOUNDED
-        next_snapshot = UNBOUNDED
-        if self.has_states:  # those of earlier positions are gone after a step
-            end = num_computed_tokens + self.parts.prefix_cache.ladder.interval  # there is a rung by then
-            next_snapshot = next(iter(self.snapshot_positions(num_computed_tokens, end)), UNBOUNDED)
-        return min(next_eviction, next_snapshot, *self._due_positions()) - num_computed_tokens
+        if self._scoring:
+            return position + self._scoring.chunk_left
+        is_shrunk = self.tables.rings[self.index].are_shrunk  # such a ring has room for one block
+        room = self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
+        stops = [position + room, *self._due_positions, self.found.branch_point]
+        if self.evictors:
+            stops.append(self.evictors[0].next_eviction)
+        if any(tables.is_state for tables in self.groups):  # those of earlier positions are gone after a step
+            stops += self._rungs(position, position + room)[:1]
+        if self.task and self.task.stops_at_prompt_end:
+            stops.append(self.task.prompt_len)
+        return min(stop for stop in stops if stop > position)
 
     @property
-    def max_step_tokens(self) -> int:
-        """Tokens that one step may compute: a ring that was shrunk has room for one block."""
-        is_shrunk = self.tables.rings_shrunk[self.index]
-        return self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
+    def _scoring(self) -> ScoringProgress | None:
+        """The scoring pass that is due."""
+        return self.task.find_scoring(self.num_computed) if self.task else None
 
-    def shrink_budget(self, num_computed_tokens: int) -> bool:
+    def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
         have_freed = [evictor.shrink(num_computed_tokens) for evictor in self.evictors]
         return any(have_freed)
@@ -206,100 +211,69 @@ class Row:
             return None
         if load.finish() and not self.evictors and not self.is_sparse:
             load.delete_loaded_spans()  # the tree will have them
+        self.has_failed = load.failed
         finished_at = load.started_at + load.read_seconds
         return LoadStats(load.started_at, finished_at, load.num_tokens, load.bytes_read, load.failed)
 
-    def _due_positions(self) -> list[int]:
-        return [held.kind.due_at(0, held.checkpoint) for held in self.due]
+    def advance(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
+        """Do what is due where a step ended, but for what gives slots up.
 
-    def restore_masses(self, num_computed_tokens: int) -> None:
-        """Give the row the checkpoints that are due at this position."""
-        for held, position in zip(list(self.due), self._due_positions(), strict=True):
-            if position <= num_computed_tokens:
-                self.due.remove(held)
-                held.kind.attach(self, num_computed_tokens, held.checkpoint)
-
-    def store_prefix(self, entry: PrefixEntry, still_running: bool = False) -> None:
-        """Keep what the row leaves of its text for others."""
-        shares = not self.load and not self.is_sparse and self._may_share_pages(entry.num_computed, still_running)
-        self._leave(entry, Moment(entry.length, entry.num_computed, still_running, shares))
-
-    def _leave(self, entry: PrefixEntry, moment: Moment) -> None:
-        self.demand = Demand(entry.policy, entry.seed)
-        self.prompt_len = entry.prompt_len
-        cache = self.parts.prefix_cache
-        num_stored = cache.store(self, entry.text, moment, entry.begun_at)
-        if num_stored and cache.tree.history and self.text:
-            cache.tree.history.store(self.text, entry.text.tokens[: entry.length].copy(), num_stored)
-
-    def _may_share_pages(self, num_computed_tokens: int, still_running: bool) -> bool:
-        """Return whether others may hold the pages of the row's text: it has evicted nothing.
-
-        Where it is about to do so, it owns the pages that it then needs from now on. Otherwise pages of a row that goes
-        on may not be shared where its queries add mass to their slots.
+        That is done by `KVCacheManager.evict`, which must follow. The row may be forked before. It evicts where the
+        budget is full; without uncomputed tokens, rings shrink to their windows.
         """
-        if any(e.has_holes for e in self.evictors) or self.policy.scoring_chunk:
-            return False
-        if not still_running:
-            return True
-        if any(e.num_places_written(num_computed_tokens) for e in self.evictors):
-            return all(e.reserve_all(num_computed_tokens) for e in self.evictors)
-        return not self.policy.score_key
-
-    def is_at_chunk_end(self, num_computed_tokens: int) -> bool:
-        """Return whether a streamed prompt was just evicted from, where others may leave it.
-
-        That is the last such moment before the prompt's end, and before each rung of the ladder.
-        """
-        if not self.evictors or not self.policy.streamed_key or not self.depends_on_text_alone:
-            return False
-        evictor = self.evictors[0]
-        if not evictor.has_holes or not evictor.holes_from == num_computed_tokens >= evictor.first_eviction:
-            return False
-        end = evictor.policy.prompt_len
-        following = evictor.next_eviction
-        crossed = self.parts.prefix_cache.ladder.crossed(num_computed_tokens, following)
-        return num_computed_tokens < end and (following == end or bool(crossed))
-
-    def store_chunk_end(self, entry: PrefixEntry) -> None:
-        """Keep a copy of the state that the row has at the end of a chunk, for other texts that begin alike."""
-        self._leave(entry, Moment(entry.length, entry.num_computed, is_running=True, has_evicted=True))
-
-    def snapshot_positions(self, begin: int, end: int) -> Sequence[int]:
-        """Return the positions after `begin`, up to `end`, where a long text keeps snapshots, if it needs any."""
-        positions = self.parts.prefix_cache.ladder.crossed(begin, end)  # most steps cross none: nothing else is asked
-        slides = positions and any(len(t.ring_layers(self.index)) for t in self.groups)
-        return positions if slides and (not self.evictors or not self.policy.score_key) else ()
-
-    def rollback(self, num_computed_tokens: int) -> None:
-        """Drop a chunk of a scoring pass: slots from that position on are holes, and rings are as they were."""
-        for snapshot in self.snapshots:
-            snapshot.restore(num_computed_tokens)
-
-    def evicts_at(self, num_computed_tokens: int) -> bool:
-        """Return whether the row must evict when so many tokens are computed."""
-        return bool(self.evictors) and any(num_computed_tokens >= e.next_eviction for e in self.evictors)
-
-    def commit(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
-        """Count a step: without uncomputed tokens rings shrink to their windows.
-
-        Where the budget is full, `KVCacheManager.evict` must follow: it evicts from all such rows.
-        """
+        before = self.num_computed
+        self.num_computed = num_computed_tokens
+        self._leave_what_is_due(before)
+        scoring = self._scoring
+        if self.snapshots and (scoring is None or not scoring.chunk_offset):  # the end of a chunk
+            self._rollback()
+        if scoring:
+            return
+        if self.task and self.task.trace:
+            self.task.trace.record_if_due(self.groups, self.index, num_computed_tokens, self.must_evict)
         for snapshot in self.snapshots:
             snapshot.free()
         self.snapshots = []
-        if self.evicts_at(num_computed_tokens):
-            self.parts.due[self] = num_computed_tokens
-        if not num_uncomputed_tokens:
-            self.parts.slots.shrink_rings(self.index, num_computed_tokens)
+        rings_shrink = not num_uncomputed_tokens and not self.tables.rings[self.index].are_shrunk
+        if self.must_evict or rings_shrink:
+            self.parts.due[self] = rings_shrink
 
-    def close(self) -> list[int]:
-        """Free the row and its pages. Returns the most slots that one head owned, in each layer with a cache."""
-        if self.text:
-            self.text.is_running = False
+    def _rollback(self) -> None:
+        """Drop a chunk of a scoring pass: its slots are holes, and rings are as they were."""
+        for snapshot in self.snapshots:
+            snapshot.restore(self.num_computed)
+
+    @property
+    def must_evict(self) -> bool:
+        """Whether the budget is full."""
+        return any(self.num_computed >= e.next_eviction for e in self.evictors)
+
+    def finish_eviction(self, rings_shrink: bool) -> None:
+        """Do what is due after an eviction: rings shrink, and others may leave a streamed prompt at a chunk's end."""
+        if rings_shrink:
+            self.parts.slots.shrink_rings(self.index, self.num_computed)
+        if self._is_at_chunk_end():
+            self._leave(Moment(self.num_computed, self.num_computed, is_running=True, has_evicted=True))
+
+    def close(self) -> RequestMemory:
+        """Leave the prefix to others; free the row and its pages, also where that fails. Returns what it owned."""
+        final_slots = self.slots_per_layer
+        num_pages = self.num_pages
+        try:
+            if self.task and not self.has_failed:
+                if self.task.trace:
+                    self.record_attention(self.task.trace)
+                self._leave_text(min(self.num_computed, len(self.task.text)))
+        finally:
+            peaks = self.parts.slots.peak_slots_per_layer(self.index)
+            self._free()
+        return RequestMemory(peaks, final_slots, num_pages)
+
+    def _free(self) -> None:
+        if self.found.seen:
+            self.found.seen.is_running = False
         if self.load:
             self.load.cancel()  # it writes into the row's pages
-        peaks = self.parts.slots.peak_slots_per_layer(self.index)
         self.drop_copy()
         self.tables.pool.free(self.extra_pages)
         for evictor in self.evictors:
@@ -307,7 +281,6 @@ class Row:
         self.parts.slots.close_row(self.index)
         self.parts.due.pop(self, None)
         del self.parts.rows[self.index]
-        return peaks
 
     # ---- copies for drafts ---------------------------------------------------------------------------------------
 
@@ -352,11 +325,79 @@ class Row:
         """List the positions in the slots of every head of every layer that has a cache, ascending."""
         return self.parts.slots.positions(self.index)
 
-    def record_attention(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
+    def record_attention(self, trace: AttentionTrace) -> None:
         """Record which tokens every head keeps, and their masses."""
-        trace.record(self.groups, self.index, num_computed_tokens)
+        trace.record(self.groups, self.index, self.num_computed)
 
-    def record_attention_if_due(self, trace: AttentionTrace, num_computed_tokens: int) -> None:
-        """Record them before `commit`, if the row must evict then or the last record is old."""
-        evicts_now = self.evicts_at(num_computed_tokens)
-        trace.record_if_due(self.groups, self.index, num_computed_tokens, evicts_now)
+    # ---- prefixes ------------------------------------------------------------------------------------------------
+
+    @property
+    def demand(self) -> Demand:
+        """What the row asks the prefix cache for, and leaves to it."""
+        return self.task.demand(self.policy) if self.task else Demand(self.policy)
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
+        return self.task.prompt_len if self.task else 0
+
+    @property
+    def _due_positions(self) -> list[int]:
+        return [held.kind.due_at(0, held.checkpoint) for held in self.due]
+
+    def _leave_what_is_due(self, before: int) -> None:
+        """Take checkpoints that are due, and leave some at the prompt's end, the branch point and rungs."""
+        now = self.num_computed
+        for held, position in zip(list(self.due), self._due_positions, strict=True):
+            if position <= now:
+                self.due.remove(held)
+                held.kind.attach(self, now, held.checkpoint)
+        if before < self.prompt_len <= now or now == self.found.branch_point:
+            self._leave_text(now, is_running=True)
+        for position in self._rungs(before, now):
+            self._leave_text(position, is_running=True)
+
+    def _leave_text(self, position: int, is_running: bool = False) -> None:
+        """Leave the text up to a position to others, unless the row holds or waits for a part of it."""
+        shares = not self.load and not self.is_sparse and self._may_share_pages(is_running)
+        self._leave(Moment(position, self.num_computed, is_running, shares))
+
+    def _leave(self, moment: Moment) -> None:
+        if not self.task:
+            return
+        cache = self.parts.prefix_cache
+        num_stored = cache.store(self, self.task.text, moment, self.begun_at)
+        if num_stored and cache.tree.history and self.found.seen:
+            cache.tree.history.store(self.found.seen, self.task.text.tokens[: moment.position].copy(), num_stored)
+
+    def _may_share_pages(self, is_running: bool) -> bool:
+        """Return whether others may hold the pages of the row's text: it has evicted nothing.
+
+        Where it is about to do so, it owns the pages that it then needs from now on. Otherwise pages of a row that goes
+        on may not be shared where its queries add mass to their slots.
+        """
+        if any(e.has_holes for e in self.evictors) or self.policy.scoring_chunk:
+            return False
+        if not is_running:
+            return True
+        if any(e.num_places_written(self.num_computed) for e in self.evictors):
+            return all(e.reserve_all(self.num_computed) for e in self.evictors)
+        return not self.policy.score_key
+
+    def _is_at_chunk_end(self) -> bool:
+        """Return whether a streamed prompt was just evicted from, where others may leave it.
+
+        That is the last such moment before the prompt's end, and before each rung of the ladder.
+        """
+        if not self.evictors or not self.policy.streamed_key or self.num_computed >= self.prompt_len:
+            return False
+        following = self.evictors[0].next_eviction
+        return following == self.prompt_len or bool(
+            self.parts.prefix_cache.ladder.crossed(self.num_computed, following)
+        )
+
+    def _rungs(self, begin: int, end: int) -> Sequence[int]:
+        """Return the positions after `begin`, up to `end`, where a long text keeps what its rings hold."""
+        rungs = self.parts.prefix_cache.ladder.crossed(begin, end)  # most steps cross none: nothing else is asked
+        slides = rungs and any(len(t.ring_layers(self.index)) for t in self.groups)
+        return rungs if slides and (not self.evictors or not self.policy.score_key) else ()

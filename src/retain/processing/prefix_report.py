@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
+from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.processing.prefix_causes import Cause, Parting, find_cause
 from retain.processing.tokenizer import Tokenizer
 

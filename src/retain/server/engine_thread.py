@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from retain.engine.request import Request
+from retain.kv.text import Text
 from retain.llm import LLM
 from retain.server.request_group import EngineError, PooledCallStats, RequestGroup
 from retain.threads import without_stop_iteration
@@ -227,10 +228,10 @@ class EngineThread:
         for pin in pins:
             prefix = request.prompt[: pin.num_tokens]
             num_pinned = 0
-            if cache.caches_prefixes:
-                salt = request.input.salt
-                num_pinned = cache.pin(request.policy, prefix, salt, pin.seconds, group.key_name)
-            group.record_pin(len(prefix) // cache.block_size * cache.block_size, num_pinned)
+            if cache.prefix_cache.enabled:
+                text = Text(prefix, request.input.salt)
+                num_pinned = cache.prefix_cache.pin(request.policy, text, pin.seconds, group.key_name)
+            group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

@@ -145,7 +145,7 @@ class Metrics(Observer):
         reason = REPORTED_REASONS[request.finish_reason]
         self.finished_requests.labels(**self.labels, finished_reason=reason).inc()
         self._count_drafts(request.stats.spec_decode)
-        self.num_ring_overwrites += self.llm.cache.ring_overwrites(request.policy, request.num_computed_tokens)
+        self.num_ring_overwrites += self.llm.cache.planner.ring_overwrites(request.policy, request.num_computed_tokens)
         self.request_prompt_tokens.observe(len(request.prompt))
         if not request.input.pools:
             self.request_max_tokens.observe(request.input.max_tokens)
@@ -180,7 +180,7 @@ class Metrics(Observer):
 
     def render(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        for record in self.llm.cache.take_evictions():
+        for record in self.llm.cache.prefix_cache.take_evictions():
             self.eviction_age.observe(record.age)
             self.eviction_idle.observe(record.idle)
             self.eviction_hits.observe(record.hits)
@@ -220,10 +220,10 @@ class Metrics(Observer):
         """Describe the cache as labels: gateways multiply the blocks of a server by their tokens."""
         cache = self.llm.cache
         values = {
-            "block_size": str(cache.block_size),
+            "block_size": str(cache.planner.block_size),
             "cache_dtype": self.llm.config.slot_dtype,
-            "num_gpu_blocks": str(cache.total_pages // cache.pages_of_text(cache.block_size)),
-            "enable_prefix_caching": str(cache.caches_prefixes),
+            "num_gpu_blocks": str(cache.total_pages // cache.planner.pages_of_text(cache.planner.block_size)),
+            "enable_prefix_caching": str(cache.prefix_cache.enabled),
         }
         return self._gauge_family(
             "vllm:cache_config_info", "The cache, as labels of the value 1", {tuple(values.values()): 1}, *values

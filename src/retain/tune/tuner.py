@@ -136,7 +136,7 @@ def make_candidates(llm: LLM, config: TuneConfig, examples: Sequence[Example]) -
     A policy `gate` without options is left out where no gate is fitted for the model. Raises ValueError.
     """
     names = list(config.policies)
-    if "gate" in names and not llm.cache.has_gate:
+    if "gate" in names and not llm.cache.planner.has_gate:
         names.remove("gate")
     specs = choose_policies(llm, expand_policies(names, config.budgets))
     found = [Candidate(spec, mean_bytes(llm.cache, spec, examples)) for spec in specs]
@@ -154,4 +154,4 @@ def _request_bytes(cache: KVCacheManager, policy: EvictionPolicy, prompt_len: in
     policy = cache.plan_policy(policy, prompt_len)
     length = prompt_len + answer_len
     held = min(length, policy.plan.decode_slots)
-    return cache.pages_held(policy, held, length) * cache.page_bytes
+    return cache.planner.pages_held(policy, held, length) * cache.page_bytes

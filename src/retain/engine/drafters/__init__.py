@@ -7,10 +7,11 @@ drafts are worth their time (see spec_decode).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.files import quote
@@ -47,10 +48,10 @@ class Drafter(Protocol):
     def attach(self, target: TargetModel) -> None:
         """Prepare for the target, before the first step. Raises ValueError if the drafter cannot draft for it."""
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of these requests (`Request.set_drafts`), at most as many as each one's limit.
 
-        Every request has one uncomputed token.
+        Every request has one uncomputed token. `rows` are those of all running requests.
         """
 
     def remove_request(self, request: Request) -> None:

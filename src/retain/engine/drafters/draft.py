@@ -5,12 +5,13 @@ A requantized target needs no cache of its own: its keys and values equal the ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from retain.engine.batch_builder import pack_tokens
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.drafters.self import Drafter as SelfDrafter
 from retain.engine.request import Request
@@ -65,10 +66,10 @@ class Drafter:
         if state := self._states.pop(request, None):
             state.row.close()
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of requests that fit into the draft model's cache, and whose text is nearly computed there."""
         if self._self_drafter:
-            return self._self_drafter.propose(draft_limits)
+            return self._self_drafter.propose(draft_limits, rows)
         ready = [(r, n) for r, n in draft_limits if self._catch_up(r, n)]
 
         def forward(active: Sequence[int], latest: Sequence[int], step: int) -> Tensor:
@@ -104,9 +105,10 @@ class Drafter:
         is_near = len(tokens) - len(state.tokens) <= MAX_CATCH_UP_TOKENS
         while (missing := len(tokens) - 1 - len(state.tokens)) > 0 and not is_near:
             begin = len(state.tokens)
-            n = min(missing, state.row.max_step_tokens)
+            n = min(missing, state.row.next_stop(begin) - begin)
             self._forward([state], [tokens[begin : begin + n]])
-            state.row.commit(len(state.tokens), missing - n)
+            state.row.advance(len(state.tokens), missing - n)
+            cache.evict()
         return is_near
 
     def _forward(self, states: Sequence[DraftState], fresh: Sequence[Sequence[int]]) -> Tensor:

@@ -5,10 +5,11 @@ It costs almost nothing, and its drafts are accepted where texts repeat.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.options import PositiveInt, check_bounds
@@ -44,7 +45,7 @@ class Drafter:
     def attach(self, target: TargetModel) -> None:
         """Do nothing: drafts are copied from the text, so no model is needed."""
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of each request, by its own text."""
         for request, limit in draft_limits:
             request.set_drafts(self._lookup(request, limit))

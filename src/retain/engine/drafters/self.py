@@ -13,13 +13,14 @@ Sliding layers, and requests that evict, are attended to in full: they are small
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from retain.engine.batch_builder import pack_tokens
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
@@ -82,52 +83,53 @@ class Drafter:
         self._num_rounds.pop(request, None)
         self._top_pages.pop(request, None)
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of requests, of at most the given lengths."""
         assert self._target and self._runner
         runner = self._runner
         cache = self._target.cache
         for request in self._num_rounds:
             request.score_decay = None  # no masses for requests that are not drafted for in this round
-        prepared = [(r, n) for r, n in draft_limits if self._prepare(r, n)]  # of all: one may need another's copy
+        prepared = [
+            (r, n) for r, n in draft_limits if self._prepare(r, rows[r], n)
+        ]  # of all: one may need another's copy
         ready: list[tuple[Request, int]] = []
         written: list[Batch] = []  # of each pass
         for request, limit in prepared:
-            assert request.row is not None
-            self._fill_tables(request, limit)
-            until_eviction = request.row.tokens_until_eviction(request.num_computed_tokens)
-            ready.append((request, min(limit, until_eviction - 1)))
+            self._fill_tables(request, rows[request], limit)
+            num_computed = request.num_computed_tokens
+            ready.append((request, min(limit, rows[request].next_stop(num_computed) - num_computed - 1)))
 
         def forward(active: Sequence[int], latest: Sequence[int], step: int) -> Tensor:
-            batch = self._build_batch([ready[j][0] for j in active], latest, step)
+            batch = self._build_batch([(ready[j][0], rows[ready[j][0]]) for j in active], latest, step)
             written.append(batch)
             return runner.forward(batch)
 
         draft_autoregressive(ready, forward)
         if written:  # verification writes these slots again
-            rows = torch.cat([batch.token_rows for batch in written])
-            cache.reject(rows.numpy(), torch.cat([batch.positions for batch in written]).numpy())
+            token_rows = torch.cat([batch.token_rows for batch in written])
+            cache.reject(token_rows.numpy(), torch.cat([batch.positions for batch in written]).numpy())
 
-    def _prepare(self, request: Request, num_drafts: int) -> bool:
+    def _prepare(self, request: Request, row: RequestRow, num_drafts: int) -> bool:
         """Own the pages of drafts, and extend the copy or ask for masses. Returns whether the request can have drafts.
 
         Without a copy, a request with a long text cannot the first time: the masses that select pages come first.
         """
-        assert self._target and self._tables and request.row is not None
+        assert self._target and self._tables
         num_computed = request.num_computed_tokens
         end = num_computed + 1 + num_drafts
         if self._tables.dtype:
-            return self._tables.extend_copy(request.row.index, num_computed) and request.row.reserve(end)
+            return self._tables.extend_copy(row.index, num_computed) and row.reserve(end)
         must_select = num_computed // self._target.cache.page_size >= self._page_budget
         request.score_decay = self.decay if must_select else None
         num_rounds = self._num_rounds[request] = self._num_rounds.get(request, -1) + must_select
         has_masses = num_rounds > 0 or not must_select
-        return has_masses and request.row.reserve(end)
+        return has_masses and row.reserve(end)
 
-    def _fill_tables(self, request: Request, num_drafts: int) -> None:
+    def _fill_tables(self, request: Request, row: RequestRow, num_drafts: int) -> None:
         """Fill the drafter's tables of a request's row for this round."""
-        assert self._target and self._tables and request.row is not None
-        index = request.row.index
+        assert self._target and self._tables
+        index = row.index
         S = self._target.cache.page_size
         num_computed = request.num_computed_tokens
         end_page = (num_computed + num_drafts) // S + 1
@@ -140,13 +142,13 @@ class Drafter:
             self._top_pages[request] = self._tables.rank_pages(index, first_new, num_top)
         self._tables.fill(index, first_new, end_page, self._top_pages[request])
 
-    def _build_batch(self, requests: Sequence[Request], tokens: Sequence[int], step: int) -> Batch:
+    def _build_batch(self, drafting: Sequence[tuple[Request, RequestRow]], tokens: Sequence[int], step: int) -> Batch:
         """Build the batch of one token of each request, `step` positions after its computed tokens."""
         assert self._target and self._tables
         return pack_tokens(
             self._target.cache,
-            rows=[r.row.index for r in requests if r.row is not None],
-            first_positions=[r.num_computed_tokens + step for r in requests],
+            rows=[row.index for _, row in drafting],
+            first_positions=[r.num_computed_tokens + step for r, _ in drafting],
             fresh=[[t] for t in tokens],
             num_logits=[1] * len(tokens),
             build_tables=self._tables.build_tables,

@@ -7,10 +7,11 @@ finds the places, which are then compared backwards: it is smaller, and forgets 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.request import Request
 from retain.options import NonNegativeInt, PositiveFloat, PositiveInt, Probability, check_bounds
@@ -121,7 +122,7 @@ class Drafter:
     def attach(self, target: TargetModel) -> None:
         """Do nothing: drafts are copied from texts, so no model is needed."""
 
-    def propose(self, draft_limits: Sequence[tuple[Request, int]]) -> None:
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of each request."""
         for request, limit in draft_limits:
             request.set_drafts(self._draft(request, limit))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from time import perf_counter
 
+from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import Drafter, parse_draft_length
 from retain.engine.request import Request, SampledTokens
 from retain.engine.scheduler import ScheduledRequest
@@ -33,7 +34,7 @@ class Speculator:
         """Return the drafter of a request, if it has one."""
         return self.drafters.get(request.input.drafter_name)
 
-    def propose(self, running: Sequence[Request], max_drafts: int) -> float:
+    def propose(self, running: Mapping[Request, RequestRow], max_drafts: int) -> float:
         """Set the drafts of running requests, at most `max_drafts` each. Returns the seconds that drafting took."""
         seconds = 0.0
         for name, drafter in self.drafters.items() if running else ():
@@ -44,7 +45,7 @@ class Speculator:
             else:
                 lengths = self._length_controller(name, drafter).choose_lengths(limits)
             started = perf_counter()
-            drafter.propose([(r, n) for r, n in lengths if n])
+            drafter.propose([(r, n) for r, n in lengths if n], running)
             seconds += perf_counter() - started
         return seconds
 

@@ -101,16 +101,24 @@ class Moment:
 
 
 class CheckpointedRow(Protocol):
-    """What kinds know of a row. It `depends_on_text_alone` unless it went on from an answer."""
+    """What kinds know of a row. It `depends_on_text_alone` unless it went on from an answer.
+
+    It `is_resumed` where it began with a selection of the text's tokens, in any order.
+    """
 
     index: int
-    groups: Sequence[BlockTables]
-    demand: Demand
     evictors: list[BudgetEvictor]
     depends_on_text_alone: bool
-    is_resumed: bool  # whether it began with a selection of the text's tokens, in any order
-    prompt_len: int
+    is_resumed: bool
     unstored: dict[bytes, TextCheckpoint]  # that wait until the pages of its text may be kept
+
+    @property
+    def demand(self) -> Demand:
+        """What it asks the prefix cache for."""
+
+    @property
+    def prompt_len(self) -> int:
+        """Tokens of the prompt."""
 
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let an empty row evict under another resolved policy."""

@@ -79,7 +79,7 @@ class WindowsAndStates:
         """Put the pages into the rings of an empty row. Whole ones are shared, those of the next token copied."""
         for g, t in enumerate(groups):
             S = t.page_size
-            t.resumes_from[row] = self.resumes_from
+            t.rings[row].resumes_from = self.resumes_from
             layers = t.ring_layers(row).tolist()
             found = zip(self.first_pages, self.pages, self.groups, strict=True)
             own = [(first, pages) for first, pages, group in found if group == g]
@@ -95,7 +95,7 @@ class WindowsAndStates:
             if layers:
                 t.peaks[row, layers] = t.counts[row, layers]
                 t.mark_dirty(row)
-                t.rings_shared[row] = True
+                t.rings[row].are_shared = True
 
 
 class CheckpointKind:
@@ -190,7 +190,7 @@ def capture_rings(groups: Sequence[BlockTables], row: int, end: int) -> WindowsA
     first_pages = []
     found: list[tuple[int, Ints]] = []  # group and pages of each layer
     overwritten: list[Ints] = []  # numbers of the pages of each layer that may hold later tokens
-    resumes_from = max(t.resumes_from[row] for t in groups)
+    resumes_from = max(t.rings[row].resumes_from for t in groups)
     layers = [(g, t, layer) for g, t in enumerate(groups) for layer in t.ring_layers(row)]
     for g, t, layer in layers:
         S = t.page_size
@@ -203,7 +203,7 @@ def capture_rings(groups: Sequence[BlockTables], row: int, end: int) -> WindowsA
         first_pages.append(first)
         found.append((g, pages))
         # Nothing is read from the device: a later token, or a rejected draft, took the place of each one before `kept`.
-        kept = min(int(t.written_upto[row]) - capacity, end)
+        kept = min(t.rings[row].written_upto - capacity, end)
         overwritten.append(np.arange(max(-(-kept // S) - first, 0), dtype=np.int32))
         begin = max(kept, first * S)
         resumes_from = max(resumes_from, begin + W - 1 if begin else 0)

@@ -7,22 +7,35 @@ which slot a position gets.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from retain.kernels.api import NO_WINDOW
+from retain.kernels.api import KV, NO_WINDOW
 from retain.kernels.kv_cache_spec import KVCacheGroupSpec
 from retain.kernels.slot_rule import SlotRule
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.page_store import PageStore
+from retain.kv.memory.pool import PagePool
 from retain.types import Ints
 
 UNBOUNDED = 2**30  # a capacity that no text reaches
 EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text has
+
+
+@dataclass
+class RowRings:
+    """The state of a row's rings: shrunk to their windows, and perhaps with pages that others hold, too."""
+
+    are_shrunk: bool = False
+    are_shared: bool = False
+    resumes_from: int = 0  # where a text could go on at the earliest with the rings that the row began with
+    written_upto: int = 0  # no position from there on was ever written, rejected ones included
 
 
 class BlockTables:
@@ -46,13 +59,8 @@ class BlockTables:
         L = len(group.layers)
         G = group.num_kv_heads
         self.store = store
-        self.pool = store.pool
-        self.kv = store.kv
-        self.page_size = store.page_size
+        self.group = group
         self.block_size = block_size or store.page_size
-        self.is_state = group.is_state
-        self.layers: Ints = np.array(group.layers, np.int32)  # their numbers in the model, [L]
-        self.max_pages = max_pages  # of one head, for the longest text
         self.pages: Ints = np.zeros((N, L, G, max_pages + EXTRA_TABLE_PAGES), np.int32)
         self.counts: Ints = np.zeros((N, L, G), np.int32)
         self.peaks: Ints = np.zeros((N, L, G), np.int32)  # most pages that were ever owned
@@ -60,17 +68,44 @@ class BlockTables:
         self.capacity: Ints = np.full((N, L), UNBOUNDED, np.int32)  # slots that a head may own
         self.ring_base: Ints = np.zeros((N, L), np.int32)
         self.headroom: Ints = np.zeros((N, L), np.int32)  # slots owned beyond those of the tokens there are
-        self.written_upto: Ints = np.zeros(N, np.int32)  # no position from there on was ever written, rejected ones too
-        self.resumes_from = [0] * N  # of the rings that a row began with
         self.allocated_upto = [0] * N  # positions below this have their pages in every layer, to be written
-        self.rings_shrunk = [False] * N
-        self.rings_shared = [False] * N  # whether others may hold pages of the row's rings
+        self.rings = [RowRings() for _ in range(N)]
         self.free_rows = list(range(N - 1, -1, -1))
         self.demoted: DemotedBlockTables | None = None
         if demoted_store:
             self.demoted = DemotedBlockTables(demoted_store, N, L, G, max_pages * self.page_size)
         self.on_device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, self.demoted)
         self.rings_on_device = DeviceRows([self.ring_base, self.capacity], store.kv.device)
+
+    @property
+    def pool(self) -> PagePool:
+        """What counts the pages of all groups."""
+        return self.store.pool
+
+    @property
+    def kv(self) -> KV:
+        """The memory of the pages."""
+        return self.store.kv
+
+    @property
+    def page_size(self) -> int:
+        """Slots of a page."""
+        return self.store.page_size
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of one head, for the longest text."""
+        return self.pages.shape[3] - EXTRA_TABLE_PAGES
+
+    @cached_property
+    def layers(self) -> Ints:
+        """The numbers of the layers in the model, [L]."""
+        return np.array(self.group.layers, np.int32)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether the layers have no attention: see KVCacheGroupSpec."""
+        return self.group.is_state
 
     @property
     def open_rows(self) -> list[int]:
@@ -83,11 +118,8 @@ class BlockTables:
         self.window[row] = windows
         self.capacity[row] = capacities
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
-        self.written_upto[row] = 0
-        self.resumes_from[row] = 0
         self.allocated_upto[row] = 0
-        self.rings_shrunk[row] = False
-        self.rings_shared[row] = False
+        self.rings[row] = RowRings()
         self.mark_dirty(row, dense=True)
         return row
 
@@ -125,12 +157,17 @@ class BlockTables:
 
         What a ring holds follows on the host: the last `capacity` positions, whose rejected ones left holes.
         """
-        np.maximum.at(self.written_upto, rows, positions.astype(np.int32) + 1)
+        if not (self.window[rows] < NO_WINDOW).any():
+            return
+        ends = np.zeros(len(self.rings), np.int32)
+        np.maximum.at(ends, rows, positions.astype(np.int32) + 1)
+        for row in np.flatnonzero(ends).tolist():
+            self.rings[row].written_upto = max(self.rings[row].written_upto, int(ends[row]))
 
     def note_shared_rings(self, row: int, num_computed_tokens: int) -> None:
         """Note that others hold pages of a row's rings from now on: it must not write into these."""
         begin = num_computed_tokens // self.page_size * self.page_size
-        self.rings_shared[row] = True
+        self.rings[row].are_shared = True
         self.allocated_upto[row] = min(self.allocated_upto[row], begin)
 
     def owned(self, row: int) -> NDArray[np.bool_]:

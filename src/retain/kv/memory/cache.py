@@ -65,7 +65,7 @@ class KVCache:
             return True
         if not ensure_pages([self], row, upto):
             return False
-        if t.rings_shared[row]:
+        if t.rings[row].are_shared:
             self._replace_shared_pages(row, upto)
         had = t.counts[row]  # [L, G]
         wanted = self._wanted_pages(row, upto)
@@ -81,7 +81,7 @@ class KVCache:
         owned = wanted[:, 0] * S
         upto_by_layer = np.where(owned >= t.capacity[row], UNBOUNDED, t.ring_base[row] + owned - t.headroom[row])
         t.allocated_upto[row] = int(upto_by_layer.min())
-        if t.rings_shared[row]:
+        if t.rings[row].are_shared:
             t.allocated_upto[row] = min(t.allocated_upto[row], -(-upto // S) * S)
         return True
 
@@ -94,12 +94,12 @@ class KVCache:
         if upto <= t.allocated_upto[row]:
             return 0
         missing = int((self._wanted_pages(row, upto) - t.counts[row]).sum())
-        return missing + (len(self._shared_ring_pages(row, upto)[0]) if t.rings_shared[row] else 0)
+        return missing + (len(self._shared_ring_pages(row, upto)[0]) if t.rings[row].are_shared else 0)
 
     def release_shared_pages(self, row: int, upto: int) -> None:
         """Let cached snapshots go that hold pages which the row writes over: there are none to take instead."""
         t = self.tables
-        if t.rings_shared[row] and t.pool.uncache_callback:
+        if t.rings[row].are_shared and t.pool.uncache_callback:
             t.pool.uncache_callback(t.pages[row][self._shared_ring_pages(row, upto)])
 
     def _shared_ring_pages(self, row: int, upto: int) -> tuple[Ints, Ints, Ints]:
@@ -130,7 +130,7 @@ class KVCache:
             t.pages[row][where] = t.store.copy_of(shared)
             t.pool.free(shared)
             t.mark_dirty(row)
-        t.rings_shared[row] = bool((t.pool.ref_counts[t.ring_pages(row)] > 1).any())
+        t.rings[row].are_shared = bool((t.pool.ref_counts[t.ring_pages(row)] > 1).any())
 
     def _wanted_pages(self, row: int, upto: int) -> Ints:
         """Return the pages of each head for all positions below `upto`, [L, G], or those that it owns already."""
@@ -165,8 +165,8 @@ class KVCache:
         rings = t.ring_layers(dst)
         t.capacity[dst, rings] = t.capacity[src, rings]
         t.ring_base[dst, rings] = t.ring_base[src, rings]
-        t.written_upto[dst] = t.written_upto[src]
-        t.resumes_from[dst] = t.resumes_from[src]
+        t.rings[dst].written_upto = t.rings[src].written_upto
+        t.rings[dst].resumes_from = t.rings[src].resumes_from
         num_shared = np.zeros_like(t.counts[src])  # [L, G]
         num_shared[rings] = t.counts[src, rings]
         if can_share:
@@ -189,9 +189,9 @@ class KVCache:
         """Shrink rings to their window and free the rest: from now on one token a step is written."""
         t = self.tables
         S = self.tables.page_size
-        if t.rings_shrunk[row]:
+        if t.rings[row].are_shrunk:
             return
-        t.rings_shrunk[row] = True
+        t.rings[row].are_shrunk = True
         capacity = ring_capacities(t.window[row], 1, S, t.block_size)
         freed = []
         for layer in np.flatnonzero((capacity < t.capacity[row]) & (t.window[row] < NO_WINDOW)):

@@ -20,7 +20,7 @@ class RingSnapshot:
         self.pages: Ints = tables.pages[row][self.rings]
         tables.pool.incref(self.pages)
         self.num_computed_tokens = num_computed_tokens
-        self.written_upto = int(tables.written_upto[row])
+        self.written_upto = tables.rings[row].written_upto
         tables.note_shared_rings(row, num_computed_tokens)
 
     def restore(self, position: int) -> None:
@@ -32,7 +32,7 @@ class RingSnapshot:
         t.pool.free(t.ring_pages(row))
         t.pages[row][self.rings] = self.pages
         t.counts[row, layers] = self.counts[layers]
-        t.written_upto[row] = self.written_upto
+        t.rings[row].written_upto = self.written_upto
         t.mark_dirty(row)
         t.note_shared_rings(row, self.num_computed_tokens)
         t.store.punch_from(t.pages[row][t.owned(row)], position)

@@ -81,7 +81,7 @@ def attach_pages(
         t.peaks[row] = t.counts[row]
         t.mark_dirty(row)
         t.allocated_upto[row] = plan.length
-        t.written_upto[row] = plan.length
+        t.rings[row].written_upto = plan.length
         r = layout.groups[g].pages_per_block
         for layer, held in zip(t.layers[layers].tolist(), pages, strict=True):
             if not plan.selective:

@@ -8,9 +8,9 @@ the model. What a text leaves is pages and checkpoints (kv/checkpoints). A quest
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -24,68 +24,20 @@ from retain.kv.prefix.attach import PagesOfText, attach_pages, num_own_pages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
-from retain.kv.prefix.node import NO_BLOCKS, NO_PAGES, EvictionRecord, Node, PrefixMatch
+from retain.kv.prefix.node import NO_PAGES, EvictionRecord, PrefixMatch
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.snapshot_ladder import SnapshotLadder
-from retain.kv.prefix.tiers import StoredCheckpoint, Tiers
+from retain.kv.prefix.start import Begun, HeldCheckpoint, Start, StoredCheckpoint
+from retain.kv.prefix.tiers import Tiers
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.manager import Offloader
 from retain.kv.stores.selective.loader import SelectiveLoader
-from retain.kv.stores.span import ReadJob, SpanRange
+from retain.kv.stores.span import ReadJob
 from retain.kv.text import Text
 from retain.types import Ints
 
-
-class HeldCheckpoint(NamedTuple):
-    """A checkpoint of the tree."""
-
-    kind: CheckpointKind
-    key: bytes
-    checkpoint: TextCheckpoint
-    node: Node
-
-
 Option = tuple[Reach, HeldCheckpoint | None]  # where a row may begin with a checkpoint, or without any of its kind
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where a row may begin: after `position` tokens of a text, with blocks [K, n] and checkpoints, or with spans.
-
-    At `branch_point` more texts could branch off (0: nowhere), if the row left checkpoints there. `further` is where
-    it may begin with spans of stores, if loading them takes less time than computing.
-    """
-
-    text: Text
-    demand: Demand
-    position: int = 0
-    blocks: Ints = field(default_factory=lambda: NO_BLOCKS)
-    nodes: Sequence[Node] = ()  # that hold these blocks
-    checkpoints: Sequence[HeldCheckpoint] = ()
-    span_ranges: Sequence[SpanRange] = ()  # of blocks behind those of the tree
-    stored: Sequence[StoredCheckpoint] = ()
-    branch_point: int = 0
-    further: Start | None = None
-
-    @property
-    def page_list(self) -> Ints:
-        """The pages of the tree that it needs."""
-        return np.concatenate([self.blocks[self.blocks > 0], *(c.checkpoint.page_list for c in self.checkpoints)])
-
-
-@dataclass(frozen=True)
-class Begun:
-    """What a row was given: `position` computed tokens, and checkpoints that are due when it has computed more.
-
-    `load` is still reading; `is_sparse` where it reads only important tokens. `state_load` has read a checkpoint.
-    """
-
-    position: int = 0
-    due: Sequence[HeldCheckpoint] = ()
-    load: LayerLoader | None = None
-    is_sparse: bool = False
-    state_load: LoadStats | None = None
 
 
 class PrefixCache:
@@ -176,6 +128,7 @@ class PrefixCache:
             nodes=match.nodes,
             checkpoints=[held for x in chosen if x and (held := x[1])],
             branch_point=self._branch_point(limit, position, demand),
+            num_shared_pages=self._num_shared_pages(match.pages[:, : position // B], demand),
         )
 
     def _options(
@@ -188,6 +141,10 @@ class PrefixCache:
                 first, last = kind.reach(demand, checkpoint)
                 yield Reach(first, min(last, end.reach)), HeldCheckpoint(kind, key.name, checkpoint, end.node)
 
+    def _num_shared_pages(self, blocks: Ints, demand: Demand) -> int:
+        """Return how many pages of these blocks are in the tables of rows already; a budget copies them."""
+        return 0 if demand.policy.has_budget else int(np.count_nonzero(self.pool.ref_counts[blocks] > 1))
+
     def _branch_point(self, limit: int, position: int, demand: Demand) -> int:
         """Return the last end of a block up to which pages are cached, if checkpoints there would let texts go on."""
         if demand.policy.score_key:
@@ -197,13 +154,6 @@ class PrefixCache:
                 limit = min(limit, kind.reach(demand, None).last)
         B = self.layout.block_size
         return limit // B * B if limit // B * B > position else 0
-
-    def num_shared_pages(self, start: Start) -> int:
-        """Return how many of the pages that a row begins with are in the tables of other rows already."""
-        if start.demand.policy.has_budget:
-            return 0
-        shared = start.blocks[:, : start.position // self.layout.block_size]
-        return int(np.count_nonzero(self.pool.ref_counts[shared] > 1))
 
     def _find_further(self, link: bytes, match: PrefixMatch, start: Start) -> Start | None:
         """Return where the stores would let a row begin, behind where the tree does."""
@@ -277,6 +227,7 @@ class PrefixCache:
         if not self.enabled:
             return Begun()
         self.num_queried_tokens += len(start.text)
+        seen = self._record_text(start.text, start.demand.policy)
         begun: Begun | None = None
         further = start.further
         if further and not (was_preempted and further.span_ranges and self._is_selective) and self._should_load(start):
@@ -288,7 +239,8 @@ class PrefixCache:
                 self.pool.free(held)
         begun = begun or (self._attach(row, start) if start.position else None) or Begun()
         self.num_reused_tokens += begun.position
-        return begun
+        branch_point = start.branch_point if start.branch_point > begun.position else 0
+        return replace(begun, branch_point=branch_point, seen=seen)
 
     @property
     def _is_selective(self) -> bool:
@@ -352,7 +304,7 @@ class PrefixCache:
             self.pool.free(held)
         self.tree.touch(start.nodes, [(c.node, c.key) for c in start.checkpoints])
         load = self._start_load(row, start, pages, jobs) if start.span_ranges or start.stored else None
-        return Begun(position, due, load, load is not None and selective)
+        return Begun(position, 0, due, load, load is not None and selective)
 
     def _start_load(
         self, row: CheckpointedRow, start: Start, pages: PagesOfText, jobs: dict[int, list[ReadJob]]
@@ -501,7 +453,7 @@ class PrefixCache:
         self.tree.history = self.tree.history or PrefixHistory()
         return self.tree.history
 
-    def record_text(self, text: Text, policy: EvictionPolicy) -> SeenText | None:
+    def _record_text(self, text: Text, policy: EvictionPolicy) -> SeenText | None:
         """Remember a text that a row begins to compute, where there is a history."""
         if not self.tree.history:
             return None

@@ -6,62 +6,17 @@ It knows tokens and no text. It looks only below root hashes of the query's own 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 from time import monotonic
-
-import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.checkpoints import Key, checkpoint_name
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.prefix.cache import PrefixCache, Start
+from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.history import PrefixHistory, SeenText
+from retain.kv.prefix.start import NO_TOKENS, MissReason, PrefixDiagnosis, Start
 from retain.kv.text import hash_block, hash_blocks, iter_end_hashes
-from retain.types import Ints
-
-NO_TOKENS: Ints = np.zeros(0, np.int32)
-
-
-class MissReason(Enum):
-    """Why a prompt began with no more cached tokens than it did."""
-
-    COMPLETE = "complete"  # it began with everything that can be skipped
-    WHOLE_BLOCKS = "whole_blocks"  # more of it is known, inside a block: running texts and tiers share whole ones
-    NEW_TEXT = "new_text"  # it continues a cached text, and nothing was computed before
-    FIRST_TEXT = "first_text"  # no text of this salt is known
-    DIVERGED = "diverged"  # the nearest text goes on with other tokens
-    EVICTED = "evicted"
-    NOT_STORED = "not_stored"  # it was computed, but not kept
-    IN_PROGRESS = "in_progress"  # another request is computing it
-    OTHER_POLICY = "other_policy"  # it was computed with other windows, so under another policy
-    OWN_POLICY = "own_policy"  # the request's policy needs the queries of these tokens
-    NO_SNAPSHOT = "no_snapshot"  # nothing of sliding layers is kept between what it began with and what is cached
-    NO_STATE = "no_state"  # the same between what a budget went on from and what it has seen of the text
-    NO_PAGES = "no_pages"  # the pool had no pages to attach it
-    NOT_LOADED = "not_loaded"  # a tier has it, and computing was estimated to be faster
-    OTHER_FORMAT = "other_format"  # a tier has it in another precision or page size
-    OFF = "off"  # the engine caches no prefixes
-
-
-@dataclass(frozen=True)
-class PrefixDiagnosis:
-    """What a prompt began with, and why not with more."""
-
-    prompt: Ints
-    num_cached_tokens: int
-    reason: MissReason = MissReason.COMPLETE
-    nearest: Ints = field(default_factory=lambda: NO_TOKENS)  # the nearest cached text of the same salt
-    common_length: int = 0  # tokens that the prompt and the nearest text share
-    known_length: int = 0  # tokens that were computed before, whatever became of them
-    age: float | None = None  # seconds since the eviction
-    detail: str = ""  # a policy, an option, or a format
-
-    @property
-    def num_computed_tokens(self) -> int:
-        """Tokens of the prompt that had to be computed."""
-        return len(self.prompt) - self.num_cached_tokens
 
 
 def _max_skipped(start: Start) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
@@ -12,19 +11,12 @@ from retain.kv.checkpoints import CheckpointedRow, CheckpointKind, Demand, TextC
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.prefix.node import Node
+from retain.kv.prefix.start import StoredCheckpoint
 from retain.kv.stores.checkpoint_spans import CheckpointSpans
 from retain.kv.stores.manager import Offloader
 from retain.kv.stores.span import CorruptionError, ReadJob, SpanRange, Store
 from retain.kv.text import Text, hash_block
 from retain.types import Ints
-
-
-class StoredCheckpoint(NamedTuple):
-    """A checkpoint of a store."""
-
-    kind: CheckpointKind
-    key: bytes
-    place: SpanRange
 
 
 class Tiers:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from retain.engine.request import Request
 from retain.kernels.kv_cache_spec import StateSpec
 from retain.kv.eviction import policies
-from retain.kv.prefix.diagnosis import PrefixDiagnosis
+from retain.kv.prefix.start import PrefixDiagnosis
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
@@ -123,18 +123,19 @@ class Inspector(Observer):
         scheduler = self.llm.engine.scheduler
         stats = cache.pool_stats()
         page_states, page_rows = cache.classify_pages()
-        windows = cache.windows(self.llm.policy)
+        windows = cache.planner.windows(self.llm.policy)
         tracked = self._requests_of_key(key_name)
         running, waiting = (
             [r for r in requests if is_operator or self._key_names.get(r) == key_name]
             for requests in (scheduler.running, scheduler.waiting)
         )
         if not is_operator:
-            own = np.isin(page_rows, [r.row.index for r in running if r.row is not None])
+            own = np.isin(page_rows, [scheduler.running[r].index for r in running])
             page_states = np.where(own, page_states, PAGE_STATES.index("free")).astype(np.int8)
             pages = np.bincount(page_states[1:], minlength=len(PAGE_STATES)).tolist()
             stats = PoolStats({}, 0, stats.page_bytes, dict(zip(PAGE_STATES, pages, strict=True)), {}, [])
-        request_id_of_row = {t.request.row.index: t.request.id for t in tracked if t.request.row is not None}
+        ids = {t.request.id for t in tracked}
+        request_id_of_row = {row.index: r.id for r, row in scheduler.running.items() if r.id in ids}
         tokens = self.num_generated_tokens
         return {
             "time": time(),
@@ -168,8 +169,9 @@ class Inspector(Observer):
             return None
         request = tracked.request
         trace = tracked.attention_trace
-        if request.row is not None and request.num_computed_tokens:
-            request.row.record_attention(trace, request.num_computed_tokens)
+        row = self.llm.engine.scheduler.running.get(request)
+        if row and request.num_computed_tokens:
+            self.llm.cache.rows[row.index].record_attention(trace)
         for token in request.tokens[len(tracked.token_texts) :]:
             tracked.token_texts.append(self.llm.tokenizer.token_bytes(token).decode(errors="replace"))
         mass, kept = trace.scores(None if layer is None else self.caches[layer])
@@ -201,12 +203,11 @@ class Inspector(Observer):
 
     def _summarize(self, tracked: TrackedRequest) -> dict[str, Any]:
         request = tracked.request
-        state = "waiting" if request.row is None else "running"
-        num_pages = request.stats.num_final_pages
+        row = self.llm.engine.scheduler.running.get(request)
+        state = "running" if row else "waiting"
+        num_pages = row.num_pages if row else request.stats.num_final_pages
         if request.finish_reason:
             state = request.finish_reason.value
-        elif request.row is not None:
-            num_pages = request.row.num_pages
         return {
             "id": request.id,
             "started_at": tracked.started_at,

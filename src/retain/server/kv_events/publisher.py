@@ -87,7 +87,7 @@ class KVEventPublisher:
 
     def follow(self, cache: KVCacheManager) -> None:
         """Publish what a cache holds from now on. Call it in the thread of its engine. Raises ValueError."""
-        cache.observe_prefixes(self.queue)
+        cache.prefix_cache.set_observer(self.queue)
 
     def close(self) -> None:
         """Stop publishing and free the addresses."""

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from retain.kv.prefix.diagnosis import MissReason, PrefixDiagnosis
+from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import hash_blocks
 from retain.processing.input import GenerateRequest
 from retain.processing.prefix_report import NO_MISS

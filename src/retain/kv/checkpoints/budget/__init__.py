@@ -151,7 +151,7 @@ class CheckpointKind:
         index = row.index
         for t in self.groups:
             t.allocated_upto[index] = position
-            t.written_upto[index] = position
+            t.rings[index].written_upto = position
         if checkpoint.windows:
             checkpoint.windows.attach(self.groups, index, position)
         for g, part in zip(checkpoint.groups, checkpoint.evictors, strict=True):
