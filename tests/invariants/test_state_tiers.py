@@ -34,6 +34,7 @@ from tests.helpers import engines
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
+from tests.helpers.stored_spans import data_offset, span_files
 from tests.helpers.tiers import disk_spec, disk_store_of, offloader_of
 from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
@@ -166,7 +167,7 @@ def begin(policy: str, pauses: Pauses, turns: int = 2, **more: Any) -> list[int]
 
 def damage_pages(path: Path) -> None:
     """Change a bit of K."""
-    change(path, lambda data: 100)
+    change(path, lambda data: data_offset(data.tobytes()) + 100)
 
 
 def damage_metadata(path: Path) -> None:
@@ -175,19 +176,19 @@ def damage_metadata(path: Path) -> None:
 
 
 def change(path: Path, place: Callable[[np.ndarray], int]) -> None:
-    for file in path.rglob("*.kv"):
+    for file in span_files(path):
         data = np.fromfile(file, np.uint8)
         data[place(data)] ^= 4
         data.tofile(file)
 
 
 def truncate(path: Path) -> None:
-    for file in path.rglob("*.kv"):
+    for file in span_files(path):
         os.truncate(file, file.stat().st_size // 2)
 
 
 def unlink(path: Path) -> None:
-    for file in path.rglob("*.kv"):
+    for file in span_files(path):
         file.unlink()
 
 
@@ -275,7 +276,7 @@ def test_states_of_another_model_cache_or_gate_are_never_read(
     pauses.close()
 
 
-READ = "retain.kv.stores.disk_reader.DiskReader.read_blocks"
+READ = "retain.kv.stores.reader.StoredSpanReader.read_blocks"
 UPLOAD = "retain.kv.stores.whole_pages.WholePageTransfer.upload"
 
 
@@ -330,7 +331,7 @@ def test_metadata_that_make_no_sense_are_a_miss(
     text = begin(H2O, pauses, 1)
     (store,) = offloader_of(pauses.engine).stores
     (span,) = store.span_index
-    metadata = span.view_metadata(span.data)
+    metadata = span.view_metadata(store.bucket.objects[span.name].data)
     at = metadata.tobytes().index(b'"position": ') + len('"position": ')
     metadata[at] = position[0]
     found = ask(pauses.engine, text, H2O)
@@ -382,7 +383,7 @@ def test_computing_that_is_faster_reads_nothing(tmp_path: Path) -> None:
 def states_of(engine: Engine) -> list[int]:
     """Return the positions of the states in the last store."""
     offloader_of(engine).sync()
-    return sorted(s.min_resume_position for s in disk_store_of(engine).span_index if s.kind == "state")
+    return sorted(s.resumes_from for s in disk_store_of(engine).span_index if s.kind == "state")
 
 
 def test_disk_keeps_the_states_that_the_tree_keeps(tmp_path: Path) -> None:

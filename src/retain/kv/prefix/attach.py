@@ -148,7 +148,7 @@ def _page_sources(
         for layer in t.ring_layers(row).tolist():
             first = _first_visible_page(plan.length, int(t.window[row, layer]), t.page_size)
             if plan.offloaded_windows:
-                start_block = first - plan.offloaded_windows.span.window_starts[ring_layer]
+                start_block = first - end_page + plan.offloaded_windows.span.num_blocks[ring_layer]
                 offloaded = [(plan.offloaded_windows, ring_layer, start_block, end_page - first)]
                 yield PageSource(g, layer, first, end_page - first, NO_PAGES, offloaded)
             elif plan.sliding_windows:

@@ -214,7 +214,7 @@ class PrefixCache:
         found: SpanRange | None = None
         if num_full < len(windows):
             candidates = ((i, offloader.find_windows(keys[i - 1])) for i in range(end_page, length // S, -1))
-            usable = ((i, w) for i, w in candidates if w and w.span.min_resume_position <= i * S)
+            usable = ((i, w) for i, w in candidates if w and w.span.resumes_from <= i * S)
             end_page, found = next(usable, (0, None))
             ranges = offloader.find_spans(keys[num_matched:end_page]) if num_full else []
         if end_page * S <= length:

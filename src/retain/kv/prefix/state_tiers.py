@@ -134,7 +134,7 @@ class StateTiers:
         `block_hashes` are those of the text's whole blocks.
         """
         for position, key in self._keys(block_hashes, tokens, after):
-            if (span := self.spans.find(key)) and span.span.min_resume_position == position:
+            if (span := self.spans.find(key)) and span.span.resumes_from == position:
                 return FoundState(position, span, position - after)
         return None
 

@@ -129,7 +129,7 @@ class LayerLoader:
     def delete_loaded_spans(self) -> None:
         """Delete the spans of which every block was loaded, where a store need not keep them."""
         for store, span in self.loaded_spans:
-            if not store.write_through and not span.window_starts:
+            if not store.write_through and span.kind == "text":
                 store.delete(span)
 
 

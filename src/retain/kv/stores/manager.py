@@ -120,7 +120,7 @@ class Offloader:
         """Whether reading these ranges takes less time than computing the tokens. Records a use of their spans."""
         bytes_by_store: dict[str, int] = {}
         for r in ranges:
-            size = r.span.size if r.span.window_starts else r.span.size * (r.end - r.begin) // len(r.span.keys)
+            size = r.span.size * (r.end - r.begin) // len(r.span.keys)
             if self.probe_config and r.span.is_reordered:
                 size = int(self.probe_config.ratio * size)
             bytes_by_store[r.store.name] = bytes_by_store.get(r.store.name, 0) + size
@@ -175,8 +175,8 @@ class Offloader:
                     (_window_key(keys[-1]),),
                     start_page + len(keys),
                     layer_pages=[(g, p.T) for g, p in zip(sliding_windows.groups, sliding_windows.pages, strict=True)],
-                    window_starts=sliding_windows.first_pages,
-                    min_resume_position=sliding_windows.min_resume_position,
+                    kind="windows",
+                    resumes_from=sliding_windows.min_resume_position,
                 )
 
     def _layer_pages(self, blocks: Ints) -> list[tuple[int, Ints]]:
@@ -189,17 +189,17 @@ class Offloader:
         keys: tuple[bytes, ...],
         start_page: int,
         layer_pages: list[tuple[int, Ints]],  # the group and the pages [p, G] of each layer
-        window_starts: Sequence[int] = (),
-        min_resume_position: int = 0,
+        kind: str = "text",
+        resumes_from: int = 0,
     ) -> None:
-        probes = None if window_starts else self.probe_config
+        probes = self.probe_config if kind == "text" else None
         span = Span(
             keys=keys,
             num_blocks=tuple(len(pages) for _, pages in layer_pages),
             block_bytes=max(self.groups[g].block_bytes for g, _ in layer_pages),
             start_page=start_page,
-            window_starts=tuple(window_starts),
-            min_resume_position=min_resume_position,
+            kind=kind,
+            resumes_from=resumes_from,
             metadata_bytes=probes.metadata_size(len(layer_pages), len(keys), self.kv) if probes else 0,
         )
         data = self.allocate_span(store, span)

@@ -1,16 +1,15 @@
-"""Spans: consecutive pages of a text in one piece, as stores keep them; and the interfaces of stores and readers.
+"""Spans: blocks of consecutive pages with keys and metadata, as stores keep them; the interfaces of stores and readers.
 
-A block is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its values. Blocks
-of a span have one size; where layers differ, those with fewer bytes are padded. A span of text has one key for each
-block of the prefix cache, and in every layer as many blocks for a key as that has pages: the chained hash of those
-tokens names them. The windows of sliding layers are a span of one key. Each of its layers has as many blocks as its
-window takes. Spans of evicted states are described in state_spans.py.
+A block is some bytes of one layer, such as one page of every kv head. Blocks of a span have one size; where layers
+differ, those with fewer bytes are padded. A span of text has one key for each block of the prefix cache, and in every
+layer as many blocks for a key as that has pages. Spans of other kinds lie at the end of a text, and are used as a
+whole. docs/design/stores.md describes them and their files.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -31,33 +30,22 @@ class Span:
     keys: tuple[bytes, ...]
     num_blocks: tuple[int, ...]  # in each layer
     block_bytes: int
-    start_page: int = 0  # pages of the text before the span
-    window_starts: tuple[int, ...] = ()  # windows only: the page of the text at which each layer starts
-    min_resume_position: int = 0  # windows and states only: the first position at which a text can continue
+    start_page: int = 0  # blocks of the text before the span; before its end where it is of another kind than text
+    kind: str = "text"  # or the name of what a text leaves behind at a position
+    resumes_from: int = 0  # the first position from which a text can go on with it; 0 for text
     metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
     is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
     hits: int = 1  # how often the span was used
     last_used_at: float = 0.0  # seconds since 1970
     data: Bytes | None = None  # all bytes, if the span is in memory
     attention_share: float = 1.0  # attention that it received, relative to the average
+    content_id: int | None = None  # identifies the bytes for caches of blocks; None: they are in memory already
 
     def __post_init__(self) -> None:
         self.last_used_at = self.last_used_at or time()
         sizes = [*(n * self.block_bytes for n in self.num_blocks), self.metadata_bytes]
         aligned = [-(-n // IO_ALIGNMENT) * IO_ALIGNMENT for n in sizes]
         self.offsets = [0, *accumulate(aligned)]  # of each layer, of the metadata, and the end
-
-    @property
-    def kind(self) -> str:
-        """Return what the span has: text, windows or state."""
-        if self.window_starts:
-            return "windows"
-        return "state" if self.min_resume_position else "text"
-
-    @property
-    def content_id(self) -> int | None:
-        """Identify the span's bytes for caches of blocks; None: its blocks are in memory already."""
-        return None
 
     @property
     def size(self) -> int:
@@ -103,28 +91,6 @@ class SpanReader(Protocol):
 
     def close(self) -> None:
         """Release the span."""
-
-
-@dataclass(frozen=True)
-class MemoryReader:
-    """Reads a span that is in memory."""
-
-    span: Span
-    data: Bytes
-    on_read: Callable[[int], None] | None = None  # called with the number of bytes read
-
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
-        """Return a view of the blocks."""
-        if self.on_read:
-            self.on_read((end - begin) * self.span.block_bytes)
-        return self.span.view_layer(self.data, layer)[begin:end]
-
-    def read_metadata(self) -> Bytes:
-        """Return a view of the metadata."""
-        return self.span.view_metadata(self.data)
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 class Store(Protocol):
@@ -183,7 +149,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class SpanRange:
-    """Pages `begin` to `end` of a span: that many blocks of each layer, or all blocks of a span of windows."""
+    """Keys `begin` to `end` of a span and their blocks, or the whole of a span of another kind than text."""
 
     store: Store
     span: Span

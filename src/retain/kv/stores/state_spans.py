@@ -58,7 +58,8 @@ class StateSpans:
                 num_blocks=tuple(len(run.pages) for run in runs),
                 block_bytes=max(self.transfers[run.pool].page_bytes for run in runs),
                 start_page=start_page,
-                min_resume_position=position,
+                kind="state",
+                resumes_from=position,
                 metadata_bytes=len(metadata),
             )
             data = self.offloader.allocate_span(store, span)
