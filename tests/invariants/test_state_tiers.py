@@ -276,7 +276,7 @@ def test_states_of_another_model_cache_or_gate_are_never_read(
     pauses.close()
 
 
-READ = "retain.kv.stores.reader.StoredSpanReader.read_blocks"
+READ = "retain.kv.stores.reader.SpanReader.read_blocks"
 UPLOAD = "retain.kv.stores.whole_pages.WholePageTransfer.upload"
 
 

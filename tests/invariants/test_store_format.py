@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from retain.kv.stores.span import Span, SpanFormat, alloc_aligned
-from retain.kv.stores.store import BucketStore
+from retain.kv.stores.store import Store
 from retain.kv.stores.tiers import parse
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
@@ -59,7 +59,7 @@ def test_a_reader_from_the_page_alone_reads_every_file(kind: str, place: str, tm
         run_to_completion(engine, [make_request([7 * i % 128 for i in range(200)], 4, policy)])
         offloader_of(engine).sync()
     store = offloader_of(engine).stores[0]
-    assert isinstance(store, BucketStore)
+    assert isinstance(store, Store)
     files = read_place(place, tmp_path, s3)
     known = {name.rpartition("kv/")[2]: span for name, span in store.catalog.span_of_name.items()}
     assert files and set(known) <= set(files)
@@ -73,7 +73,7 @@ def test_a_reader_from_the_page_alone_reads_every_file(kind: str, place: str, tm
     engine.cache.prefix_cache.close_offloader()
 
 
-def check_equal(store: BucketStore, span: Span, found: ReadSpan) -> None:
+def check_equal(store: Store, span: Span, found: ReadSpan) -> None:
     """What the page's reader read is what the engine reads."""
     assert (tuple(found.keys), tuple(map(len, found.layers))) == (span.keys, span.num_blocks)
     own = (span.kind, span.start_page, span.resumes_from, span.is_reordered)

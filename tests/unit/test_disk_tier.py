@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.stores.store import BucketStore
+from retain.kv.stores.store import Store
 from retain.kv.stores.tiers import parse
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.stored_spans import (
@@ -261,7 +261,7 @@ def test_failing_writes_are_logged_once_and_counted(
 def test_a_store_that_writes_too_slowly_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(BucketStore, "max_queued_bytes", 0)
+    monkeypatch.setattr(Store, "max_queued_bytes", 0)
     store = open_disk_store(tmp_path)
     assert not store.accepts(4096) and not store.accepts(4096) and store.counts["skipped"] == 2
     assert [r.levelno for r in caplog.records if "too slow" in r.getMessage()] == [logging.WARNING]

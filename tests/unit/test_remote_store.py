@@ -7,17 +7,27 @@ import sys
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from struct import unpack_from
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from retain.kv.stores import read_ahead
+from retain.kv.stores import reader
 from retain.kv.stores.bucket import ObjectInfo
 from retain.kv.stores.circuit_breaker import CircuitBreaker
 from retain.kv.stores.span import CorruptionError, Span, SpanFormat
-from retain.kv.stores.span_file import decode_header, encode_header, header_size, span_name
+from retain.kv.stores.span_file import (
+    FORMAT_VERSION,
+    MAGIC,
+    PREFIX,
+    checksum,
+    decode_header,
+    encode_header,
+    header_size,
+    span_name,
+)
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.cli import assert_one_line_error, run_cli
@@ -97,7 +107,7 @@ def test_circuit_breaker_waits_longer_after_each_failure_and_closes_after_a_prob
 def test_blocks_do_not_depend_on_the_size_of_ranges(
     range_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(read_ahead, "RANGE_BYTES", range_bytes)
+    monkeypatch.setattr(reader, "RANGE_BYTES", range_bytes)
     with closing(open_store(tmp_path)) as store:
         store.put(*make_span(range(4), num_layers=5))
         store.sync()
@@ -169,3 +179,26 @@ def test_without_obstore_one_line_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ValueError, match=r"pip install 'retain\[remote\]'"):
         parse("remote:url=memory:///").open()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": ""},
+        {"num_blocks": [float("inf")] * 3},
+        {"block_bytes": -1},
+        {"about": 7},
+        {"kind": None, "num_blocks": None},
+        {"about": json.loads("[" * 500 + "]" * 500)},
+    ],
+)
+def test_a_header_that_makes_no_sense_is_damage(change: dict[str, object]) -> None:
+    """Also where its checksum and its name are right: others may write into a bucket."""
+    span, header, info = make_object(range(3))
+    num_text, num_sums = unpack_from("<II", header, 12)
+    fields = json.loads(header[28 : 28 + num_text]) | change
+    text, sums = json.dumps(fields).encode(), header[28 + num_text : 28 + num_text + 8 * num_sums]
+    keys = () if fields["keys"] == "" else span.keys
+    forged = PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), num_sums, checksum(text + sums)) + text + sums
+    with pytest.raises(CorruptionError):
+        decode_header(forged, ObjectInfo(span_name(FINGERPRINT, keys, False), info.size, 1.0))

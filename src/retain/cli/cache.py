@@ -13,8 +13,8 @@ from typing import Any
 from retain.kv.stores import maintenance, tiers
 from retain.kv.stores.bucket import Bucket, ObjectInfo
 from retain.kv.stores.folder import LockedFolder, check_version
-from retain.kv.stores.span import CorruptionError
-from retain.kv.stores.span_file import StoredSpan, VersionError
+from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.span_file import VersionError
 from retain.kv.stores.tiers import disk, remote
 from retain.plugins import needs_extra
 
@@ -69,7 +69,7 @@ def list_spans(bucket: Bucket, as_json: bool) -> int:
     spans = sorted(maintenance.iter_spans(bucket), key=lambda found: -found[0].modified_at)
     for info, span in spans:
         record = {"object": info.name, **_describe(span), "bytes": info.size}
-        if isinstance(span, StoredSpan):
+        if isinstance(span, Span):
             record |= {"is_reordered": span.is_reordered, "age_s": round(now - span.created_at, 1)}
         record["idle_s"] = round(now - info.modified_at, 1)
         if as_json:
@@ -103,7 +103,7 @@ def _total_mib(infos: Sequence[ObjectInfo]) -> str:
     return f"{sum(info.size for info in infos) / 2**20:.1f} MiB"
 
 
-def _describe(span: StoredSpan | CorruptionError) -> dict[str, Any]:
+def _describe(span: Span | CorruptionError) -> dict[str, Any]:
     """Say what a span has: pages of a text, or what the text left at its end, where others can go on from it."""
     if isinstance(span, CorruptionError):
         return {"kind": "other version" if isinstance(span, VersionError) else "damaged"}

@@ -17,7 +17,7 @@ import numpy as np
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.sliding_windows import SlidingWindows
-from retain.kv.stores.span import ReadJob, SpanRange
+from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Ints
 
 NO_PAGES: Ints = np.zeros((0, 0), np.int32)

@@ -31,8 +31,9 @@ from retain.kv.memory.page_store import PageStore
 from retain.kv.prefix.node import Node
 from retain.kv.prefix.resuming import can_go_on
 from retain.kv.stores.manager import Offloader
-from retain.kv.stores.span import CorruptionError, SpanRange, Store
+from retain.kv.stores.span import CorruptionError
 from retain.kv.stores.state_spans import PageRun, StateSpans
+from retain.kv.stores.store import SpanRange, Store
 from retain.kv.text import hash_block, iter_end_hashes
 from retain.types import Bytes, Ints
 

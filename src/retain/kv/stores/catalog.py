@@ -13,7 +13,7 @@ from retain.garbage_collection import without_garbage_collection
 from retain.kv.stores.bucket import Bucket, ObjectInfo
 from retain.kv.stores.index import SpanIndex
 from retain.kv.stores.span import CorruptionError, Span
-from retain.kv.stores.span_file import SPAN_NAME, StoredSpan, VersionError, read_header
+from retain.kv.stores.span_file import SPAN_NAME, VersionError, read_header
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 
@@ -36,16 +36,16 @@ class Catalog:
         self.warnings = warnings
         self.tier = tier  # its name
         self.lock = threading.Lock()
-        self.span_of_name: dict[str, StoredSpan] = {}
-        self.unusable: dict[str, float] = {}  # damaged and foreign objects: when they were modified
-        self.superseded: set[str] = set()  # spans in text order that are there in order of importance, too
+        self.span_of_name: dict[str, Span] = {}
+        # Objects that are damaged, foreign, or in text order beside that of importance: when they were modified.
+        self.unusable: dict[str, float] = {}
         self.other_version: str | None = None  # what an object of another version of the format says
         self.formats: dict[bytes, dict[str, Any]] = {}  # descriptions by fingerprint
         self.listed_to = ""  # a listing that is not complete goes on after this name
         self.latency = 0.0  # seconds that reading a header took, on average
         self.is_closed = False
 
-    def add(self, span: StoredSpan) -> None:
+    def add(self, span: Span) -> None:
         """Index a span. Of the same tokens in two orders, that of importance counts."""
         with self.lock:
             if known := self.span_of_name.pop(span.name, None):
@@ -54,15 +54,16 @@ class Catalog:
             self.span_of_name[span.name] = span
             found = self.span_index.find(span.keys[0])
             other = found[0] if found and found[0].keys == span.keys else None
-            if isinstance(other, StoredSpan):
-                if other.is_reordered:
-                    self.superseded.add(span.name)
+            if other:
+                useless = span if other.is_reordered else other
+                self.unusable[useless.name] = useless.modified_at
+                del self.span_of_name[useless.name]
+                if useless is span:
                     return
-                self.superseded.add(other.name)
                 self.span_index.remove(other)
             self.span_index.add(span)
 
-    def drop(self, span: StoredSpan, is_unusable: bool = False) -> bool:
+    def drop(self, span: Span, is_unusable: bool = False) -> bool:
         """Forget a span until a listing has it again; an unusable one until its object is written anew.
 
         Returns whether it was indexed.
@@ -81,18 +82,16 @@ class Catalog:
             victims = self.span_index.make_room(size, replaces=replaces)
             if victims is None:
                 return None
-            names = [v.name for v in victims if isinstance(v, StoredSpan)]
+            names = [victim.name for victim in victims]
             for name in names:
                 del self.span_of_name[name]
             return names
 
-    def take_superseded(self) -> list[str]:
-        """Return the names of spans that nothing needs any more, and forget them."""
+    def take_unusable(self) -> list[str]:
+        """Return the names of unusable objects, and forget them."""
         with self.lock:
-            names = list(self.superseded)
-            self.superseded.clear()
-            for name in names:
-                self.span_of_name.pop(name, None)
+            names = list(self.unusable)
+            self.unusable.clear()
             return names
 
     def update(self, executor: ThreadPoolExecutor) -> None:

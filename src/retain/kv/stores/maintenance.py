@@ -8,14 +8,14 @@ from time import time
 
 from retain.kv.stores.bucket import Bucket, ObjectInfo
 from retain.kv.stores.folder import DRAFT_NAME
-from retain.kv.stores.reader import StoredSpanReader
-from retain.kv.stores.span import CorruptionError
-from retain.kv.stores.span_file import SPAN_NAME, StoredSpan, VersionError, read_header, span_name
+from retain.kv.stores.reader import SpanReader
+from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.span_file import SPAN_NAME, VersionError, read_header, span_name
 
 DRAFT_SECONDS = 86400.0  # after which nobody writes a draft any more
 
 
-def iter_spans(bucket: Bucket) -> Iterator[tuple[ObjectInfo, StoredSpan | CorruptionError]]:
+def iter_spans(bucket: Bucket) -> Iterator[tuple[ObjectInfo, Span | CorruptionError]]:
     """Yield every object that is named as a span, with its span, or what is wrong with it. Raises OSError."""
     for info in bucket.list(""):
         if not SPAN_NAME.fullmatch(info.name):
@@ -33,10 +33,10 @@ def verify(bucket: Bucket) -> Iterator[tuple[ObjectInfo, bool]]:
     for info, span in iter_spans(bucket):
         if isinstance(span, VersionError):
             continue
-        is_intact = isinstance(span, StoredSpan)
-        if isinstance(span, StoredSpan):
+        is_intact = isinstance(span, Span)
+        if isinstance(span, Span):
             try:
-                StoredSpanReader(span, partial(bucket.get, info.name), lambda: None).read_all()
+                SpanReader(span, partial(bucket.get, info.name), lambda: None).read_all()
             except CorruptionError:
                 is_intact = False
         if not is_intact:
@@ -56,7 +56,7 @@ def choose_expired(bucket: Bucket, max_bytes: int, oldest: float) -> list[Object
     total = 0
     for info, span in spans:
         is_superseded = False
-        if isinstance(span, StoredSpan) and not span.is_reordered:
+        if isinstance(span, Span) and not span.is_reordered:
             is_superseded = span_name(bytes.fromhex(info.name.partition("/")[0]), span.keys, True) in names
         if is_superseded or info.modified_at < oldest or total + info.size > max_bytes:
             expired.append(info)

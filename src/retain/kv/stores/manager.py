@@ -17,9 +17,11 @@ from retain.kernels.api import KV
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.sliding_windows import SlidingWindows
 from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
 from retain.kv.stores.selective.repack import ProbeConfig, Repacker
-from retain.kv.stores.span import CorruptionError, Span, SpanRange, SpanReader, Store
+from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
@@ -240,7 +242,7 @@ class Offloader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""
         reader = store.open(span, deadline)
         if self.block_cache and span.content_id is not None:
-            return CachedReader(reader, self.block_cache, span, span.content_id)
+            return CachedReader(reader, self.block_cache)
         return reader
 
     def drop_unreadable(self, store: Store, span: Span, error: Exception, num_read: int, seconds: float) -> None:

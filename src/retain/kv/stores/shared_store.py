@@ -10,11 +10,9 @@ from time import monotonic
 
 from retain.kv.stores.bucket import Bucket
 from retain.kv.stores.catalog import NUM_THREADS
-from retain.kv.stores.read_ahead import RANGE_BYTES, ReadAhead
-from retain.kv.stores.reader import StoredSpanReader
-from retain.kv.stores.span import CorruptionError, Span, SpanFormat, SpanReader
-from retain.kv.stores.span_file import StoredSpan
-from retain.kv.stores.store import BucketStore
+from retain.kv.stores.reader import RANGE_BYTES, ReadAhead, SpanReader
+from retain.kv.stores.span import CorruptionError, Span, SpanFormat
+from retain.kv.stores.store import Store
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes
 
@@ -33,7 +31,7 @@ def load_time_limit(compute_seconds: float | None) -> float:
     return FIRST_SECONDS if compute_seconds is None else SHARE_OF_COMPUTE * compute_seconds + EXTRA_SECONDS
 
 
-class SharedStore(BucketStore):
+class SharedStore(Store):
     """A store of which this engine knows what a thread has listed.
 
     Lookups never wait. A miss lists the bucket again, at most once each `refresh` seconds. While the breaker is open
@@ -85,17 +83,15 @@ class SharedStore(BucketStore):
 
     def open(self, span: Span, deadline: float = inf) -> SpanReader:
         """Open a span for reading until `deadline`; the bucket is asked when blocks are read."""
-        assert isinstance(span, StoredSpan)
 
         def fetch(begin: int, end: int) -> Future[Bytes]:
             return self.readers.submit(self._fetch, span.name, begin, end)
 
         ahead = ReadAhead(span, fetch, self.breaker, deadline)
-        return StoredSpanReader(span, ahead.read, ahead.close)
+        return SpanReader(span, ahead.read, ahead.close)
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
         """Forget a span. A damaged object is ignored from here on, and replaced when its text is computed again."""
-        assert isinstance(span, StoredSpan)
         if self.catalog.drop(span, is_unusable=is_corrupted):
             self._count("damaged", int(is_corrupted))
 

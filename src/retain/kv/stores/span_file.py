@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from struct import Struct
 from typing import Any
@@ -32,22 +31,6 @@ MAX_HEADER_BYTES = 16 * 2**20
 
 class VersionError(CorruptionError):
     """A span of another version of the format."""
-
-
-@dataclass(eq=False)
-class StoredSpan(Span):
-    """A span in a store."""
-
-    name: str = ""  # of its file
-    checksums: bytes = b""  # 64 bits for each block of each layer, then for the metadata; none where there are none
-    data_offset: int = 0  # of the span's data in the file
-    created_at: float = 0.0  # seconds since 1970, by the writer's clock
-    modified_at: float = 0.0  # the same by the store's clock
-
-    @property
-    def size(self) -> int:
-        """Size of the file in bytes."""
-        return self.data_offset + self.offsets[-1]
 
 
 def checksum(data: bytes | Bytes) -> int:
@@ -99,7 +82,7 @@ def header_size(start: bytes) -> int:
     return size
 
 
-def decode_header(header: bytes, info: ObjectInfo) -> tuple[StoredSpan, SpanFormat]:
+def decode_header(header: bytes, info: ObjectInfo) -> tuple[Span, SpanFormat]:
     """Return the span of a whole header. Raises CorruptionError unless header, name and size agree."""
     size = header_size(header)
     _, _, text_size, _, own = PREFIX.unpack_from(header)
@@ -111,7 +94,7 @@ def decode_header(header: bytes, info: ObjectInfo) -> tuple[StoredSpan, SpanForm
         fields = json.loads(text)
         span = _parse_fields(fields, info, sums, -(-size // IO_ALIGNMENT) * IO_ALIGNMENT)
         span_format = SpanFormat(bytes.fromhex(fields["format"]), dict(fields["about"]))
-    except (KeyError, TypeError, ValueError) as error:
+    except (ArithmeticError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise CorruptionError(f"the header makes no sense: {error!r}") from None
     if span_name(span_format.fingerprint, span.keys, span.is_reordered) != info.name:
         raise CorruptionError("another span has this name")
@@ -121,9 +104,9 @@ def decode_header(header: bytes, info: ObjectInfo) -> tuple[StoredSpan, SpanForm
     return span, span_format
 
 
-def _parse_fields(fields: dict[str, Any], info: ObjectInfo, sums: bytes, data_offset: int) -> StoredSpan:
+def _parse_fields(fields: dict[str, Any], info: ObjectInfo, sums: bytes, data_offset: int) -> Span:
     joined = bytes.fromhex(fields["keys"])
-    span = StoredSpan(
+    span = Span(
         keys=tuple(joined[i : i + KEY_BYTES] for i in range(0, len(joined), KEY_BYTES)),
         num_blocks=tuple(map(int, fields["num_blocks"])),
         block_bytes=int(fields["block_bytes"]),
@@ -139,12 +122,15 @@ def _parse_fields(fields: dict[str, Any], info: ObjectInfo, sums: bytes, data_of
         created_at=float(fields["created_at"]),
         modified_at=info.modified_at,
     )
-    if min(span.block_bytes, span.start_page, span.metadata_bytes, span.resumes_from, *span.num_blocks) < 0:
-        raise ValueError("negative sizes")
+    if (
+        not span.keys
+        or min(span.block_bytes, span.start_page, span.metadata_bytes, span.resumes_from, *span.num_blocks) < 0
+    ):
+        raise ValueError("no keys, or negative sizes")
     return span
 
 
-def read_header(bucket: Bucket, info: ObjectInfo) -> tuple[StoredSpan, SpanFormat]:
+def read_header(bucket: Bucket, info: ObjectInfo) -> tuple[Span, SpanFormat]:
     """Read the span that a file holds. Raises OSError, and CorruptionError where it is none."""
     start = bucket.get(info.name, 0, min(FIRST_READ, info.size)).tobytes()
     if (size := header_size(start)) > len(start):

@@ -15,7 +15,8 @@ from typing import TypeVar
 
 from retain.kernels.api import KV
 from retain.kv.stores.manager import Offloader
-from retain.kv.stores.span import Span, SpanRange, Store
+from retain.kv.stores.span import Span
+from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.whole_pages import create_whole_page_transfers
 from retain.types import Bytes, Ints
 

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 from time import time
@@ -17,13 +18,13 @@ from retain.kv.stores.bucket import Bucket, LocalBucket, ObjectInfo
 from retain.kv.stores.catalog import Catalog
 from retain.kv.stores.circuit_breaker import CircuitBreaker
 from retain.kv.stores.index import SpanIndex
-from retain.kv.stores.reader import Read, StoredSpanReader
-from retain.kv.stores.span import Span, SpanFormat, SpanReader
-from retain.kv.stores.span_file import StoredSpan, decode_header, encode_header, span_name
+from retain.kv.stores.reader import Read, SpanReader
+from retain.kv.stores.span import Span, SpanFormat
+from retain.kv.stores.span_file import decode_header, encode_header, span_name
 from retain.kv.stores.throttle import Throttle
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
-from retain.types import Bytes
+from retain.types import Bytes, Ints
 
 UNLIMITED = 2**62  # bytes, or objects
 EVENTS = ("written", "read", "evicted", "known", "damaged", "missing", "failed", "skipped")
@@ -31,14 +32,17 @@ EVENTS = ("written", "read", "evicted", "known", "damaged", "missing", "failed",
 log = logging.getLogger(__name__)
 
 
-class BucketStore:
-    """A set of spans in a bucket. See `Store` for the methods. Subclasses say whose it is, and where."""
+class Store:
+    """A set of spans in a bucket. Subclasses say whose it is, and where.
 
-    name: str
-    max_keys = 16
-    write_through = True
-    is_shared = False
-    distance = 1
+    Methods may be called while other threads read; only `open` raises.
+    """
+
+    name: str  # of its tier
+    max_keys = 16  # most keys of a span
+    write_through = True  # it takes pages when they are computed. False: when the pool evicts them
+    is_shared = False  # whether other engines use its spans, too
+    distance = 1  # the nearest stores are searched first
     max_queued_bytes = 2**29  # bytes that may wait to be written
     num_writers = 1
 
@@ -85,7 +89,7 @@ class BucketStore:
         return 0.0
 
     def time_limit(self, compute_seconds: float | None) -> float:
-        """Return no limit: reads of this machine are not given up."""
+        """Return the seconds that a load may take of tokens that take `compute_seconds` to compute (None: unknown)."""
         return inf
 
     def contains(self, key: bytes) -> bool:
@@ -104,21 +108,25 @@ class BucketStore:
         return True
 
     def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
-        """Write a span in the background."""
+        """Keep a span, now or in the background. The store owns `data` [span.size] from here on.
+
+        It takes the place of `replaces`, a span with the same keys. Open readers of that one go on.
+        """
         with self._lock:
             self._in_flight_keys |= set(span.keys)
             self._queued_bytes += span.size
         self._submit(self._write, span, data, replaces)
 
     def open(self, span: Span, deadline: float = inf) -> SpanReader:
-        """Open a span for reading. Raises OSError."""
-        assert isinstance(span, StoredSpan)
+        """Open a span for reading; it stays readable if the store evicts it. Raises OSError.
+
+        Readers of stores with a time limit raise TimeoutError after `deadline`, a time of `monotonic`.
+        """
         opened = self._local.open(span.name)
-        return StoredSpanReader(span, partial(self._read, opened.read), opened.close)
+        return SpanReader(span, partial(self._read, opened.read), opened.close)
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
         """Remove a span from the index at once, and its bytes in the background."""
-        assert isinstance(span, StoredSpan)
         if self.catalog.drop(span):
             self._count("damaged", int(is_corrupted))
             self._submit(self._change, "delete a span", partial(self._delete_all, [span.name]))
@@ -186,7 +194,7 @@ class BucketStore:
         self.breaker.record_failure()
         self.warnings.warn(f"tier {self.name}: {self.bucket.url}: {problem}", error)
 
-    def _encode(self, span: Span, data: Bytes) -> tuple[bytes, StoredSpan]:
+    def _encode(self, span: Span, data: Bytes) -> tuple[bytes, Span]:
         """Return the header of a span's file, and the span as it is stored."""
         header = encode_header(self.span_format, span, data)
         name = span_name(self.span_format.fingerprint, span.keys, span.is_reordered)
@@ -208,11 +216,34 @@ class BucketStore:
             raise FileExistsError(f"something else has the name {stored.name}")
         self._count("written", stored.size)
         self.catalog.add(stored)
-        self._delete_all(self.catalog.take_superseded())
+        self._delete_all(self.catalog.take_unusable())
 
     def _delete_all(self, names: Sequence[str]) -> None:
         for name in names:
             self.bucket.delete(name)
+
+
+@dataclass(frozen=True)
+class SpanRange:
+    """Keys `begin` to `end` of a span and their blocks, or the whole of a span of another kind than text."""
+
+    store: Store
+    span: Span
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class ReadJob:
+    """Blocks of one layer of a span, to be read into pages [blocks, G] for the text from `start_position` on."""
+
+    store: Store
+    span: Span
+    layer: int  # of the span
+    start_block: int
+    pages: Ints
+    start_position: int
+    group: int = 0  # the KV cache group of the layer
 
 
 def _init_writer() -> None:

@@ -14,12 +14,10 @@ from pathlib import Path
 
 from retain.kv.stores.folder import LockedFolder
 from retain.kv.stores.span import UNKNOWN_FORMAT, Span, SpanFormat
-from retain.kv.stores.span_file import StoredSpan
-from retain.kv.stores.store import BucketStore
+from retain.kv.stores.store import Store
 from retain.kv.stores.throttle import Throttle
 from retain.options import Size, check_bounds
 from retain.plugins import check_choice
-from retain.types import Bytes
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +43,7 @@ class Tier:
         return DiskStore(self, span_format)
 
 
-class DiskStore(BucketStore):
+class DiskStore(Store):
     """A store in a folder of this engine alone. One thread writes."""
 
     name = "disk"
@@ -54,7 +52,6 @@ class DiskStore(BucketStore):
         self.folder = LockedFolder(expand_path(options.path))
         super().__init__(self.folder, span_format, options.capacity, options.evict)
         self.throttle = Throttle(options.read)
-        self._touched_spans = set[StoredSpan]()
         try:
             self._claim()
         except OSError as error:
@@ -64,14 +61,12 @@ class DiskStore(BucketStore):
         self._log_event("opened")
 
     def touch(self, spans: Sequence[Span]) -> None:
-        """Record a use of these spans. Their files get it with the next write."""
+        """Record a use of these spans, also in their files."""
         super().touch(spans)
-        with self._lock:
-            self._touched_spans |= {s for s in spans if isinstance(s, StoredSpan)}
+        self._submit(self._save_usage, list(spans))
 
     def close(self) -> None:
         """Finish pending writes, and let other processes use the folder."""
-        self._submit(self._save_usage)
         try:
             super().close()
         finally:
@@ -88,13 +83,12 @@ class DiskStore(BucketStore):
                     f"a file in the store {self.folder.path} cannot be used: {self.catalog.other_version}: "
                     "choose another folder, or remove this one"
                 )
-            damaged = list(self.catalog.unusable)
+            damaged = self.catalog.take_unusable()
             excess = self.catalog.evict(0) or []
-            self._delete_all([*damaged, *excess, *self.catalog.take_superseded()])
+            self._delete_all([*damaged, *excess])
         except BaseException:
             self.folder.close()
             raise
-        self.catalog.unusable.clear()
         self._count("damaged", len(damaged))
         if damaged or excess:
             log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", len(damaged), len(excess))
@@ -108,15 +102,7 @@ class DiskStore(BucketStore):
 
         super()._change(action, claim_and_change)
 
-    def _write(self, span: Span, data: Bytes, replaces: Span | None) -> None:
-        super()._write(span, data, replaces)
-        self._save_usage()
-
-    def _save_usage(self) -> None:
-        """Save when spans were used."""
-        with self._lock:
-            spans = self._touched_spans
-            self._touched_spans = set()
+    def _save_usage(self, spans: Sequence[Span]) -> None:
         for span in spans:
             with suppress(OSError):
                 self.folder.touch(span.name, span.last_used_at)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
-from retain.kv.stores.memory import Memory
+from retain.kv.stores.bucket import Memory
 from retain.kv.stores.span import UNKNOWN_FORMAT, Span, SpanFormat
-from retain.kv.stores.span_file import StoredSpan
-from retain.kv.stores.store import BucketStore
+from retain.kv.stores.store import Store
 from retain.options import Size, check_bounds
 from retain.plugins import check_choice
 from retain.types import Bytes
@@ -35,7 +34,7 @@ class Tier:
         return RamStore(self)
 
 
-class RamStore(BucketStore):
+class RamStore(Store):
     """A store in host memory. Spans are kept at once, without a header: they outlive nothing."""
 
     name = "ram"
@@ -52,6 +51,6 @@ class RamStore(BucketStore):
         with self._put_lock:
             task(*args)
 
-    def _encode(self, span: Span, data: Bytes) -> tuple[bytes, StoredSpan]:
-        known = {field.name: getattr(span, field.name) for field in fields(Span)}
-        return b"", StoredSpan(**known, name=span.keys[0].hex())
+    def _encode(self, span: Span, data: Bytes) -> tuple[bytes, Span]:
+        span.name = b"".join(span.keys).hex()
+        return b"", span
