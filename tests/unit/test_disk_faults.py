@@ -165,3 +165,18 @@ def test_commands_say_what_they_could_not_remove(tmp_path: Path, capsys: pytest.
     with read_only(path):
         assert_one_line_error(run_cli(capsys, "cache", "clear", path, "--log-level", "error"), "Read-only file system")
     assert run_cli(capsys, "cache", "clear", path).code == 0 and not span_files(path)
+
+
+def test_what_could_not_be_deleted_is_deleted_later(tmp_path: Path) -> None:
+    """The folder never keeps bytes that its store does not count."""
+    path = tmp_path / "store"
+    store = open_disk_store(path, str(3 * 16384))
+    for number in range(3):
+        put(store, number)
+    with read_only(path):
+        store.delete(store.find(key_of(0))[0])
+        put(store, 7)
+    end_delay(store)
+    put(store, 8)
+    assert {f.name for f in span_files(path)} == names_in(store) and count_intact(store, 9) == 3
+    store.close()

@@ -37,7 +37,8 @@ class Catalog:
         self.tier = tier  # its name
         self.lock = threading.Lock()
         self.span_of_name: dict[str, Span] = {}
-        # Objects that are damaged, foreign, or in text order beside that of importance: when they were modified.
+        # Objects that are damaged, foreign, not wanted any more, or in text order beside that of importance: when they
+        # were modified.
         self.unusable: dict[str, float] = {}
         self.other_version: str | None = None  # what an object of another version of the format says
         self.formats: dict[bytes, dict[str, Any]] = {}  # descriptions by fingerprint
@@ -76,23 +77,14 @@ class Catalog:
                     self.unusable[span.name] = span.modified_at
             return was_indexed
 
-    def evict(self, size: int, replaces: Span | None = None) -> list[str] | None:
-        """Forget spans until `size` bytes fit, and return their names. See `SpanIndex.make_room`."""
+    def evict(self, size: int, replaces: Span | None = None) -> int | None:
+        """Forget spans until `size` bytes fit, and return their number. See `SpanIndex.make_room`."""
         with self.lock:
             victims = self.span_index.make_room(size, replaces=replaces)
-            if victims is None:
-                return None
-            names = [victim.name for victim in victims]
-            for name in names:
-                del self.span_of_name[name]
-            return names
-
-    def take_unusable(self) -> list[str]:
-        """Return the names of unusable objects, and forget them."""
-        with self.lock:
-            names = list(self.unusable)
-            self.unusable.clear()
-            return names
+            for victim in victims or ():
+                del self.span_of_name[victim.name]
+                self.unusable[victim.name] = victim.modified_at
+            return None if victims is None else len(victims)
 
     def update(self, executor: ThreadPoolExecutor) -> None:
         """List a part of the folder, forget the objects that are gone, and read the headers of new ones.

@@ -127,9 +127,9 @@ class Store:
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
         """Remove a span from the index at once, and its bytes in the background."""
-        if self.catalog.drop(span):
+        if self.catalog.drop(span, is_unusable=True):
             self._count("damaged", int(is_corrupted))
-            self._submit(self._change, "delete a span", partial(self._delete_all, [span.name]))
+            self._submit(self._change, "delete a span", self._delete_unusable)
 
     def stats(self) -> dict[str, Any]:
         """Return spans, bytes and capacity, and the counts since the store was opened."""
@@ -207,20 +207,22 @@ class Store:
         stored.last_used_at = span.last_used_at
         if replaces and replaces not in self.span_index.spans:
             return  # it was deleted, or replaced already
-        victims = self.catalog.evict(stored.size, replaces)
-        if victims is None:
+        num_victims = self.catalog.evict(stored.size, replaces)
+        if num_victims is None:
             return
-        self._count("evicted", len(victims))
-        self._delete_all(victims)
+        self._count("evicted", num_victims)
+        self._delete_unusable()
         if not self.bucket.put(stored.name, (header, data.data), overwrite=True):
             raise FileExistsError(f"something else has the name {stored.name}")
         self._count("written", stored.size)
         self.catalog.add(stored)
-        self._delete_all(self.catalog.take_unusable())
+        self._delete_unusable()
 
-    def _delete_all(self, names: Sequence[str]) -> None:
-        for name in names:
+    def _delete_unusable(self) -> None:
+        """Delete what is damaged or not wanted any more, also what could not be deleted before."""
+        for name in list(self.catalog.unusable):
             self.bucket.delete(name)
+            self.catalog.unusable.pop(name, None)
 
 
 @dataclass(frozen=True)

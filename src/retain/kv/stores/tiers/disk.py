@@ -76,6 +76,7 @@ class DiskStore(Store):
         """Lock the folder that is there, and index what is in it. Raises ValueError or OSError."""
         if not self.folder.claim():
             return
+        num_known = len(self.catalog.unusable)
         try:
             self.catalog.update_all()
             if self.catalog.other_version:
@@ -83,15 +84,15 @@ class DiskStore(Store):
                     f"a file in the store {self.folder.path} cannot be used: {self.catalog.other_version}: "
                     "choose another folder, or remove this one"
                 )
-            damaged = self.catalog.take_unusable()
-            excess = self.catalog.evict(0) or []
-            self._delete_all([*damaged, *excess])
+            num_damaged = len(self.catalog.unusable) - num_known
+            num_excess = self.catalog.evict(0)
+            self._delete_unusable()
         except BaseException:
             self.folder.close()
             raise
-        self._count("damaged", len(damaged))
-        if damaged or excess:
-            log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", len(damaged), len(excess))
+        self._count("damaged", num_damaged)
+        if num_damaged or num_excess:
+            log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", num_damaged, num_excess)
 
     def _change(self, action: str, task: Callable[[], None]) -> None:
         def claim_and_change() -> None:
