@@ -120,6 +120,7 @@ def test_restart_after_a_kill_finds_every_published_span_and_nothing_else(tmp_pa
         child.send_signal(signal.SIGKILL)
         child.communicate()
         store = open_disk_store(tmp_path, "3MB")
+        store.sync()
         assert store.counts["damaged"] == 0 and verify(store) == 0
         most = max(most, count_intact(store, 600))
         assert {f.name for f in span_files(tmp_path)} == names_in(store)
@@ -142,6 +143,7 @@ def test_drafts_and_damaged_files_are_removed_and_others_left_alone(tmp_path: Pa
     (tmp_path / names[1]).write_bytes(header)
     (tmp_path / names[2]).write_bytes((tmp_path / names[3]).read_bytes())  # another span's content
     store = open_disk_store(tmp_path)
+    store.sync()
     assert store.counts["damaged"] == 2 and count_intact(store, 4) == 2
     assert {f.name for f in span_files(tmp_path)} == names_in(store) | {"letter"}
     store.close()
@@ -163,6 +165,7 @@ def test_a_replaced_span_is_deleted_also_after_a_kill(tmp_path: Path) -> None:
     (tmp_path / old.name).parent.mkdir(exist_ok=True)
     (tmp_path / old.name).write_bytes(content)  # as if it were killed before it deleted that
     store = open_disk_store(tmp_path)
+    store.sync()
     assert store.find(key_of(1))[0].is_reordered and len(span_files(tmp_path)) == 1
     assert store.span_index.used_bytes == span_files(tmp_path)[0].stat().st_size
     store.close()
@@ -226,6 +229,8 @@ def test_a_smaller_capacity_keeps_the_last_used_spans(tmp_path: Path, caplog: py
     store.close()
     caplog.set_level(logging.INFO, "retain.kv.stores")
     store = open_disk_store(tmp_path, "32768")
+    store.sync()
+    assert names_in(store) == {f.name for f in span_files(tmp_path)}
     assert [i for i in range(6) if store.find(key_of(i))] == [0, 5]
     assert f"tier disk: opened {tmp_path}, 2 spans, 0.0 MiB" in caplog.text
     assert "dropped 0 damaged spans, and 4 beyond the capacity" in caplog.text

@@ -54,6 +54,7 @@ class DiskStore(Store):
         self.throttle = Throttle(options.read)
         try:
             self._claim()
+            self._submit(self._change, "delete spans", self._delete_unusable)
         except OSError as error:
             self._fail("cannot be written: nothing is stored until it can be", error)
             with suppress(OSError):
@@ -85,11 +86,10 @@ class DiskStore(Store):
                     "choose another folder, or remove this one"
                 )
             num_damaged = len(self.catalog.unusable) - num_known
-            num_excess = self.catalog.evict(0)
-            self._delete_unusable()
         except BaseException:
             self.folder.close()
             raise
+        num_excess = self.catalog.evict(0)
         self._count("damaged", num_damaged)
         if num_damaged or num_excess:
             log.info("tier disk: dropped %d damaged spans, and %d beyond the capacity", num_damaged, num_excess)
