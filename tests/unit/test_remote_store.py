@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import closing
 from functools import cache
@@ -152,6 +153,12 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
     assert swept.code == 0 and swept.out.startswith("deleted 1 spans") and len(list(tmp_path.rglob("??/*"))) == 2
     assert run_cli(capsys, "cache", "sweep", spec, "--max-age", 0).out.startswith("deleted 1 spans")
     assert run_cli(capsys, "cache", "ls", spec).out == "0 spans, 0.0 MiB\n"
+    drafts = [tmp_path / FINGERPRINT.hex() / "ab" / f".{'ab' * 16}.{i:016x}" for i in range(2)]  # of writers
+    for draft in drafts:
+        draft.parent.mkdir(exist_ok=True)
+        draft.write_bytes(b"")
+    os.utime(drafts[0], (0, 0))  # its writer was killed
+    assert run_cli(capsys, "cache", "sweep", spec).code == 0 and [d.exists() for d in drafts] == [False, True]
     assert foreign.read_text() == "not a span"  # whatever is done with the bucket
     assert_one_line_error(run_cli(capsys, "cache", "sweep", tmp_path), "there is no store at")
     assert_one_line_error(run_cli(capsys, "cache", "ls", "ram:capacity=1GB"), "is no store")

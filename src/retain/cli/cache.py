@@ -45,14 +45,14 @@ def _open_bucket(path: str, is_changed: bool) -> Iterator[Bucket]:
         return
     if not isinstance(tier, disk.Tier):
         raise ValueError(f"{path!r} is no store: give remote:url=s3://BUCKET/FOLDER, or a disk tier's folder")
-    folder = LockedFolder(disk.expand_path(tier.path))
-    if not (folder.path / "lock").is_file():
-        raise ValueError(f"there is no store at {tier.path}")
-    check_version(folder.path)
-    with closing(folder):
+    folder = disk.expand_path(tier.path)
+    if not (folder / "lock").is_file():
+        raise ValueError(f"there is no store at {folder}")
+    check_version(folder)
+    with closing(LockedFolder(folder)) as bucket:
         if is_changed:
-            folder.claim()
-        yield folder
+            bucket.claim()
+        yield bucket
 
 
 def _explain_files(args: Namespace) -> int:

@@ -165,11 +165,8 @@ class Folder:
 class LockedFolder(Folder):
     """The files of a folder that one process at a time uses, and that nobody else may enter."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.url = str(path)
-        self._lock: int | None = None  # a file descriptor
-        self._file_system: int | None = None  # of the folder, when it was last locked
+    _lock: int | None = None  # a file descriptor
+    _file_system: int | None = None  # of the folder, when it was last locked
 
     def claim(self) -> bool:
         """Lock the folder that is there now. Returns whether it was not the one that is locked.

@@ -66,7 +66,7 @@ class Store:
         self.formats = self.catalog.formats
         if span_format.description:
             self.formats[span_format.fingerprint] = span_format.description
-        self._lock = threading.Lock()  # for what follows, and the counts
+        self._lock = threading.RLock()  # for what follows, and the counts
         self._queued_bytes = 0
         self._in_flight_keys = set[bytes]()
         self._tasks = set[Future[None]]()

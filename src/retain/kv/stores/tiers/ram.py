@@ -5,7 +5,6 @@ Its spans are not in the pool at the same time: a span that was loaded is delete
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -44,11 +43,10 @@ class RamStore(Store):
 
     def __init__(self, options: Tier):
         super().__init__(Memory(), UNKNOWN_FORMAT, options.capacity, options.evict)
-        self._put_lock = threading.Lock()
         self._log_event("opened")
 
     def _submit(self, task: Callable[..., None], *args: Any) -> None:
-        with self._put_lock:
+        with self._lock:
             task(*args)
 
     def _encode(self, span: Span, data: Bytes) -> tuple[bytes, Span]:
