@@ -14,8 +14,7 @@ from time import monotonic, perf_counter
 from typing import TypeVar
 
 from retain.kernels.api import KV
-from retain.kv.stores.manager import Offloader
-from retain.kv.stores.span import Span
+from retain.kv.stores.manager import Offloader, describe_span
 from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.whole_pages import create_whole_page_transfers
 from retain.types import Bytes, Ints
@@ -53,23 +52,11 @@ class StateSpans:
 
         It is at a position of a text, behind `start_page` whole blocks.
         """
+        layers = [(self.transfers[run.pool], run.pages) for run in runs]
         for store in stores:
-            span = Span(
-                keys=keys,
-                num_blocks=tuple(len(run.pages) for run in runs),
-                block_bytes=max(self.transfers[run.pool].page_bytes for run in runs),
-                start_page=start_page,
-                kind="state",
-                resumes_from=position,
-                metadata_bytes=len(metadata),
-            )
-            data = self.offloader.allocate_span(store, span)
-            if data is None:
-                continue
-            for layer, run in enumerate(runs):
-                self.transfers[run.pool].download(run.pages, span.view_layer(data, layer))
-            span.view_metadata(data)[:] = bytearray(metadata)
-            store.put(span, data)
+            span = describe_span(keys, layers, kind="state", start_page=start_page, metadata_bytes=len(metadata))
+            span.resumes_from = position
+            self.offloader.put_span(store, span, layers, metadata)
 
     def discard(self, key: bytes) -> None:
         """Remove the state of this key from stores of this engine alone."""
