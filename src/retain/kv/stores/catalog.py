@@ -40,6 +40,7 @@ class Catalog:
         # Objects that are damaged, foreign, not wanted any more, or in text order beside that of importance: when they
         # were modified.
         self.unusable: dict[str, float] = {}
+        self.num_damaged = 0  # headers that were read and are unusable
         self.other_version: str | None = None  # what an object of another version of the format says
         self.formats: dict[bytes, dict[str, Any]] = {}  # descriptions by fingerprint
         self.listed_to = ""  # a listing that is not complete goes on after this name
@@ -158,4 +159,5 @@ class Catalog:
                 self.other_version = str(error)
             with self.lock:
                 self.unusable[info.name] = info.modified_at
+                self.num_damaged += 1
             self.warnings.warn(f"tier {self.tier}: an object of {self.bucket.url} is ignored", error)

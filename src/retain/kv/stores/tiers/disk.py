@@ -77,7 +77,7 @@ class DiskStore(Store):
         """Lock the folder that is there, and index what is in it. Raises ValueError or OSError."""
         if not self.folder.claim():
             return
-        num_known = len(self.catalog.unusable)
+        num_known = self.catalog.num_damaged
         try:
             self.catalog.update_all()
             if self.catalog.other_version:
@@ -85,10 +85,10 @@ class DiskStore(Store):
                     f"a file in the store {self.folder.path} cannot be used: {self.catalog.other_version}: "
                     "choose another folder, or remove this one"
                 )
-            num_damaged = len(self.catalog.unusable) - num_known
         except BaseException:
             self.folder.close()
             raise
+        num_damaged = self.catalog.num_damaged - num_known
         num_excess = self.catalog.evict(0)
         self._count("damaged", num_damaged)
         if num_damaged or num_excess:
