@@ -111,9 +111,10 @@ def test_two_writers_of_one_text_store_it_once(s3: FakeS3) -> None:
     engines = [open_engine(s3_spec(s3).replace("refresh=0.01", "refresh=1000")) for _ in range(2)]
     for engine in engines:
         store_of(engine).sync()  # both have seen an empty store
-    answers = [run_to_completion(engine, [make_request(list(range(100)))]) for engine in engines]
+    answers = []
     for engine in engines:
-        store_of(engine).sync()
+        answers.append(run_to_completion(engine, [make_request(list(range(100)))]))
+        store_of(engine).sync()  # it has written before the other one does
     assert answers[0] == answers[1]
     written = [store_of(engine).counts for engine in engines]
     assert written[0]["written"] > 0 and written[1]["written"] == 0 and written[1]["known"] > 0

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from math import inf
 from time import monotonic
 
 from retain.kv.stores.bucket import Bucket
 from retain.kv.stores.catalog import NUM_THREADS
-from retain.kv.stores.reader import RANGE_BYTES, ReadAhead, SpanReader
-from retain.kv.stores.span import CorruptionError, Span, SpanFormat
+from retain.kv.stores.reader import RANGE_BYTES, Read, ReadAhead, SpanReader
+from retain.kv.stores.span import Span, SpanFormat
 from retain.kv.stores.store import Store
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes
@@ -83,11 +84,8 @@ class SharedStore(Store):
 
     def open(self, span: Span, deadline: float = inf) -> SpanReader:
         """Open a span for reading until `deadline`; the bucket is asked when blocks are read."""
-
-        def fetch(begin: int, end: int) -> Future[Bytes]:
-            return self.readers.submit(self._fetch, span.name, begin, end)
-
-        ahead = ReadAhead(span, fetch, self.breaker, deadline)
+        fetch = partial(self._fetch, partial(self.bucket.get, span.name))
+        ahead = ReadAhead(span, lambda *ends: self.readers.submit(fetch, *ends), self.breaker, deadline)
         return SpanReader(span, ahead.read, ahead.close)
 
     def delete(self, span: Span, is_corrupted: bool = False) -> None:
@@ -130,10 +128,10 @@ class SharedStore(Store):
 
     # ---- in the background ---------------------------------------------------------------------------------------
 
-    def _fetch(self, name: str, begin: int, end: int) -> Bytes:
+    def _fetch(self, read: Read, begin: int, end: int) -> Bytes:
         """Read a range of an object. Raises OSError."""
         try:
-            data = self._read(lambda *ends: self.bucket.get(name, *ends), begin, end)
+            return self._read(read, begin, end)
         except FileNotFoundError:
             self._count("missing")
             raise
@@ -141,9 +139,6 @@ class SharedStore(Store):
             self._count("failed")
             self.breaker.record_failure()
             raise
-        if len(data) < end - begin:
-            raise CorruptionError(f"object {name} is shorter than it was written")
-        return data
 
     def _publish(self, span: Span, data: Bytes, replaces: Span | None) -> None:
         """Write an object and index it. One that another engine has written is only indexed."""
