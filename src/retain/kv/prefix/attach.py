@@ -16,7 +16,7 @@ import numpy as np
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.prefix.start import Start
-from retain.kv.stores.span import ReadJob, SpanRange
+from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Ints
 
 

@@ -44,7 +44,7 @@ from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.manager import Offloader
 from retain.kv.stores.selective.loader import SelectiveLoader
-from retain.kv.stores.span import ReadJob
+from retain.kv.stores.store import ReadJob
 from retain.kv.text import Text
 from retain.types import Ints
 
