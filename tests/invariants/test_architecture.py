@@ -278,6 +278,22 @@ def test_a_statement_assigns_one_value():
             assert not is_packed, f"{path}:{node.lineno}"
 
 
+def test_nobody_asks_a_checkpoint_for_its_kind():
+    """Kinds are told apart by what they say: a new one touches no other file."""
+    folder = PACKAGE / "kv" / "checkpoints"
+    kinds = {
+        node.name
+        for path, node in all_nodes()
+        if isinstance(node, ast.ClassDef) and path.is_relative_to(folder) and path.parent != folder.parent
+        if any(isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "kind" for x in node.body)
+    }
+    assert len(kinds) >= 3
+    for path, node in all_nodes():
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance":
+            asked = {x.id for x in ast.walk(node.args[1]) if isinstance(x, ast.Name)}
+            assert not asked & kinds, f"{path}:{node.lineno}"
+
+
 def test_no_two_classes_have_one_name():
     """But those by whose name a plug-in is found, and those that two dialects of clients call alike."""
     places = defaultdict(set)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.checkpoints import NOWHERE, CheckpointedRow, Demand, Key, Moment, Reach, SpanContent, TextCheckpoint
+from retain.kv.checkpoints import NOWHERE, CheckpointedRow, Demand, Key, Moment, Reach, SpanContent
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.stores.checkpoint_spans import PageRun
 from retain.kv.stores.span import Span
@@ -45,26 +45,26 @@ class CheckpointKind:
     def keys(self, demand: Demand) -> Sequence[Key]:
         return (KEY,)
 
-    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: Count | None) -> Reach:
         return Reach(checkpoint.position, checkpoint.position) if checkpoint else NOWHERE
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Count]:
         return {KEY.name: Count(moment.position)} if moment.has_pages else {}
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Count) -> int:
         return 0
 
-    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
+    def due_at(self, position: int, checkpoint: Count) -> int:
         return position
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: Count) -> None:
         self.attached.append((position, checkpoint.position))
 
-    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: Count, position: int) -> SpanContent | None:
         return SpanContent(checkpoint, str(position).encode()) if checkpoint.position == position else None
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Count:
         return Count(int(metadata))
 
-    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
+    def with_pages(self, checkpoint: Count, pages: Ints) -> Count:
         return checkpoint

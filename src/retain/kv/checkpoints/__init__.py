@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction.budget import BudgetPolicy
@@ -132,7 +132,10 @@ class SpanContent:
     metadata: bytes = b""
 
 
-class CheckpointKind(Protocol):
+Own = TypeVar("Own", bound=TextCheckpoint)
+
+
+class CheckpointKind(Protocol[Own]):
     """One kind of checkpoint, of one cache. It is made with the tables of the KV cache groups and their planner."""
 
     needs_pages: bool  # of all its checkpoints
@@ -140,38 +143,41 @@ class CheckpointKind(Protocol):
     def keys(self, demand: Demand) -> Sequence[Key]:
         """Return the keys of checkpoints from which a row may go on; () where there are none for this demand."""
 
-    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: Own | None) -> Reach:
         """Return where a row may begin with a checkpoint, or without any of this kind."""
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Own]:
         """Return what a row leaves at a moment, by key. Its pages are held once more. The host waits for no device."""
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Own) -> int:
         """Return how many pages `attach` takes from the pool."""
 
-    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
+    def due_at(self, position: int, checkpoint: Own) -> int:
         """Return when a row that begins at a position is given a checkpoint: then, or once more is computed."""
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: Own) -> None:
         """Give a checkpoint to a row that goes on at a position. The pool has the pages that this takes."""
 
-    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: Own, position: int) -> SpanContent | None:
         """Return what stores keep of a checkpoint for texts that go on at a position; None for nothing.
 
         The position is where it was taken, or, where it needs pages, the last end of a block before that.
         """
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Own:
         """Return the checkpoint of a span, whose pages are numbers from 0 on. Raises ValueError where it does not fit.
 
         With `with_pages` others take the places of these numbers.
         """
 
-    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
+    def with_pages(self, checkpoint: Own, pages: Ints) -> Own:
         """Return a checkpoint of `from_span` in which `pages` [n] take the places of the numbers 0 to n - 1."""
 
 
-def load_kinds(groups: Sequence[BlockTables], planner: CapacityPlanner) -> dict[str, CheckpointKind]:
+AnyKind = CheckpointKind[Any]
+
+
+def load_kinds(groups: Sequence[BlockTables], planner: CapacityPlanner) -> dict[str, AnyKind]:
     """Return the kinds of this folder, by name, for a cache."""
     names = plugin_names(__name__)
     modules: dict[str, Any] = {name: load_module(__name__, name, names, "kind of checkpoint") for name in names}

@@ -22,7 +22,6 @@ from retain.kv.checkpoints import (
     Moment,
     Reach,
     SpanContent,
-    TextCheckpoint,
 )
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.memory.block_tables import BlockTables
@@ -75,19 +74,19 @@ class CheckpointKind:
         name = f"masses {policy.score_key!r} {demand.seed if policy.uses_noise else 0}"
         return (Key(hash_key(name.encode())),)
 
-    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: Masses | None) -> Reach:
         """Return the tokens whose queries are not needed; at least one of the prompt is computed, for logits."""
         policy = demand.policy
         if checkpoint is None:
             skippable = policy.max_skippable_tokens
             return ANYWHERE if skippable is None else Reach(0, skippable)
-        assert isinstance(checkpoint, Masses) and isinstance(policy, BudgetPolicy)
+        assert isinstance(policy, BudgetPolicy)
         position = checkpoint.position
         if position > policy.prompt_len or not policy.weighs_alike(checkpoint.policy, position):
             return NOWHERE
         return Reach(0, min(position, policy.prompt_len - 1))
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Masses]:
         """Copy the masses of a prompt that is just computed, where they depend on the text alone."""
         policy = row.demand.policy
         keys = self.keys(row.demand) if row.evictors and moment.is_running else ()
@@ -99,29 +98,27 @@ class CheckpointKind:
             return {}
         return {keys[0].name: Masses(end, policy, read_masses(self.groups, row.index, end))}
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Masses) -> int:
         """Return 0: masses are beside the pages."""
         return 0
 
-    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
+    def due_at(self, position: int, checkpoint: Masses) -> int:
         """Return where the masses were taken: what the queries up to there add is overwritten."""
-        assert isinstance(checkpoint, Masses)
         return checkpoint.position
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: Masses) -> None:
         """Give the masses to the slots of the row, which are all its own."""
-        assert isinstance(checkpoint, Masses)
         write_masses(self.groups, row.index, checkpoint.position, checkpoint.masses)
 
-    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: Masses, position: int) -> SpanContent | None:
         """Return None: stores keep no masses of texts."""
         return None
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Masses:
         """Raise ValueError: stores keep no masses of texts."""
         raise ValueError("masses are in no store")
 
-    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
+    def with_pages(self, checkpoint: Masses, pages: Ints) -> Masses:
         """Return the masses, which have no pages."""
         return checkpoint
 

@@ -23,7 +23,6 @@ from retain.kv.checkpoints import (
     Moment,
     Reach,
     SpanContent,
-    TextCheckpoint,
 )
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.page_store import PageStore
@@ -111,13 +110,13 @@ class CheckpointKind:
         """Return a key where a layer slides."""
         return (KEY,) if (self.planner.windows(demand.policy) < NO_WINDOW).any() else ()
 
-    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: WindowsAndStates | None) -> Reach:
         """Return all positions that the rings allow."""
         if checkpoint:
             return Reach(checkpoint.resumes_from, ANYWHERE.last)
         return NOWHERE if self.keys(demand) else ANYWHERE
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, WindowsAndStates]:
         """Hold the pages of the rings, where the pages of the other layers are left, too."""
         if not moment.has_pages or not self.keys(row.demand):
             return {}
@@ -127,28 +126,25 @@ class CheckpointKind:
                 t.note_shared_rings(row.index, moment.num_computed)
         return {KEY.name: found} if found else {}
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: WindowsAndStates) -> int:
         """Count the pages of the next token."""
-        assert isinstance(checkpoint, WindowsAndStates)
         return checkpoint.num_own_pages(self.groups, position)
 
-    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
+    def due_at(self, position: int, checkpoint: WindowsAndStates) -> int:
         """Return the position: rings are there from the beginning on."""
         return position
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: WindowsAndStates) -> None:
         """Put the pages into the rings of the row."""
-        assert isinstance(checkpoint, WindowsAndStates)
         checkpoint.attach(self.groups, row.index, position)
 
-    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: WindowsAndStates, position: int) -> SpanContent | None:
         """Return the pages before the end of a block, unless tokens that a query there sees are gone."""
-        assert isinstance(checkpoint, WindowsAndStates)
         if checkpoint.resumes_from > position:
             return None
         return SpanContent(checkpoint.before(position, [t.page_size for t in self.groups]))
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> WindowsAndStates:
         """Number the pages of the layers that slide. Raises ValueError where there are others."""
         sliding = [
             (g, int(layer))
@@ -168,9 +164,8 @@ class CheckpointKind:
         groups, layers = zip(*sliding, strict=True)
         return WindowsAndStates(position, tuple(first_pages), tuple(pages), span.resumes_from, groups, layers)
 
-    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
+    def with_pages(self, checkpoint: WindowsAndStates, pages: Ints) -> WindowsAndStates:
         """Return the rings with these pages."""
-        assert isinstance(checkpoint, WindowsAndStates)
         return replace(checkpoint, pages=tuple(pages[numbers] for numbers in checkpoint.pages))
 
 

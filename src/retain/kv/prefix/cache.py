@@ -19,8 +19,8 @@ from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.checkpoints import (
     ANYWHERE,
+    AnyKind,
     CheckpointedRow,
-    CheckpointKind,
     Demand,
     Key,
     Moment,
@@ -48,7 +48,7 @@ from retain.kv.stores.store import ReadJob
 from retain.kv.text import Text
 from retain.types import Ints
 
-KindNeeds = tuple[CheckpointKind, Sequence[Key], Reach]  # with the keys of a policy, and where rows begin without any
+KindNeeds = tuple[AnyKind, Sequence[Key], Reach]  # with the keys of a policy, and where rows begin without any
 Option = tuple[Reach, HeldCheckpoint | None]  # where a row may begin with a checkpoint, or without any of its kind
 
 
@@ -61,7 +61,7 @@ class Needs(NamedTuple):
 
     windows: Ints
     completing: Sequence[KindNeeds]
-    standing: Sequence[tuple[CheckpointKind, Key]]
+    standing: Sequence[tuple[AnyKind, Key]]
     required: frozenset[bytes]  # keys without which no text of these windows goes on
     limit: int
     adds_mass: bool

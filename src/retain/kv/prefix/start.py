@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from retain.kv.checkpoints import CheckpointKind, Demand, TextCheckpoint
+from retain.kv.checkpoints import AnyKind, Demand, TextCheckpoint
 from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.node import NO_BLOCKS, Node
 from retain.kv.stats.request import LoadStats
@@ -24,7 +24,7 @@ NO_TOKENS: Ints = np.zeros(0, np.int32)
 class HeldCheckpoint(NamedTuple):
     """A checkpoint of the tree."""
 
-    kind: CheckpointKind
+    kind: AnyKind
     key: bytes
     checkpoint: TextCheckpoint
     node: Node
@@ -33,7 +33,7 @@ class HeldCheckpoint(NamedTuple):
 class StoredCheckpoint(NamedTuple):
     """A checkpoint of a store."""
 
-    kind: CheckpointKind
+    kind: AnyKind
     key: bytes
     place: SpanRange
 

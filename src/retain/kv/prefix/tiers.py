@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 
-from retain.kv.checkpoints import CheckpointedRow, CheckpointKind, Demand, TextCheckpoint
+from retain.kv.checkpoints import AnyKind, CheckpointedRow, Demand, TextCheckpoint
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.prefix.node import Node
@@ -28,7 +28,7 @@ class Tiers:
         offloader: Offloader,
         groups: Sequence[BlockTables],
         layout: BlockLayout,
-        kinds: Mapping[str, CheckpointKind],
+        kinds: Mapping[str, AnyKind],
     ):
         self.offloader = offloader
         self.pool = groups[0].pool
@@ -85,7 +85,7 @@ class Tiers:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, kind: CheckpointKind, place: SpanRange, demand: Demand, position: int) -> TextCheckpoint | None:
+    def load(self, kind: AnyKind, place: SpanRange, demand: Demand, position: int) -> TextCheckpoint | None:
         """Read a checkpoint into pages, which the caller owns.
 
         None where it cannot be read or does not let the demand go on, and where the pool has too few pages.
@@ -111,7 +111,7 @@ class Tiers:
 
     def prepare(
         self, stored: Sequence[StoredCheckpoint], demand: Demand, position: int
-    ) -> list[tuple[CheckpointKind, TextCheckpoint, SpanRange]] | None:
+    ) -> list[tuple[AnyKind, TextCheckpoint, SpanRange]] | None:
         """Return checkpoints that complete pages, which are numbers yet. None where one cannot be read."""
         found = []
         for kind, _, place in stored:
@@ -122,7 +122,7 @@ class Tiers:
         return found
 
     def attach(
-        self, kind: CheckpointKind, numbered: TextCheckpoint, place: SpanRange, row: CheckpointedRow, position: int
+        self, kind: AnyKind, numbered: TextCheckpoint, place: SpanRange, row: CheckpointedRow, position: int
     ) -> dict[int, list[ReadJob]]:
         """Give a checkpoint to a row before its pages are read. Returns the reads, by layer of the model."""
         pages = np.concatenate([np.zeros(0, np.int32), *self.spans.allocate(numbered.runs())])
@@ -132,7 +132,7 @@ class Tiers:
         return self.spans.read_jobs(place, checkpoint.runs())
 
     def _decode(
-        self, kind: CheckpointKind, place: SpanRange, demand: Demand, position: int, metadata: bytes
+        self, kind: AnyKind, place: SpanRange, demand: Demand, position: int, metadata: bytes
     ) -> TextCheckpoint | None:
         try:
             found = kind.from_span(demand, position, place.span, metadata)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.checkpoints import NOWHERE, CheckpointedRow, Demand, Key, Moment, Reach, SpanContent, TextCheckpoint
+from retain.kv.checkpoints import NOWHERE, CheckpointedRow, Demand, Key, Moment, Reach, SpanContent
 from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.checkpoints.budget.resumption import plan_resumption
 from retain.kv.checkpoints.budget.state_format import StateShape, decode_state, encode_state, with_pages
@@ -49,9 +49,9 @@ class CheckpointKind:
         ]
         return (Key(names[0]), Key(names[1], policy.prompt_len - 1))[: 1 + bool(policy.streamed_key)]
 
-    def reach(self, demand: Demand, checkpoint: TextCheckpoint | None) -> Reach:
+    def reach(self, demand: Demand, checkpoint: BudgetCheckpoint | None) -> Reach:
         """Return the position of a checkpoint, if the row is then as if it had never paused."""
-        if not isinstance(checkpoint, BudgetCheckpoint) or self._plan(demand, checkpoint) is None:
+        if checkpoint is None or self._plan(demand, checkpoint) is None:
             return NOWHERE
         return Reach(checkpoint.position, checkpoint.position)
 
@@ -73,7 +73,7 @@ class CheckpointKind:
 
     # ---- capturing -----------------------------------------------------------------------------------------------
 
-    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, TextCheckpoint]:
+    def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, BudgetCheckpoint]:
         """Hold what a row keeps when it ends, or copy it at the end of a chunk of its prompt."""
         policy = row.demand.policy
         if not row.evictors or not policy.resume_key:
@@ -129,9 +129,8 @@ class CheckpointKind:
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
-    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> int:
+    def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: BudgetCheckpoint) -> int:
         """Count all that the row will own before its first eviction."""
-        assert isinstance(checkpoint, BudgetCheckpoint)
         plan = self._plan(row.demand, checkpoint)
         assert plan
         found = len(checkpoint.own_pages)
@@ -139,13 +138,12 @@ class CheckpointKind:
             found += int(np.maximum(-(-slots // self.groups[g].page_size) - part.counts, 0).sum())
         return found + (checkpoint.windows.num_own_pages(self.groups, position) if checkpoint.windows else 0)
 
-    def due_at(self, position: int, checkpoint: TextCheckpoint) -> int:
+    def due_at(self, position: int, checkpoint: BudgetCheckpoint) -> int:
         """Return the position: the row begins with what was kept."""
         return position
 
-    def attach(self, row: CheckpointedRow, position: int, checkpoint: TextCheckpoint) -> None:
+    def attach(self, row: CheckpointedRow, position: int, checkpoint: BudgetCheckpoint) -> None:
         """Copy what was kept into the tables of the row, and let it evict as if it had never paused."""
-        assert isinstance(checkpoint, BudgetCheckpoint)
         plan = self._plan(row.demand, checkpoint)
         assert plan
         index = row.index
@@ -172,12 +170,11 @@ class CheckpointKind:
 
     # ---- in stores -----------------------------------------------------------------------------------------------
 
-    def to_span(self, checkpoint: TextCheckpoint, position: int) -> SpanContent | None:
+    def to_span(self, checkpoint: BudgetCheckpoint, position: int) -> SpanContent | None:
         """Return all of it. The host waits for the device."""
-        assert isinstance(checkpoint, BudgetCheckpoint)
         return SpanContent(checkpoint, encode_state(checkpoint))
 
-    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> TextCheckpoint:
+    def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> BudgetCheckpoint:
         """Decode the metadata. Raises ValueError where it does not fit the cache, the policy or the span."""
         policy = demand.policy
         assert isinstance(policy, BudgetPolicy)
@@ -186,9 +183,8 @@ class CheckpointKind:
             raise ValueError("the checkpoint of a budget does not fit its pages")
         return found
 
-    def with_pages(self, checkpoint: TextCheckpoint, pages: Ints) -> TextCheckpoint:
+    def with_pages(self, checkpoint: BudgetCheckpoint, pages: Ints) -> BudgetCheckpoint:
         """Return it with these pages."""
-        assert isinstance(checkpoint, BudgetCheckpoint)
         return with_pages(checkpoint, pages)
 
     def _shape(self, policy: BudgetPolicy) -> StateShape:
