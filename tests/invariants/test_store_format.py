@@ -9,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from retain.kv.checkpoints import Demand
+from retain.kv.eviction import policies
 from retain.kv.stores.span import Span, SpanFormat, alloc_aligned
 from retain.kv.stores.store import Store
 from retain.kv.stores.tiers import parse
@@ -20,8 +22,8 @@ from tests.helpers.tiers import offloader_of
 
 ENGINES = {
     "text": ("llama", "full", "exact"),
-    "windows": ("gemma3_text", "full", "exact"),
-    "state": ("llama", "h2o:budget=64", "exact"),
+    "windows_and_states": ("gemma3_text", "full", "exact"),
+    "budget": ("llama", "h2o:budget=64", "exact"),
     "importance": ("llama", "full", "selective:ratio=0.5"),
 }
 
@@ -110,3 +112,14 @@ def test_a_kind_that_stores_do_not_know_goes_through_all_of_them(place: str, tmp
     damaged[-4096] ^= 1  # of the metadata
     with pytest.raises(ValueError, match="damaged"):
         read_span(name, bytes(damaged))
+
+
+@pytest.mark.parametrize("num_blocks", [(5, 5), (0, 1), (1,), (1, 1, 1)])
+def test_windows_of_other_pages_are_refused(num_blocks: tuple[int, ...]) -> None:
+    """A header that was written by somebody else may say anything; a window of 16 tokens at 64 has one page to four."""
+    engine = make_engine("gemma3_text", prefix_cache="exact")
+    kind = engine.cache.prefix_cache.kinds["windows_and_states"]
+    demand = Demand(policies.parse("full"))
+    with pytest.raises(ValueError):
+        kind.from_span(demand, 64, Span((bytes(16),), num_blocks, 64), b"")
+    assert kind.from_span(demand, 64, Span((bytes(16),), (1, 4), 64), b"").page_list.tolist() == [0, 1, 2, 3, 4]

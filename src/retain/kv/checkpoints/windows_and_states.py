@@ -145,23 +145,27 @@ class CheckpointKind:
         return SpanContent(checkpoint.before(position, [t.page_size for t in self.groups]))
 
     def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> WindowsAndStates:
-        """Number the pages of the layers that slide. Raises ValueError where there are others."""
+        """Number the pages of the layers that slide. Raises ValueError where these are other layers or pages."""
         sliding = [
-            (g, int(layer))
+            (g, int(layer), int(window))
             for g, (t, own) in enumerate(zip(self.groups, self.planner.groups, strict=True))
-            for layer in t.layers[own.windows(demand.policy) < NO_WINDOW]
+            for layer, window in zip(t.layers, own.windows(demand.policy), strict=True)
+            if window < NO_WINDOW
         ]
         if len(sliding) != len(span.num_blocks):
             raise ValueError(f"{len(span.num_blocks)} sliding layers, not {len(sliding)}")
         first_pages = []
         pages = []
         begin = 0
-        for (g, _), n in zip(sliding, span.num_blocks, strict=True):
+        for (g, _, window), n in zip(sliding, span.num_blocks, strict=True):
             G = self.groups[g].counts.shape[2]
-            first_pages.append(position // self.groups[g].page_size - n // G)
+            S = self.groups[g].page_size
+            first_pages.append(position // S - n // G)
+            if not 0 <= first_pages[-1] <= first_visible_page(position, window, S):
+                raise ValueError(f"{n} pages are no window")
             pages.append(np.arange(begin, begin + n, dtype=np.int32).reshape(G, -1))
             begin += n
-        groups, layers = zip(*sliding, strict=True)
+        groups, layers, _ = zip(*sliding, strict=True)
         return WindowsAndStates(position, tuple(first_pages), tuple(pages), span.resumes_from, groups, layers)
 
     def with_pages(self, checkpoint: WindowsAndStates, pages: Ints) -> WindowsAndStates:
