@@ -156,7 +156,7 @@ def run_chat(args: argparse.Namespace) -> bool:
     stats = llm.cache.pool_stats()
     print(
         f"{args.model}: {turns} turns, {n} tokens: {held} pages held, {needed} needed, ratio {ratio:.3f}; "
-        f"{stats.num_snapshots} snapshots; the last turn began with {cached} tokens"
+        f"{stats.num_checkpoints} snapshots; the last turn began with {cached} tokens"
     )
     return ratio <= MAX_RATIO
 
@@ -193,10 +193,10 @@ def run_traffic(args: argparse.Namespace) -> bool:
         if turn % max(turns // 20, 1) == 0:
             stats = llm.cache.pool_stats()
             held = int(np.count_nonzero(llm.cache.prefix_cache.tree.num_holders))
-            found.append((stats.num_snapshots, held, resident_bytes()))
+            found.append((stats.num_checkpoints, held, resident_bytes()))
             nodes = sum(1 for _ in tree.iter_nodes())
             print(
-                f"{turn} | {sum(map(len, texts))} | {nodes} | {stats.num_snapshots} | {held} | "
+                f"{turn} | {sum(map(len, texts))} | {nodes} | {stats.num_checkpoints} | {held} | "
                 f"{found[-1][2] / 2**20:.0f} | {num_cached / num_prompt:.3f}",
                 flush=True,
             )

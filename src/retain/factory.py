@@ -31,7 +31,7 @@ from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.kv.stores import tiers
-from retain.kv.stores.manager import Offloader
+from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.span import SpanFormat

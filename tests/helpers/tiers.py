@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from retain.engine.engine import Engine
-from retain.kv.stores.manager import Offloader
+from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.tiers.disk import DiskStore
 from tests.helpers.stored_spans import data_offset, span_files
 

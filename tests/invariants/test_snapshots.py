@@ -20,8 +20,8 @@ from retain.engine.request import FinishReason, Request
 from retain.kv.checkpoints.windows_and_states import WindowsAndStates
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.checkpoint_ladder import NUM_DENSE, CheckpointLadder
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.kv.prefix.snapshot_ladder import NUM_DENSE, SnapshotLadder
 from retain.kv.stores.checkpoint_spans import PageRun
 from retain.kv.text import Text
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
@@ -319,7 +319,7 @@ def test_a_text_that_is_computed_in_one_go_keeps_the_rungs_of_the_ladder_only() 
 
 @given(st.integers(1, 7), st.integers(0, 10**4), st.integers(0, 10**4), st.integers(0, 200))
 def test_what_left_the_ladder_never_returns_to_it(interval: int, position: int, length: int, more: int) -> None:
-    ladder = SnapshotLadder(interval)
+    ladder = CheckpointLadder(interval)
     length = max(length, position)
     if ladder.keeps(position, length + more):
         assert ladder.keeps(position, length) and position % interval == 0
@@ -327,7 +327,7 @@ def test_what_left_the_ladder_never_returns_to_it(interval: int, position: int, 
 
 @given(st.integers(1, 50), st.integers(0, 10**4))
 def test_a_ladder_is_dense_at_the_end_and_grows_with_the_logarithm(interval: int, length: int) -> None:
-    ladder = SnapshotLadder(interval)
+    ladder = CheckpointLadder(interval)
     rungs = [p for p in ladder.crossed(0, length) if ladder.keeps(p, length)]
     near = [p for p in range(interval, length + 1, interval) if (length - p) // interval < NUM_DENSE]
     assert [p for p in rungs if (length - p) // interval < NUM_DENSE] == near
@@ -338,7 +338,7 @@ def test_a_ladder_is_dense_at_the_end_and_grows_with_the_logarithm(interval: int
 def test_rungs_before_the_first_interval_are_whole_blocks_and_never_return(
     num_blocks: int, block_size: int, length: int, more: int
 ) -> None:
-    ladder = SnapshotLadder(num_blocks * block_size, block_size)
+    ladder = CheckpointLadder(num_blocks * block_size, block_size)
     rungs = ladder.first_rungs
     assert all(rung % block_size == 0 and 256 <= rung < ladder.interval for rung in rungs)
     assert len(rungs) <= ladder.interval.bit_length()
@@ -409,7 +409,7 @@ def test_snapshots_that_save_little_go_before_texts_and_those_that_save_much_aft
 
 def test_a_text_drops_the_snapshots_that_it_left_behind_but_for_branches_and_the_ladder() -> None:
     pool = PagePool(200)
-    tree = RadixTree(pool, 4, SnapshotLadder(8))
+    tree = RadixTree(pool, 4, CheckpointLadder(8))
 
     def insert(text: list[int], begun_at: int) -> None:
         pages = pool.allocate(-(-len(text) // 4))[None]

@@ -24,7 +24,7 @@ from retain.engine.request import Request
 from retain.kernels.pool_dtypes import INT4, INT8
 from retain.kv.checkpoints.budget import CheckpointKind
 from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
-from retain.kv.checkpoints.budget.state_format import decode_state, encode_state, with_pages
+from retain.kv.checkpoints.budget.metadata import decode_metadata, encode_metadata, with_pages
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.prefix.radix_tree import RadixTree
@@ -602,7 +602,7 @@ def encoded_states() -> list[tuple[str, bytes, BudgetCheckpoint, CheckpointKind]
         talk(policy, partial(ask, engine), (70,))
         prefix_cache = engine.cache.prefix_cache
         (state,) = budgets_of(prefix_cache.tree)
-        found.append((policy, encode_state(state), state, prefix_cache.kinds["budget"]))
+        found.append((policy, encode_metadata(state), state, prefix_cache.kinds["budget"]))
     return found
 
 
@@ -628,10 +628,10 @@ def test_decoding_is_the_inverse_of_encoding() -> None:
     for policy, data, state, kind in encoded_states():
         shape = kind._shape(state.policy)
         other = policies.parse(policy).resolve(300)  # of a later turn
-        decoded = decode_state(data, other, shape, len(state.page_list))
+        decoded = decode_metadata(data, other, shape, len(state.page_list))
         pages = np.concatenate([run.pages for run in state.runs()])
         restored = with_pages(decoded, pages)
-        assert encode_state(restored) == data
+        assert encode_metadata(restored) == data
         assert restored.page_list.tolist() == state.page_list.tolist()
         assert equal(replace(restored, evictors=(), windows=None), replace(state, evictors=(), windows=None))
         for ours, theirs in zip(restored.evictors, state.evictors, strict=True):
@@ -653,7 +653,7 @@ def test_damaged_metadata_are_refused_or_harmless(data: st.DataObject) -> None:
         damaged[place] = data.draw(st.integers(0, 255))
     damaged = damaged[: data.draw(st.sampled_from([len(damaged), len(damaged), len(damaged) // 2]))]
     try:
-        found = decode_state(bytes(damaged), state.policy, shape, len(state.page_list))
+        found = decode_metadata(bytes(damaged), state.policy, shape, len(state.page_list))
     except ValueError:
         return
     assert sorted(found.page_list.tolist()) == list(range(len(state.page_list)))

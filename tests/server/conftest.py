@@ -74,7 +74,7 @@ def assert_nothing_leaked(server: GracefulServer) -> None:
     wait_until(lambda: not engine.has_unfinished_requests and not admission.num_in_flight, 60)
     cache.check()
     if cache.prefix_cache.enabled:
-        cache.prefix_cache.unpin_all()
+        cache.prefix_cache.tree.unpin_all()
     assert cache.free_pages == cache.total_pages and cache.free_rows == server.service.llm.config.max_running_requests
     assert admission.num_in_flight == 0
 

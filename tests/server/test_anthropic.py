@@ -321,7 +321,7 @@ def test_breakpoint_pins_what_precedes_it(agent, agent_server):
     second = ask(agent, system=system, messages=other, max_tokens=2)
     assert second.usage.cache_read_input_tokens >= begun and second.usage.cache_creation_input_tokens == 0
     assert num_prompt_tokens(second.usage) > second.usage.cache_read_input_tokens
-    prefix_cache.unpin_all()
+    prefix_cache.tree.unpin_all()
 
 
 def pin_of(agent_server, **fields):
@@ -352,7 +352,7 @@ def test_pins_are_bounded_by_the_limit(secured_server):
     assert usage.cache_creation_input_tokens > len(LONG_TEXT)
     prefix_cache = secured_server.service.llm.cache.prefix_cache
     assert max(prefix_cache.tree.pins._until.values()) <= monotonic() + 60
-    prefix_cache.unpin_all()
+    prefix_cache.tree.unpin_all()
 
 
 @pytest.mark.parametrize(

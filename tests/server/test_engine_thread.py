@@ -204,7 +204,7 @@ def test_a_pin_that_is_not_held_is_told_to_who_set_it():
             assert warning == (None if num_pinned else "pin: 0 of 256 tokens are kept")
             warnings.append(warning)
         pinned_pages = sum(node.all_pages.size for node in prefix_cache.tree.pins)
-        prefix_cache.unpin_all()
+        prefix_cache.tree.unpin_all()
         assert 0 < pinned_pages <= server.service.llm.cache.total_pages / 2 and warnings[0] is None and warnings[-1]
 
 

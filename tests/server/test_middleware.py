@@ -185,7 +185,7 @@ def test_upload_timeout():
 def test_pin_keeps_prompt_cached(secured_server):
     response = complete(secured_server, prompt=TEXT + "pinned", max_tokens=1, pin=30)
     assert response.json()["usage"]["prompt_tokens_details"]["pinned_tokens"] > 100
-    assert secured_server.service.llm.cache.prefix_cache.unpin_all()
+    assert secured_server.service.llm.cache.prefix_cache.tree.unpin_all()
 
 
 # ---- disconnects -----------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def run(llm: LLM, prefix_cache: PrefixCache, workload: str, config: PrefixBenchC
             with llm.cache.limit_pages(num_pages):
                 line = _run_turns(llm, workload, config, policy)
                 stats = llm.cache.pool_stats()
-            line |= {"snapshots": stats.num_snapshots, "snapshot_pages": stats.num_snapshot_pages}
+            line |= {"snapshots": stats.num_checkpoints, "snapshot_pages": stats.num_checkpoint_pages}
             held = int(np.count_nonzero(prefix_cache.tree.num_holders))
             line["held_per_need"] = round(held * multiple / num_pages, 3)
             prefix_cache.tree.clear()

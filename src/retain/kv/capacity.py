@@ -28,7 +28,7 @@ class CacheConfig:
 
     `page_size` is of the layers whose slots take the most bytes. `score_columns`: masses of a slot, one for each query
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
-    demote. `snapshot_interval`: tokens between snapshots inside a long text; 0: none there.
+    demote. `snapshot_interval`: tokens between the rungs of a long text, where checkpoints stay; 0: none.
     """
 
     page_size: int

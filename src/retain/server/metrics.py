@@ -202,11 +202,11 @@ class Metrics(Observer):
         yield self._gauge_family("retain_pages", "Pages of the pool", stats.pages_by_state, "state")
         yield self._gauge_family("retain_page_bytes", "Bytes of a page", stats.page_bytes)
         yield self._gauge_family(
-            "retain_snapshots", "Positions of cached texts that others go on from", stats.num_snapshots
+            "retain_snapshots", "Positions of cached texts that others go on from", stats.num_checkpoints
         )
-        size = stats.num_snapshot_pages * stats.page_bytes
+        size = stats.num_checkpoint_pages * stats.page_bytes
         yield self._gauge_family(
-            "retain_snapshot_bytes", "Bytes that snapshots hold beside the pages of their texts", size
+            "retain_snapshot_bytes", "Bytes that checkpoints hold beside the pages of their texts", size
         )
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield self._counter_family("retain_evicted_slots", "Evicted slots", evicted, "policy")

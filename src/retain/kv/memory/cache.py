@@ -34,7 +34,7 @@ def ring_capacities(windows: Ints, fresh: int, page_size: int, block_size: int) 
 def ensure_pages(caches: Sequence[KVCache], row: int, upto: int) -> bool:
     """Return whether the pool has the pages that the row must take for all positions below `upto`, in these groups.
 
-    If it has too few, snapshots that hold pages of the row are evicted: then it may write into these.
+    If it has too few, checkpoints that hold pages of the row are evicted: then it may write into these.
     """
     pool = caches[0].tables.pool
     if pool.ensure_free(sum(cache.num_missing_pages(row, upto) for cache in caches)):
@@ -97,7 +97,7 @@ class KVCache:
         return missing + (len(self._shared_ring_pages(row, upto)[0]) if t.rings[row].are_shared else 0)
 
     def release_shared_pages(self, row: int, upto: int) -> None:
-        """Let cached snapshots go that hold pages which the row writes over: there are none to take instead."""
+        """Let cached checkpoints go that hold pages which the row writes over: there are none to take instead."""
         t = self.tables
         if t.rings[row].are_shared and t.pool.uncache_callback:
             t.pool.uncache_callback(t.pages[row][self._shared_ring_pages(row, upto)])

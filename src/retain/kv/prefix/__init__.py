@@ -1,1 +1,1 @@
-"""Prefix caching: a radix tree of pages that requests share. Does not depend on: scheduling."""
+"""Prefix caching: a radix tree of texts, whose pages and checkpoints requests share. Does not depend on: scheduling."""

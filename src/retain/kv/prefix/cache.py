@@ -32,17 +32,17 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
 from retain.kv.prefix.attach import TextPages
+from retain.kv.prefix.checkpoint_ladder import CheckpointLadder
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import NO_PAGES, EvictionRecord, PrefixMatch
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.prefix.start import Begun, HeldCheckpoint, Start, StoredCheckpoint
 from retain.kv.prefix.tiers import Tiers
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
-from retain.kv.stores.manager import Offloader
+from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.store import ReadJob
 from retain.kv.text import Text
@@ -81,7 +81,7 @@ class PrefixCache:
         self.layout = block_layout(groups, [g.windows for g in planner.spec.groups])
         self.kinds = load_kinds(groups, planner)
         B = self.layout.block_size
-        self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B if config else 0, B)
+        self.ladder = CheckpointLadder(-(-planner.config.snapshot_interval // B) * B if config else 0, B)
         self.tree = RadixTree(self.pool, B, self.ladder)
         self.pool.uncache_callback = self.tree.evict_holders
         self.needs = lru_cache(maxsize=256)(self._find_needs)

@@ -1,6 +1,6 @@
 """The diagnosis of a prompt: the nearest text, where they part, and why the cache had no more of it.
 
-It knows tokens and no text. It looks only below root hashes of the query's own salt, and counts as no use of a node.
+It knows tokens and no text. It looks only below first links of the query's own salt, and counts as no use of a node.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
     begun = replace(begun, nearest=nearest, common_length=common, known_length=common)
     if num_cached_tokens <= _max_skipped(start) < usable:
         return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(start.demand.policy))
-    # Tiers have whole blocks, and rows that still run keep snapshots at the ends of whole blocks.
+    # Tiers have whole blocks, and rows that still run keep checkpoints at the ends of whole blocks.
     B = cache.layout.block_size
     in_blocks = slides or cache.offloader is not None
     next_place = (num_cached_tokens // B + 1) * B if in_blocks else num_cached_tokens + 1
@@ -153,23 +153,23 @@ def _find_states(
 def _find_elsewhere(
     cache: PrefixCache, history: PrefixHistory, start: Start, begun: PrefixDiagnosis, own: SeenText | None
 ) -> Iterator[PrefixDiagnosis]:
-    """Yield where more of the prompt is, or was, than in the tree under the query's own root hash."""
-    S = cache.layout.block_size
+    """Yield where more of the prompt is, or was, than in the tree under the query's own first link."""
+    B = cache.layout.block_size
     prompt = begun.prompt
     link = cache.first_link(start.text, start.demand.policy)
-    keys = start.text.block_hashes(link, S)
-    first = begun.common_length // S
+    keys = start.text.block_hashes(link, B)
+    first = begun.common_length // B
     yield from _find_states(cache, history, start, begun)
     if cache.offloader and (ranges := cache.offloader.find_spans(keys[first:])):
-        num_pages = first + sum(r.end - r.begin for r in ranges)
-        yield replace(begun, reason=MissReason.NOT_LOADED, known_length=num_pages * S, detail=ranges[0].store.name)
+        num_blocks = first + sum(r.end - r.begin for r in ranges)
+        yield replace(begun, reason=MissReason.NOT_LOADED, known_length=num_blocks * B, detail=ranges[0].store.name)
     times = []
     for key in keys[first:]:
         if (time := history.evicted_at(key)) is None:
             break
         times.append(time)
     if times:
-        length = (first + len(times)) * S
+        length = (first + len(times)) * B
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
     if near := history.nearest_text(start.text.salt, prompt, besides=[own] if own else ()):
         text, known = near
@@ -227,10 +227,10 @@ def _explain_seen(begun: PrefixDiagnosis, text: SeenText, link: bytes, policy: E
 
 def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> float | None:
     """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
-    S = cache.layout.block_size
+    B = cache.layout.block_size
     n = text.num_stored_tokens
-    hashes = hash_blocks(text.link, text.tokens[:n], S)
-    if rest := n % S:
+    hashes = hash_blocks(text.link, text.tokens[:n], B)
+    if rest := n % B:
         hashes.append(hash_block(hashes[-1] if hashes else text.link, text.tokens[n - rest : n]))
     times = [time for h in hashes[-2:] if (time := history.evicted_at(h)) is not None]
     return monotonic() - max(times) if times else None

@@ -29,7 +29,7 @@ class EvictionRecord(NamedTuple):
 class Node:
     """Tokens of a text from block `start_block` on: whole blocks, or, in a tail, the first tokens of one.
 
-    It holds pages of these tokens, checkpoints at its end, both, or neither where a later part of the text holds some.
+    It holds the pages of these blocks, checkpoints at its end, both, or neither where a later part of the text does.
     A node with pages has a parent with pages.
     """
 
@@ -37,7 +37,7 @@ class Node:
     tokens: Ints  # [n * block_size], or fewer than one block
     block_hashes: list[bytes]  # of each of its blocks
     has_pages: bool = False
-    pages: Ints = field(default_factory=lambda: NO_BLOCKS)  # [K, n] where it has some; 0 is none, see block_layout.py
+    pages: Ints = field(default_factory=lambda: NO_BLOCKS)  # [K, n] of its n blocks; 0: none, see block_layout.py
     checkpoints: dict[bytes, TextCheckpoint] = field(default_factory=dict)  # at its end, by key
     checkpoint_used: dict[bytes, int] = field(default_factory=dict)  # on the tree's clock: the last use of each
     required: frozenset[bytes] = frozenset()  # of a root: keys of the checkpoints without which no text goes on
@@ -72,13 +72,13 @@ class Node:
 
     @property
     def page_list(self) -> Ints:
-        """The pages of its tokens, each named once."""
+        """The pages of its blocks, each named once."""
         found: Ints = self.pages[self.pages > 0]
         return found
 
     @property
     def all_pages(self) -> Ints:
-        """The pages of its tokens and of its checkpoints, flat."""
+        """The pages of its blocks and of its checkpoints, flat."""
         return np.concatenate([self.page_list, *(c.page_list for c in self.checkpoints.values())])
 
     @property
@@ -102,7 +102,7 @@ class PrefixMatch:
     """
 
     length: int
-    pages: Ints  # [K, n]; the last block may agree only in part
+    pages: Ints  # [K, n] of n blocks; the last one may agree only in part
     nodes: Sequence[Node]  # that hold these pages
     ends: Sequence[NodeEnd]
     common_length: int

@@ -2,7 +2,7 @@
 
 There is one tree for each first link of texts, which covers the tenant's salt, the model and the windows. A node is a
 part of a text: whole blocks, or, as a tail, the beginning of one. It is found by the chained hashes of blocks. It may
-hold the pages of its tokens, [K, n] (kv/memory/block_layout.py), and checkpoints at its end (kv/checkpoints). Pages
+hold the pages of its blocks, [K, n] (kv/memory/block_layout.py), and checkpoints at its end (kv/checkpoints). Pages
 and checkpoints are shared by reference count, like those in one more block table.
 
 A checkpoint completes pages of its text, and goes with them, or it stands in for them. The latter lives at a node that
@@ -26,12 +26,12 @@ import numpy as np
 
 from retain.kv.checkpoints import TextCheckpoint, checkpoint_name
 from retain.kv.memory.pool import PagePool
+from retain.kv.prefix.checkpoint_ladder import CheckpointLadder
 from retain.kv.prefix.events import PrefixObserver, StoredPages
 from retain.kv.prefix.eviction_order import EvictionCandidate, candidates, leaf_value
 from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import NO_BLOCKS, NO_MATCH, NO_PAGES, EvictionRecord, Node, NodeEnd, PrefixMatch
 from retain.kv.prefix.pins import Pins
-from retain.kv.prefix.snapshot_ladder import SnapshotLadder
 from retain.kv.text import Text, common_prefix_length, hash_block
 from retain.types import Ints
 
@@ -53,11 +53,11 @@ class RadixTree:
     checkpoint that it has outgrown.
     """
 
-    def __init__(self, pool: PagePool, block_size: int, ladder: SnapshotLadder | None = None):
+    def __init__(self, pool: PagePool, block_size: int, ladder: CheckpointLadder | None = None):
         self.pool = pool
         self.block_size = block_size
         self.roots: dict[bytes, Node] = {}
-        self.ladder = ladder or SnapshotLadder(0)
+        self.ladder = ladder or CheckpointLadder(0)
         self.num_holders = np.zeros(pool.num_pages, np.int32)  # nodes and checkpoints that hold each page
         self.clock = itertools.count(1)
         self.pins = Pins()
@@ -176,7 +176,7 @@ class RadixTree:
         begun_at: int = 0,
         required: frozenset[bytes] = frozenset(),
     ) -> Inserted:
-        """Cache the first `length` tokens of a text: `pages` [K, n] that hold them, and checkpoints at their end.
+        """Cache the first `length` tokens of a text: `pages` [K, n] of their n blocks, and checkpoints at their end.
 
         The tree takes a reference to the pages that it does not have. It takes over the checkpoints, or frees them. Of
         a text that went on from position `begun_at`, checkpoints of these keys before that are dropped, if no other
@@ -217,7 +217,7 @@ class RadixTree:
         return num_full * self.block_size + longest == len(tokens)
 
     def _give_pages(self, node: Node, pages: Ints) -> StoredPages | None:
-        """Give a node and those before it pages [K, n] of the text where they have none."""
+        """Give a node and those before it the pages [K, n] of the text's n blocks where they have none."""
         lacking = []
         at: Node | None = node
         while at and not at.has_pages:

@@ -30,8 +30,8 @@ class PoolStats:
     prefix_hit_tokens: dict[str, int]  # tokens that requests began with, by where they were
     tier_stats: list[dict[str, Any]]
     num_queried_tokens: int = 0  # of texts that were looked up in the prefix cache
-    num_snapshots: int = 0  # of the prefix cache
-    num_snapshot_pages: int = 0  # that they hold; each counts once
+    num_checkpoints: int = 0  # of the prefix cache
+    num_checkpoint_pages: int = 0  # that they hold; each counts once
 
 
 def classify_pages(
@@ -70,11 +70,11 @@ def collect_pool_stats(
     prefix_hit_tokens: dict[str, int],
     num_queried_tokens: int,
     tier_stats: list[dict[str, Any]],
-    snapshot_stats: tuple[int, int],
+    checkpoint_stats: tuple[int, int],
 ) -> PoolStats:
     """Count slots and pages by the states that `classify_pages` found; `tables` are the first group's.
 
-    `snapshot_stats`: the snapshots of the prefix cache, and their pages.
+    `checkpoint_stats`: the checkpoints of the prefix cache, and their pages.
     """
     kv = tables.kv
     used = (np.flatnonzero(state[1:]) + 1).astype(np.int32)
@@ -96,6 +96,6 @@ def collect_pool_stats(
         prefix_hit_tokens=prefix_hit_tokens,
         num_queried_tokens=num_queried_tokens,
         tier_stats=tier_stats,
-        num_snapshots=snapshot_stats[0],
-        num_snapshot_pages=snapshot_stats[1],
+        num_checkpoints=checkpoint_stats[0],
+        num_checkpoint_pages=checkpoint_stats[1],
     )

@@ -1,5 +1,5 @@
-"""Offloading: spans of pages in tiers below the pool.
+"""Stores: spans of pages and checkpoints below the pool.
 
-`manager.py` (Offloader) moves pages into stores and finds them there. `loader.py` brings them back, layer by layer.
-`tiers/` has the stores, `selective/` loads only important tokens. Does not depend on: prefixes, policies, requests.
+`offloader.py` moves pages into stores and finds them there; `loader.py` brings them back, layer by layer. `tiers/` has
+the stores by the names of the option, `selective/` loads only important tokens. Does not depend on: prefixes, policies.
 """

@@ -14,7 +14,7 @@ from time import monotonic, perf_counter
 from typing import Protocol, TypeVar
 
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.stores.manager import Offloader, describe_span
+from retain.kv.stores.offloader import Offloader, describe_span
 from retain.kv.stores.store import ReadJob, SpanRange, Store
 from retain.kv.stores.whole_pages import create_whole_page_transfers
 from retain.kv.text import hash_key, iter_end_hashes

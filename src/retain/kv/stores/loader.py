@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from retain.kv.stores.manager import Offloader
+from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.span import Span
 from retain.kv.stores.store import ReadJob, Store

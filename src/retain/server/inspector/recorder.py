@@ -151,8 +151,8 @@ class Inspector(Observer):
             "map": _build_page_map(page_states[1:], page_rows[1:], request_id_of_row),  # page 0 is never allocated
             "tiers": stats.tier_stats,
             "prefix_hits": stats.prefix_hit_tokens,
-            "snapshots": stats.num_snapshots,
-            "snapshot_pages": stats.num_snapshot_pages,
+            "snapshots": stats.num_checkpoints,
+            "snapshot_pages": stats.num_checkpoint_pages,
             "prefix_misses": [m.summary for m in reversed(self.prefix_misses) if m.key_name == key_name],
             "layers": list(self.caches),
             "heads": self.llm.spec.kv_cache.num_traced_heads,

@@ -14,8 +14,8 @@ import numpy as np
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.checkpoints import NOWHERE, CheckpointedRow, Demand, Key, Moment, Reach, SpanContent
 from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
+from retain.kv.checkpoints.budget.metadata import CheckpointShape, decode_metadata, encode_metadata, with_pages
 from retain.kv.checkpoints.budget.resumption import plan_resumption
-from retain.kv.checkpoints.budget.state_format import StateShape, decode_state, encode_state, with_pages
 from retain.kv.checkpoints.masses import read_masses, write_masses
 from retain.kv.checkpoints.windows_and_states import capture_rings
 from retain.kv.eviction.budget import BudgetPolicy
@@ -172,13 +172,13 @@ class CheckpointKind:
 
     def to_span(self, checkpoint: BudgetCheckpoint, position: int) -> SpanContent | None:
         """Return all of it. The host waits for the device."""
-        return SpanContent(checkpoint, encode_state(checkpoint))
+        return SpanContent(checkpoint, encode_metadata(checkpoint))
 
     def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> BudgetCheckpoint:
         """Decode the metadata. Raises ValueError where it does not fit the cache, the policy or the span."""
         policy = demand.policy
         assert isinstance(policy, BudgetPolicy)
-        found = decode_state(metadata, policy, self._shape(policy), sum(span.num_blocks))
+        found = decode_metadata(metadata, policy, self._shape(policy), sum(span.num_blocks))
         if found.position != position or [len(run.pages) for run in found.runs()] != list(span.num_blocks):
             raise ValueError("the checkpoint of a budget does not fit its pages")
         return found
@@ -187,10 +187,10 @@ class CheckpointKind:
         """Return it with these pages."""
         return with_pages(checkpoint, pages)
 
-    def _shape(self, policy: BudgetPolicy) -> StateShape:
+    def _shape(self, policy: BudgetPolicy) -> CheckpointShape:
         """Return what a checkpoint of this policy must fit."""
         windows = [group.windows(policy) for group in self.planner.groups]
-        return StateShape(self.groups, windows)
+        return CheckpointShape(self.groups, windows)
 
 
 def _copy_part(evictor: BudgetEvictor, part: EvictorState) -> EvictorState:

@@ -14,36 +14,36 @@ from retain.kv.eviction.budget_state import Resumption
 from retain.types import Ints
 
 
-def plan_resumption(state: BudgetCheckpoint, policy: BudgetPolicy) -> Resumption | None:
-    """Plan how a row of this policy goes on from a state; None where that would not be as if it had never paused."""
-    p = state.position
-    is_dense = state.evictors[0].is_dense
+def plan_resumption(checkpoint: BudgetCheckpoint, policy: BudgetPolicy) -> Resumption | None:
+    """Plan how a row of this policy goes on; None where that would not be as if it had never paused."""
+    p = checkpoint.position
+    is_dense = checkpoint.evictors[0].is_dense
     if p >= policy.prompt_len:  # the answer of a request that was preempted goes on
-        if state.policy.prompt_len != policy.prompt_len:
+        if checkpoint.policy.prompt_len != policy.prompt_len:
             return None
-        policy = state.policy
-        slots = [e.num_tokens if is_dense else e.counts * 0 for e in state.evictors]
-        return Resumption(policy, state.policy, p, state.evictors[0].next_eviction, tuple(slots))
+        policy = checkpoint.policy
+        slots = [e.num_tokens if is_dense else e.counts * 0 for e in checkpoint.evictors]
+        return Resumption(policy, checkpoint.policy, p, checkpoint.evictors[0].next_eviction, tuple(slots))
     if is_dense:
-        slots = [e.num_tokens for e in state.evictors]
+        slots = [e.num_tokens for e in checkpoint.evictors]
         first = policy.plan.next_eviction(p)
         if policy.plan.is_streamed:  # an earlier answer may have filled slots that a chunk would need
             first = min(first, policy.plan.prefill_slots)
-        return Resumption(policy, state.policy, p, first, tuple(slots)) if first > p else None
+        return Resumption(policy, checkpoint.policy, p, first, tuple(slots)) if first > p else None
     rest = policy.prompt_len - p
-    policy = policy.with_budget(min(_mean_tokens(e.num_tokens, policy) for e in state.evictors) + rest)
+    policy = policy.with_budget(min(_mean_tokens(e.num_tokens, policy) for e in checkpoint.evictors) + rest)
     limit = policy.plan.prefill_slots
-    slots = [np.minimum(e.num_tokens + rest + policy.interval, limit) for e in state.evictors]
+    slots = [np.minimum(e.num_tokens + rest + policy.interval, limit) for e in checkpoint.evictors]
     num_fresh = rest
     if policy.plan.is_streamed:  # as many as fit beside what is kept
-        largest = max(int(e.num_tokens.max()) for e in state.evictors)
-        slots = [np.full_like(e.num_tokens, limit) for e in state.evictors]
+        largest = max(int(e.num_tokens.max()) for e in checkpoint.evictors)
+        slots = [np.full_like(e.num_tokens, limit) for e in checkpoint.evictors]
         num_fresh = min(rest, limit - largest)
         if largest + policy.plan.chunk >= policy.budget_tokens:
             num_fresh = min(num_fresh, policy.plan.chunk)
         if num_fresh < 1:
             return None
-    return Resumption(policy, state.policy, p, p + num_fresh, tuple(slots))
+    return Resumption(policy, checkpoint.policy, p, p + num_fresh, tuple(slots))
 
 
 def _mean_tokens(num_tokens: Ints, policy: BudgetPolicy) -> int:

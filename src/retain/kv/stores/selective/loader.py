@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.stores.loader import LayerLoader
-from retain.kv.stores.manager import Offloader
+from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.block_cache import CachedReader
 from retain.kv.stores.selective.importance import SpanMetadata

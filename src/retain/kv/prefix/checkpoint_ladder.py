@@ -1,4 +1,4 @@
-"""Where long texts keep snapshots, besides at their ends and where texts part."""
+"""Where long texts keep checkpoints, besides at their ends and where texts part."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_DENSE = 8  # intervals before the end of a text in which no rung is left out
 
 
 @dataclass(frozen=True)
-class SnapshotLadder:
+class CheckpointLadder:
     """Multiples of `interval` tokens, fewer of them the further they lie behind the end of a text. 0: none.
 
     Of the rungs that lie 8 intervals back every second one stays, then every fourth from 16 on, and so on: their number
@@ -44,7 +44,7 @@ class SnapshotLadder:
         return len(self.crossed(position - 1, position + reach)) > 0
 
     def keeps(self, position: int, length: int, reach: int = 0) -> bool:
-        """Return whether a text of `length` tokens keeps a snapshot at a position. `reach` as in `has`."""
+        """Return whether a text of `length` tokens keeps a checkpoint at a position. `reach` as in `has`."""
         rungs = self.crossed(position - 1, position + reach)
         if not rungs:
             return False

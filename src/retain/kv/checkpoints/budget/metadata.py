@@ -33,7 +33,7 @@ LARGEST = 2**31 - 1  # number in a header
 Arrays = Mapping[str, NDArray[Any]]
 
 
-class StateShape:
+class CheckpointShape:
     """What a checkpoint must fit: the tables of each KV cache group, and how far its layers see under a policy."""
 
     def __init__(self, groups: Sequence[BlockTables], windows: Sequence[Ints]):
@@ -55,15 +55,17 @@ class StateShape:
         return [g for g, n in enumerate(self.full_layers) if n]
 
 
-def with_pages(state: BudgetCheckpoint, pages: Ints) -> BudgetCheckpoint:
-    """Return a decoded state in which `pages` [n] take the places of the numbers 0 to n - 1."""
+def with_pages(checkpoint: BudgetCheckpoint, pages: Ints) -> BudgetCheckpoint:
+    """Return a decoded checkpoint in which `pages` [n] take the places of the numbers 0 to n - 1."""
 
     def place(part: EvictorState) -> EvictorState:
         demoter = part.demoter and replace(part.demoter, pages=_take(pages, part.demoter.pages))
         return replace(part, pages=_take(pages, part.pages), demoter=demoter)
 
-    windows = state.windows and replace(state.windows, pages=tuple(_take(pages, p) for p in state.windows.pages))
-    return replace(state, evictors=tuple(place(part) for part in state.evictors), windows=windows)
+    windows = checkpoint.windows and replace(
+        checkpoint.windows, pages=tuple(_take(pages, p) for p in checkpoint.windows.pages)
+    )
+    return replace(checkpoint, evictors=tuple(place(part) for part in checkpoint.evictors), windows=windows)
 
 
 def _take(pages: Ints, numbers: Ints) -> Ints:
@@ -74,17 +76,17 @@ def _take(pages: Ints, numbers: Ints) -> Ints:
 # ---- writing ---------------------------------------------------------------------------------------------------------
 
 
-def encode_state(state: BudgetCheckpoint) -> bytes:
-    """Return all of a state but its pages. The host waits for the device."""
-    windows = state.windows
+def encode_metadata(checkpoint: BudgetCheckpoint) -> bytes:
+    """Return all of a checkpoint but its pages. The host waits for the device."""
+    windows = checkpoint.windows
     header = {
         "version": FORMAT_VERSION,
-        "position": state.position,
-        "policy": policies.to_spec(state.policy),
-        "prompt_len": state.policy.prompt_len,
-        "in_prompt": state.in_prompt,
-        "is_dense": [part.is_dense for part in state.evictors],
-        "next_eviction": [part.next_eviction for part in state.evictors],
+        "position": checkpoint.position,
+        "policy": policies.to_spec(checkpoint.policy),
+        "prompt_len": checkpoint.policy.prompt_len,
+        "in_prompt": checkpoint.in_prompt,
+        "is_dense": [part.is_dense for part in checkpoint.evictors],
+        "next_eviction": [part.next_eviction for part in checkpoint.evictors],
         "windows": windows
         and {
             "first_pages": windows.first_pages,
@@ -92,8 +94,8 @@ def encode_state(state: BudgetCheckpoint) -> bytes:
         },
     }
     arrays: dict[str, NDArray[Any]] = {"header": np.frombuffer(json.dumps(header).encode(), np.uint8)}
-    arrays |= {f"masses.{g}": _on_host(x) for g, x in enumerate(state.masses)}
-    for i, part in enumerate(state.evictors):
+    arrays |= {f"masses.{g}": _on_host(x) for g, x in enumerate(checkpoint.masses)}
+    for i, part in enumerate(checkpoint.evictors):
         scores, scored_pos = part.scores
         arrays |= {
             f"{i}.counts": part.counts.astype(np.int32),
@@ -123,10 +125,11 @@ def _on_host(x: Tensor) -> NDArray[Any]:
 # ---- reading ---------------------------------------------------------------------------------------------------------
 
 
-def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape, num_pages: int) -> BudgetCheckpoint:
-    """Return a state whose `num_pages` pages are numbers, see `page_runs`. Raises ValueError where it does not fit.
+def decode_metadata(data: bytes, policy: BudgetPolicy, shape: CheckpointShape, num_pages: int) -> BudgetCheckpoint:
+    """Return a checkpoint whose `num_pages` pages are numbers, in the order of its runs.
 
-    `policy` is one under which a row goes on from it: what the state's own has beside its options is that policy's.
+    `policy` is one under which a row goes on from it: what its own has beside its options is that policy's. Raises
+    ValueError where it does not fit.
     """
     try:
         arrays = load(data)
@@ -138,9 +141,9 @@ def decode_state(data: bytes, policy: BudgetPolicy, shape: StateShape, num_pages
 
 
 class _Decoder:
-    """Reads the arrays of one state, and numbers its pages."""
+    """Reads the arrays of one checkpoint, and numbers its pages."""
 
-    def __init__(self, arrays: Arrays, header: Mapping[str, Any], shape: StateShape, num_pages: int):
+    def __init__(self, arrays: Arrays, header: Mapping[str, Any], shape: CheckpointShape, num_pages: int):
         self.arrays = arrays
         self.header = header
         self.shape = shape
@@ -149,7 +152,7 @@ class _Decoder:
         self.num_named = 0  # pages that are numbered so far
 
     def decode(self, policy: BudgetPolicy) -> BudgetCheckpoint:
-        """Return the state. Raises ValueError, and what a damaged header leads to."""
+        """Return the checkpoint. Raises ValueError, and what a damaged header leads to."""
         own = self._policy(policy)
         evictors = tuple(self._evictor(i, g, own) for i, g in enumerate(self.shape.evicting_groups))
         in_prompt = self.header["in_prompt"]
@@ -160,7 +163,7 @@ class _Decoder:
         return BudgetCheckpoint(self.position, own, evictors, groups, windows, in_prompt, self._masses())
 
     def _masses(self) -> tuple[Tensor, ...]:
-        """Return the masses of a state that has evicted nothing, in all groups, or none."""
+        """Return the masses of a checkpoint that has evicted nothing, in all groups, or none."""
         if "masses.0" not in self.arrays:
             return ()
         s = self.shape
@@ -169,7 +172,7 @@ class _Decoder:
         return tuple(self._tensor(self._array(f"masses.{g}", np.float32, x)) for g, x in enumerate(shapes))
 
     def _policy(self, policy: BudgetPolicy) -> BudgetPolicy:
-        """Return the policy of the state: another one of the same name, for another prompt."""
+        """Return the policy of the checkpoint: another one of the same name, for another prompt."""
         own = policies.parse(self.header["policy"])
         if type(own) is not type(policy) or not isinstance(own, BudgetPolicy):
             raise ValueError("the checkpoint of a budget does not fit: another policy")
