@@ -250,8 +250,7 @@ class KVCacheManager:
         self._parts.due = {}
         evicting = [row for row in due if row.must_evict]
         for tables in self.slots.tables:
-            found = [(e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables]
-            evict_rows([e for e, _ in found], [n for _, n in found])
+            evict_rows((e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables)
         for row, rings_shrink in due.items():
             row.finish_eviction(rings_shrink)
 

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -73,9 +72,9 @@ class Row:
         self.due: list[HeldCheckpoint] = []  # that it is given when it has computed more
         self.unstored: dict[bytes, TextCheckpoint] = {}  # that wait until the pages of its text may be kept
         parts.rows[self.index] = self
-        if policy.has_budget:
+        if isinstance(policy, BudgetPolicy):
             with self._closed_on_error():
-                self.open_evictors(cast(BudgetPolicy, policy))
+                self.open_evictors(policy)
 
     @property
     def groups(self) -> Sequence[BlockTables]:
@@ -95,11 +94,9 @@ class Row:
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let the empty row evict under a resolved policy."""
         self.evictors = []
-        for tables, planner in zip(self.groups, self.parts.planner.groups, strict=True):
+        for tables in self.groups:
             if len(tables.full_layers(self.index)):
-                transform = self.parts.key_transform
-                evictor = BudgetEvictor(policy, tables, self.index, transform, planner.pages_after_demotion)
-                self.evictors.append(evictor)
+                self.evictors.append(BudgetEvictor(policy, tables, self.index, self.parts.key_transform))
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -155,8 +152,7 @@ class Row:
         Where they are those of a scoring pass, the end of its chunk drops what they hold.
         """
         if self._scoring and not self.snapshots:
-            computed = cast(BudgetPolicy, self.policy).prompt_len
-            self.snapshots = [RingSnapshot(t, self.index, computed) for t in self.groups]
+            self.snapshots = [RingSnapshot(t, self.index, self.prompt_len) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
         for evictor in self.evictors:

@@ -95,15 +95,15 @@ class BudgetPolicy(EvictionPolicy):
         size = max(self.budget_tokens // 2, floor.resolve(self.prompt_len) if floor else self.budget_tokens)
         if size >= self.budget_tokens:
             return None
-        recent = max(self.recent.resolve(self.budget_tokens) * size // self.budget_tokens, 1)
-        recent = min(recent, size - self.sinks)
-        return replace(self, budget=Amount(tokens=size), recent=Amount(tokens=recent))
+        return self._resized(size, max(self.recent_tokens * size // self.budget_tokens, 1))
 
     def with_budget(self, num_tokens: int) -> Self:
         """Return the policy with a budget of at most so many tokens; resolved."""
-        size = max(min(num_tokens, self.budget_tokens), self.sinks + 1)
-        recent = min(self.recent.resolve(self.budget_tokens), size - self.sinks)
-        return replace(self, budget=Amount(tokens=size), recent=Amount(tokens=recent))
+        return self._resized(max(min(num_tokens, self.budget_tokens), self.sinks + 1), self.recent_tokens)
+
+    def _resized(self, budget: int, recent: int) -> Self:
+        recent = min(recent, budget - self.sinks)
+        return replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent))
 
     # ---- its plan, resolved -----------------------------------------------------------------------------------------
 
@@ -111,6 +111,11 @@ class BudgetPolicy(EvictionPolicy):
     def budget_tokens(self) -> int:
         """The budget in tokens."""
         return self.budget.resolve(self.prompt_len)
+
+    @property
+    def recent_tokens(self) -> int:
+        """Of them the newest."""
+        return self.recent.resolve(self.budget_tokens)
 
     @cached_property
     def plan(self) -> RowPlan:
@@ -136,7 +141,7 @@ class BudgetPolicy(EvictionPolicy):
 
     def evictable_range(self, query_position: int) -> tuple[int, int]:
         """Return the first and last position that may be evicted; sinks lie before, recent tokens behind."""
-        return self.sinks, query_position - self.recent.resolve(self.budget_tokens)
+        return self.sinks, query_position - self.recent_tokens
 
     def protected_mask(self, pos: Tensor, query_position: int) -> Tensor:
         """Mark the positions that must stay, bool of the shape of `pos`."""

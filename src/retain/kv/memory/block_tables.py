@@ -170,6 +170,17 @@ class BlockTables:
         self.rings[row].are_shared = True
         self.allocated_upto[row] = min(self.allocated_upto[row], begin)
 
+    def grow(self, row: int, counts: Ints) -> None:
+        """Own as many pages of each head as `counts` [L, G] says, no fewer than there are. The pool has them."""
+        had = self.counts[row]
+        places = np.arange(counts.max(initial=0))
+        new = (places >= had[..., None]) & (places < counts[..., None])  # [L, G, n]
+        taken = self.store.allocate(int((counts - had).sum()))
+        self.pages[row, :, :, : len(places)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
+        self.counts[row] = counts
+        np.maximum(self.peaks[row], counts, out=self.peaks[row])
+        self.mark_dirty(row)
+
     def owned(self, row: int) -> NDArray[np.bool_]:
         """Mark the entries of a row's tables that are pages, [L, G, n]."""
         mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]

@@ -67,17 +67,9 @@ class KVCache:
             return False
         if t.rings[row].are_shared:
             self._replace_shared_pages(row, upto)
-        had = t.counts[row]  # [L, G]
         wanted = self._wanted_pages(row, upto)
-        n = int((wanted - had).sum())
-        if n:
-            taken = t.store.allocate(n)
-            j = np.arange(wanted.max())
-            new = (j >= had[..., None]) & (j < wanted[..., None])  # [L, G, n]
-            t.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
-            t.counts[row] = wanted
-            np.maximum(t.peaks[row], t.counts[row], out=t.peaks[row])
-            t.mark_dirty(row)
+        if (wanted != t.counts[row]).any():
+            t.grow(row, wanted)
         owned = wanted[:, 0] * S
         upto_by_layer = np.where(owned >= t.capacity[row], UNBOUNDED, t.ring_base[row] + owned - t.headroom[row])
         t.allocated_upto[row] = int(upto_by_layer.min())
