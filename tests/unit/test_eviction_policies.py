@@ -13,7 +13,6 @@ from torch import Tensor
 from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.policy import CacheLimits
 from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.plugins import Amount
 from tests.helpers.gates import random_gate
@@ -51,7 +50,7 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
-            policy = policy.fit(CacheLimits(200, lambda file: gate))
+            policy = policy.fit(200, lambda file: gate)
             scores = policy.score_slots(dataclasses.replace(view, transform=KeyTransform()))
             view = dataclasses.replace(view, slot_scores=scores)
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -14,7 +13,7 @@ from retain.kernels.api import NO_WINDOW
 from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.gate_weights import GateWeights
-from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
+from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.memory.cache import ring_capacities
 from retain.kv.memory.group_pages import GroupPages
 from retain.kv.stats.request import LayerSizes
@@ -132,7 +131,7 @@ class CapacityPlanner:
 
     spec: KVCacheSpec
     config: CacheConfig
-    load_gate: Callable[[str], GateWeights] = refuse_gates
+    load_gate: GateLoader = refuse_gates
     pages: GroupPages | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -208,7 +207,7 @@ class CapacityPlanner:
         compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
             raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
-        return policy.fit(CacheLimits(self.config.max_model_len, self.load_gate))
+        return policy.fit(self.config.max_model_len, self.load_gate)
 
     @property
     def has_gate(self) -> bool:

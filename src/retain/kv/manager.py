@@ -34,7 +34,7 @@ from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.start import Start
 from retain.kv.row import CacheParts, Row
 from retain.kv.row_task import RowTask
-from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
+from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, count_slots
 from retain.kv.stats.request import RequestMemory, request_memory_stats
 from retain.types import Ints
 
@@ -257,7 +257,7 @@ class KVCacheManager:
     def reject(self, rows: Ints, positions: Ints) -> None:
         """Turn the slots of rejected drafts, of these rows at these positions, both [n], into holes."""
         for tables, slots in zip(self.slots.tables, self.slot_mapping(rows, positions), strict=True):
-            tables.reject(slots)
+            tables.kv.pos.view(-1)[slots.long()] = -1
 
     # ---- statistics and the accountant ---------------------------------------------------------------------------
 
@@ -277,15 +277,19 @@ class KVCacheManager:
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
-        state, _ = self.classify_pages()
+        slots, pages, num_holes = count_slots(self.tables, self.classify_pages()[0])
         prefix = self.prefix_cache
-        return collect_pool_stats(
-            self.tables,
-            state,
-            prefix.hits_by_source(),
-            prefix.num_queried_tokens,
-            prefix.tier_stats(),
-            prefix.checkpoint_stats(),
+        num_snapshots, num_snapshot_pages = prefix.checkpoint_stats()
+        return PoolStats(
+            slots_by_state=slots,
+            num_holes=num_holes,
+            page_bytes=self.store.page_bytes,
+            pages_by_state=pages,
+            prefix_hit_tokens=prefix.hits_by_source(),
+            tier_stats=prefix.tier_stats(),
+            num_queried_tokens=prefix.num_queried_tokens,
+            num_snapshots=num_snapshots,
+            num_snapshot_pages=num_snapshot_pages,
         )
 
     def evicted_slots(self) -> dict[str, int]:

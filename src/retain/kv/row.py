@@ -24,7 +24,7 @@ from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
-from retain.kv.memory.ring_snapshot import RingSnapshot
+from retain.kv.memory.saved_rings import SavedRings
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.diagnosis import explain_prefix
 from retain.kv.prefix.start import Begun, HeldCheckpoint, Start
@@ -63,7 +63,7 @@ class Row:
         self.begun_at = 0  # the cached tokens that the request first began with
         self.found = Begun()  # what it began with
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
-        self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
+        self.saved_rings: list[SavedRings] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.has_failed = False  # the prefix could not be loaded: the request must start again
@@ -151,8 +151,8 @@ class Row:
 
         Where they are those of a scoring pass, the end of its chunk drops what they hold.
         """
-        if self._scoring and not self.snapshots:
-            self.snapshots = [RingSnapshot(t, self.index, self.prompt_len) for t in self.groups]
+        if self._scoring and not self.saved_rings:
+            self.saved_rings = [SavedRings(t, self.index, self.prompt_len) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
         for evictor in self.evictors:
@@ -221,23 +221,19 @@ class Row:
         self.num_computed = num_computed_tokens
         self._leave_what_is_due(before)
         scoring = self._scoring
-        if self.snapshots and (scoring is None or not scoring.chunk_offset):  # the end of a chunk
-            self._rollback()
+        if scoring is None or not scoring.chunk_offset:  # the end of a chunk: its slots are holes again
+            for saved in self.saved_rings:
+                saved.restore(self.num_computed)
         if scoring:
             return
         if self.task and self.task.trace:
             self.task.trace.record_if_due(self.groups, self.index, num_computed_tokens, self.must_evict)
-        for snapshot in self.snapshots:
-            snapshot.free()
-        self.snapshots = []
+        for saved in self.saved_rings:
+            saved.free()
+        self.saved_rings = []
         rings_shrink = not num_uncomputed_tokens and not self.tables.rings[self.index].are_shrunk
         if self.must_evict or rings_shrink:
             self.parts.due[self] = rings_shrink
-
-    def _rollback(self) -> None:
-        """Drop a chunk of a scoring pass: its slots are holes, and rings are as they were."""
-        for snapshot in self.snapshots:
-            snapshot.restore(self.num_computed)
 
     @property
     def must_evict(self) -> bool:
@@ -253,7 +249,7 @@ class Row:
 
     def close(self) -> RequestMemory:
         """Leave the prefix to others; free the row and its pages, also where that fails. Returns what it owned."""
-        final_slots = self.slots_per_layer
+        final_slots = self.parts.slots.slots_per_layer(self.index)
         num_pages = self.num_pages
         try:
             if self.task and not self.has_failed:
@@ -285,7 +281,7 @@ class Row:
 
         See QuantizedCopy.extend.
         """
-        self.copy = self.copy or self.parts.copies.open(self.index, dtype)
+        self.copy = self.copy or QuantizedCopy(self.parts.copies, self.index, dtype)
         return self.copy.extend(num_tokens)
 
     def drop_copy(self) -> None:
@@ -310,12 +306,7 @@ class Row:
     def extra_pages(self) -> Ints:
         """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
         scratch = [evictor.scratch_pages for evictor in self.evictors]
-        return np.concatenate([np.zeros(0, np.int32), *scratch, *(snapshot.pages for snapshot in self.snapshots)])
-
-    @property
-    def slots_per_layer(self) -> list[int]:
-        """Slots that the largest head owns now, in each layer that has a cache."""
-        return self.parts.slots.slots_per_layer(self.index)
+        return np.concatenate([np.zeros(0, np.int32), *scratch, *(saved.pages for saved in self.saved_rings)])
 
     def positions(self) -> list[list[list[int]]]:
         """List the positions in the slots of every head of every layer that has a cache, ascending."""

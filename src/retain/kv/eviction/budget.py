@@ -20,7 +20,7 @@ from torch import Tensor
 from retain.kernels.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.plan import RowModes, RowPlan
-from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
+from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.eviction.view import CacheView
 from retain.options import OPTION_GROUP, RESOLVED, NonNegativeInt, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
@@ -78,9 +78,9 @@ class BudgetPolicy(EvictionPolicy):
             streamed_key=resume_key if is_alike else "",
         )
 
-    def fit(self, limits: CacheLimits) -> Self:
+    def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
         """Bound what no text can fill. See EvictionPolicy.fit."""
-        behind_prompt, beyond_budget = (max(limits.max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
+        behind_prompt, beyond_budget = (max(max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
         demoted = Demotion(Amount(tokens=min(self.plan.demoted_tokens, beyond_budget)))
         modes = replace(self.modes, demote=demoted) if self.modes.demote else self.modes
         return replace(self, interval=min(self.interval, behind_prompt), modes=modes)
@@ -195,6 +195,20 @@ class BudgetPolicy(EvictionPolicy):
         weighed = self.query_weights(np.arange(self.prompt_len, dtype=np.int32), 1)
         needed = np.flatnonzero(weighed.weights).tolist() if weighed else []
         return int(min([*needed[:1], self.prompt_len - 1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionPolicy(BudgetPolicy):
+    """Options of policies that keep the newest of the tokens that are not protected."""
+
+    @property
+    def ranked_by(self) -> str | None:
+        """See BudgetPolicy.ranked_by."""
+        return "position" if type(self).priority is PositionPolicy.priority else None
+
+    def priority(self, view: CacheView) -> Tensor:
+        """Rank by position."""
+        return view.pos
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -172,7 +172,7 @@ def compact(
     rank = ranked.keys
     num_slots = rank.shape[-1]
     chosen = [
-        given if given is not None else _choose_budgets(row.policy, rank[b, ..., : row.num_pages * S], ranked.views[b])
+        given if given is not None else choose_budgets(row.policy, rank[b, ..., : row.num_pages * S], ranked.views[b])
         for b, (given, row) in enumerate(zip(head_budgets, tables.rows, strict=True))
     ]
     budgets = torch.stack([x.cpu() for x in chosen])  # [B, M, G]
@@ -191,7 +191,7 @@ def compact(
     return Compaction(budgets.numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
 
 
-def _choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:
+def choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:
     """Return the tokens that each head of one row keeps, int64 [M, G]."""
     if policy.share == "none":
         return policy.head_budgets(view)

@@ -100,7 +100,8 @@ class SharedPages:
         if pages is not None:
             t = self.tables
             n = pages.shape[-1]
-            replaced = self._pages(n)[self._is_replaced(pages)]
+            before = self._pages(n)
+            replaced = before[self._owned(n) & (before != pages)]
             t.pages[self.row, self.layers, :, :n] = pages
             t.pool.free(replaced)
             t.mark_dirty(self.row)
@@ -108,16 +109,10 @@ class SharedPages:
 
     def copy(self) -> None:
         """Give the row copies of all shared pages."""
-        pages = self.replace(self.tables.pages.shape[-1])
-        if pages is not None:
-            is_new = self._is_replaced(pages)
-            self.tables.store.copy(self._pages(pages.shape[-1])[is_new], pages[is_new])
-        self.put(pages)
-
-    def _is_replaced(self, pages: Ints) -> NDArray[np.bool_]:
-        """Mark the entries of tables that `replace` returned in which they differ from the row's."""
-        n = pages.shape[-1]
-        return self._owned(n) & (self._pages(n) != pages)
+        self.spare.release()
+        layers, heads, places = np.nonzero(self._shared(self.tables.pages.shape[3]))
+        if len(layers):
+            self.tables.replace_by_copies(self.row, (self.layers[layers], heads, places))
 
     def _pages(self, num_places: int) -> Ints:
         """Return a copy of the tables of the first places, [M, G, n]."""

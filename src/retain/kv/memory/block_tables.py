@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -181,6 +182,13 @@ class BlockTables:
         np.maximum(self.peaks[row], counts, out=self.peaks[row])
         self.mark_dirty(row)
 
+    def replace_by_copies(self, row: int, where: tuple[NDArray[Any], ...]) -> None:
+        """Give the row copies of pages that others hold, too, at these layers, heads and places. Raises OutOfPages."""
+        shared: Ints = self.pages[row][where]
+        self.pages[row][where] = self.store.copy_of(shared)
+        self.pool.free(shared)
+        self.mark_dirty(row)
+
     def owned(self, row: int) -> NDArray[np.bool_]:
         """Mark the entries of a row's tables that are pages, [L, G, n]."""
         mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
@@ -201,14 +209,6 @@ class BlockTables:
         found = [self.pages[row][self.owned(row)] for row in rows]
         demoted = [self.demoted.page_list(row) for row in rows] if self.demoted else []
         return np.concatenate([np.zeros(0, np.int32), *found, *demoted])
-
-    def slots_per_layer(self, row: int) -> list[int]:
-        """Slots that the largest head of each layer owns now, [L]."""
-        return [int(n) for n in self.counts[row].max(axis=1) * self.page_size]
-
-    def peak_slots_per_layer(self, row: int) -> list[int]:
-        """Most slots that one head of each layer ever owned, [L]."""
-        return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
 
     def positions(self, row: int) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, [L][G], ascending."""
@@ -235,7 +235,3 @@ class BlockTables:
             self.ring_base[row, layer] += (end - begin) * self.page_size
             self.mark_dirty(row)
             self.pool.free(removed)
-
-    def reject(self, slots: torch.Tensor) -> None:
-        """Turn slots into holes: the drafts in them were not accepted."""
-        self.kv.pos.view(-1)[slots.long()] = -1

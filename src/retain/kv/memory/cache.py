@@ -34,7 +34,7 @@ def ring_capacities(windows: Ints, fresh: int, page_size: int, block_size: int) 
 def ensure_pages(caches: Sequence[KVCache], row: int, upto: int) -> bool:
     """Return whether the pool has the pages that the row must take for all positions below `upto`, in these groups.
 
-    If it has too few, snapshots that hold pages of the row are evicted: then it may write into these.
+    If it has too few, checkpoints that hold pages of the row are evicted: then it may write into these.
     """
     pool = caches[0].tables.pool
     if pool.ensure_free(sum(cache.num_missing_pages(row, upto) for cache in caches)):
@@ -57,14 +57,12 @@ class KVCache:
         fresh = 1 if t.is_state else min(num_uncomputed, self.max_batched_tokens)
         return t.open_row(windows, ring_capacities(windows, fresh, t.page_size, t.block_size))
 
-    def reserve(self, row: int, upto: int) -> bool:
-        """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
+    def own_pages(self, row: int, upto: int) -> None:
+        """Own the pages of all positions below `upto`, which the pool has."""
         t = self.tables
         S = self.tables.page_size
         if upto <= t.allocated_upto[row]:
-            return True
-        if not ensure_pages([self], row, upto):
-            return False
+            return
         if t.rings[row].are_shared:
             self._replace_shared_pages(row, upto)
         wanted = self._wanted_pages(row, upto)
@@ -75,7 +73,6 @@ class KVCache:
         t.allocated_upto[row] = int(upto_by_layer.min())
         if t.rings[row].are_shared:
             t.allocated_upto[row] = min(t.allocated_upto[row], -(-upto // S) * S)
-        return True
 
     def num_missing_pages(self, row: int, upto: int) -> int:
         """Return the pages that the row must take to write all positions below `upto`.
@@ -89,7 +86,7 @@ class KVCache:
         return missing + (len(self._shared_ring_pages(row, upto)[0]) if t.rings[row].are_shared else 0)
 
     def release_shared_pages(self, row: int, upto: int) -> None:
-        """Let cached snapshots go that hold pages which the row writes over: there are none to take instead."""
+        """Let cached checkpoints go that hold pages which the row writes over: there are none to take instead."""
         t = self.tables
         if t.rings[row].are_shared and t.pool.uncache_callback:
             t.pool.uncache_callback(t.pages[row][self._shared_ring_pages(row, upto)])
@@ -118,10 +115,7 @@ class KVCache:
         t = self.tables
         where = self._shared_ring_pages(row, upto)
         if len(where[0]):
-            shared: Ints = t.pages[row][where]
-            t.pages[row][where] = t.store.copy_of(shared)
-            t.pool.free(shared)
-            t.mark_dirty(row)
+            t.replace_by_copies(row, where)
         t.rings[row].are_shared = bool((t.pool.ref_counts[t.ring_pages(row)] > 1).any())
 
     def _wanted_pages(self, row: int, upto: int) -> Ints:
@@ -168,8 +162,9 @@ class KVCache:
         t.pool.incref(t.pages[src][shared])
         t.pages[dst][shared] = t.pages[src][shared]
         t.counts[dst] = num_shared
-        if not self.reserve(dst, num_computed_tokens):
+        if not ensure_pages([self], dst, num_computed_tokens):
             return False
+        self.own_pages(dst, num_computed_tokens)
         t.peaks[dst] = np.maximum(t.peaks[dst], t.counts[dst])
         copied = (places < np.minimum(t.counts[dst], t.counts[src])[..., None]) & ~shared
         t.store.copy(t.pages[src][copied], t.pages[dst][copied])

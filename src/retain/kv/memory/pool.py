@@ -30,7 +30,7 @@ class PagePool:
         self.peak_used = 0  # most pages that were ever in use at once
         self.evict_callback: Callable[[int], None] | None = None  # frees that many cached pages
         self.uncache_callback: Callable[[Pages], None] | None = (
-            None  # evicts the cached texts and snapshots that hold these pages
+            None  # evicts the cached texts and checkpoints that hold these pages
         )
 
     @property
