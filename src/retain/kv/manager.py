@@ -176,17 +176,16 @@ class KVCacheManager:
 
         `tables` are the pages that they attend to. On a device the slots follow from tables there.
         """
-        found = []
-        for group, attended in zip(self.slots.groups, tables, strict=True):
-            t = group.tables
-            t.note_written(rows, positions)
-            if self.kv.device.type == "cpu":
-                found.append(GroupInputs(t.kv, attended, self._group_slots(group, rows, positions)))
-                continue
-            L, G = t.counts.shape[1:]
-            rule = t.slot_rule(self._hole_indices(t, rows, positions))
-            found.append(GroupInputs(t.kv, attended, torch.zeros(L, G, 0, dtype=torch.int32), rule))
-        return found
+        if self.kv.device.type == "cpu":
+            found = zip(self.pools, tables, self.slot_mapping(rows, positions), strict=True)
+            return [GroupInputs(*inputs) for inputs in found]
+        return [self._device_inputs(t, rows, positions, own) for t, own in zip(self.slots.tables, tables, strict=True)]
+
+    def _device_inputs(self, t: BlockTables, rows: Ints, positions: Ints, attended: Tables) -> GroupInputs:
+        t.note_written(rows, positions)
+        L, G = t.counts.shape[1:]
+        rule = t.slot_rule(self._hole_indices(t, rows, positions))
+        return GroupInputs(t.kv, attended, torch.zeros(L, G, 0, dtype=torch.int32), rule)
 
     def slot_mapping(self, rows: Ints, positions: Ints) -> list[Tensor]:
         """Return the slots of fresh tokens of these rows at these positions, both [T], in each KV cache group.

@@ -86,11 +86,6 @@ class Row:
         """Those of the first group: its rows are those of all groups."""
         return self.parts.slots.tables[0]
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the row holds only the important tokens of its prefix."""
-        return self.found.is_sparse
-
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let the empty row evict under a resolved policy."""
         self.evictors = []
@@ -133,7 +128,7 @@ class Row:
         Full pages that neither row will write are shared, the others copied. None where there is no row or no page, or
         where this row holds only a selection of its text's tokens.
         """
-        if not self.tables.free_rows or self.is_sparse or self.is_resumed:
+        if not self.tables.free_rows or self.found.is_sparse or self.is_resumed:
             return None
         new = Row(self.parts, policy, num_computed_tokens)
         can_share = not self.evictors and not new.evictors
@@ -205,7 +200,7 @@ class Row:
         self.load = None
         if load is None:
             return None
-        if load.finish() and not self.evictors and not self.is_sparse:
+        if load.finish() and not self.evictors and not self.found.is_sparse:
             load.delete_loaded_spans()  # the tree will have them
         self.has_failed = load.failed
         finished_at = load.started_at + load.read_seconds
@@ -346,7 +341,7 @@ class Row:
 
     def _leave_text(self, position: int, is_running: bool = False) -> None:
         """Leave the text up to a position to others, unless the row holds or waits for a part of it."""
-        shares = not self.load and not self.is_sparse and self._may_share_pages(is_running)
+        shares = not self.load and not self.found.is_sparse and self._may_share_pages(is_running)
         self._leave(Moment(position, self.num_computed, is_running, shares))
 
     def _leave(self, moment: Moment) -> None:
@@ -367,7 +362,7 @@ class Row:
             return False
         if not is_running:
             return True
-        if any(e.num_places_written(self.num_computed) for e in self.evictors):
+        if any(e.num_pages_written(self.num_computed) for e in self.evictors):
             return all(e.reserve_all(self.num_computed) for e in self.evictors)
         return not self.policy.score_key
 

@@ -1,4 +1,4 @@
-"""The eviction state of one row: when its policy evicts, and the holes that its next tokens fill.
+"""The evictions of one row: when its policy evicts, and the holes that its next tokens fill.
 
 `evict_rows` evicts from all rows that are due after a step, together.
 """
@@ -106,12 +106,12 @@ class BudgetEvictor:
 
         These are for tokens that are demoted, and in place of pages that others hold, too.
         """
-        if (num_places := self.num_places_written(end_position)) and not self.shared.reserve(num_places):
+        if (num_pages := self.num_pages_written(end_position)) and not self.shared.reserve(num_pages):
             return False
         demotes = self.demoter and end_position >= self.next_eviction and self.policy.plan.demoted_slots(end_position)
         return not self.demoter or not demotes or self.demoter.reserve(end_position)
 
-    def num_places_written(self, num_computed_tokens: int) -> int:
+    def num_pages_written(self, num_computed_tokens: int) -> int:
         """Return how many pages of each head, the first ones, the first eviction writes into; 0 where none is due."""
         plan = self.policy.plan
         end = self.next_eviction
@@ -119,10 +119,10 @@ class BudgetEvictor:
             return 0
         if end >= plan.prompt_len and (end < self.compacts_at or end <= plan.budget):
             return 0
-        return self.num_places_kept if end == self.compacts_at else self.tables.pages.shape[3]
+        return self.num_pages_kept if end == self.compacts_at else self.tables.pages.shape[3]
 
     @property
-    def num_places_kept(self) -> int:
+    def num_pages_kept(self) -> int:
         """How many pages of each head a compaction may write into, the first ones."""
         plan = self.policy.plan
         if plan.is_ragged or plan.is_streamed or self.demoter:
@@ -134,7 +134,7 @@ class BudgetEvictor:
 
         Then others may hold the row's pages.
         """
-        return self.shared.reserve_all(self.num_places_written(num_computed_tokens))
+        return self.shared.reserve_all(self.num_pages_written(num_computed_tokens))
 
     def find_due(self, num_computed_tokens: int) -> list[Punch | Compact]:
         """Return what to do now that `next_eviction` is reached, in this order.
@@ -382,7 +382,7 @@ def compact_rows(due: Sequence[Compact]) -> None:
         demoter.take(tables.of_row(b)) if demoter and not demoter.has_begun else None
         for b, demoter in enumerate(demoters)
     ]
-    own_pages = [d.evictor.shared.replace(d.evictor.num_places_kept) for d in due]
+    own_pages = [d.evictor.shared.replace(d.evictor.num_pages_kept) for d in due]
     done = compact(tables, [d.head_budgets for d in due], due[0].num_holes, _join_tables(tables, own_pages))
     for b, d in enumerate(due):
         d.evictor.shared.put(own_pages[b])

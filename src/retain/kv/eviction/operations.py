@@ -58,14 +58,13 @@ class RankedSlots:
 
     pos: Tensor
     priority: Tensor
-    first_evictable: Tensor  # int64 [B, 1, 1, 1]: positions before it are protected
-    last_evictable: Tensor  # int64 [B, 1, 1, 1]: positions after it are protected
+    evictable: tuple[Tensor, Tensor]  # int64 [B, 1, 1, 1]: the first and last position that is not protected
     views: Sequence[CacheView]
 
     @property
     def keys(self) -> Tensor:
         """Keys by which slots are evicted, the lowest first, int64 [B, M, G, S]; see eviction_order.py."""
-        return eviction_key(self.priority, self.pos, self.first_evictable, self.last_evictable)
+        return eviction_key(self.priority, self.pos, *self.evictable)
 
 
 @dataclass(frozen=True)
@@ -116,7 +115,7 @@ def rank_slots(tables: RowTables) -> RankedSlots:
     ranges = [row.policy.evictable_range(row.query_position) for row in tables.rows]
     bounds = to_device(torch.tensor(ranges), kv.device)[..., None, None, None]  # [B, 2, 1, 1, 1]
     padded = torch.stack([F.pad(x, (0, n * S - x.shape[-1])) for x in priorities])
-    return RankedSlots(pos, padded, bounds[:, 0], bounds[:, 1], views)
+    return RankedSlots(pos, padded, (bounds[:, 0], bounds[:, 1]), views)
 
 
 def _read_pages(store: PageStore, pages: Tensor) -> tuple[Tensor, Tensor]:
@@ -134,7 +133,7 @@ def punch(tables: RowTables, slots_used: Ints, n: int) -> Victims:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [B, M, G] of its table."""
     kv = tables.store.kv
     ranked = rank_slots(tables)
-    priority = protect(ranked.priority, ranked.pos, ranked.first_evictable, ranked.last_evictable)
+    priority = protect(ranked.priority, ranked.pos, *ranked.evictable)
     lengths = torch.from_numpy(slots_used).flatten()
     lists = priority.flatten(0, 2), ranked.pos.flatten(0, 2)
     places = tables.store.backend.select_victims(*lists, lengths, 0, LAST_POSITION, n).view(*slots_used.shape, n)
@@ -144,15 +143,15 @@ def punch(tables: RowTables, slots_used: Ints, n: int) -> Victims:
     return victims
 
 
-def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:
+def allocate_budgets(rank: Tensor, budget: int, share: str) -> Tensor:
     """Divide the sum of the budgets of a layer's heads, or of all heads, by rank (AdaKV, arXiv 2407.11550).
 
     Returns the tokens of each head, int64 [M, G].
     """
     M, G, S = rank.shape
-    groups = rank.reshape(M if group_by == "layer" else 1, -1)
-    first = groups.shape[1] * torch.arange(len(groups), device=rank.device)
-    best = groups.topk(budget * M * G // len(groups)).indices + first[:, None]
+    lists = rank.reshape(M if share == "layer" else 1, -1)  # of heads that share
+    first = lists.shape[1] * torch.arange(len(lists), device=rank.device)
+    best = lists.topk(budget * M * G // len(lists)).indices + first[:, None]
     return torch.bincount(best.flatten() // S, minlength=M * G).view(M, G)
 
 

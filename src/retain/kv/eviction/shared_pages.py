@@ -56,9 +56,9 @@ class SharedPages:
         self.layers = layers
         self.spare = SparePages(tables.store)
 
-    def reserve(self, num_places: int) -> bool:
+    def reserve(self, num_pages: int) -> bool:
         """Own a page for each shared one at the first places of each head. False if there are too few."""
-        return self.spare.reserve(int(self._shared(num_places).sum()))
+        return self.spare.reserve(int(self._shared(num_pages).sum()))
 
     def evict_holders(self) -> bool:
         """Evict cached texts that hold pages of the row, which may write into them then. False if there are no such.
@@ -74,11 +74,11 @@ class SharedPages:
         pool.uncache_callback(shared)
         return bool((pool.ref_counts[shared] == 1).any())
 
-    def reserve_all(self, num_places: int) -> bool:
+    def reserve_all(self, num_pages: int) -> bool:
         """Own a page for every one at these places, which will be shared. False if there are too few."""
-        return self.spare.reserve(int(self._owned(num_places).sum()))
+        return self.spare.reserve(int(self._owned(num_pages).sum()))
 
-    def replace(self, num_places: int) -> Ints | None:
+    def replace(self, num_pages: int) -> Ints | None:
         """Return tables [M, G, n] of these places with pages of the row's own for shared ones.
 
         None where no page of the row is shared, at these places or behind them. The row's tables stay as they are until
@@ -87,11 +87,11 @@ class SharedPages:
         if not self._shared(self.tables.pages.shape[3]).any():
             self.spare.release()
             return None
-        shared = self._shared(num_places)
+        shared = self._shared(num_pages)
         num_shared = int(shared.sum())
         if not self.spare.reserve(num_shared):
             raise AssertionError("an eviction writes into pages that others hold, and no others were reserved")
-        pages = np.where(self._owned(num_places), self._pages(num_places), 0)
+        pages = np.where(self._owned(num_pages), self._pages(num_pages), 0)
         pages[shared] = np.sort(self.spare.take(num_shared))
         return pages
 
@@ -114,15 +114,15 @@ class SharedPages:
         if len(layers):
             self.tables.replace_by_copies(self.row, (self.layers[layers], heads, places))
 
-    def _pages(self, num_places: int) -> Ints:
+    def _pages(self, num_pages: int) -> Ints:
         """Return a copy of the tables of the first places, [M, G, n]."""
-        found: Ints = self.tables.pages[self.row, self.layers, :, :num_places]
+        found: Ints = self.tables.pages[self.row, self.layers, :, :num_pages]
         return found
 
-    def _owned(self, num_places: int) -> NDArray[np.bool_]:
-        owned: NDArray[np.bool_] = self.tables.owned(self.row)[self.layers, :, :num_places]
+    def _owned(self, num_pages: int) -> NDArray[np.bool_]:
+        owned: NDArray[np.bool_] = self.tables.owned(self.row)[self.layers, :, :num_pages]
         return owned
 
-    def _shared(self, num_places: int) -> NDArray[np.bool_]:
-        shared: NDArray[np.bool_] = self.tables.pool.ref_counts[self._pages(num_places)] > 1
-        return shared & self._owned(num_places)
+    def _shared(self, num_pages: int) -> NDArray[np.bool_]:
+        shared: NDArray[np.bool_] = self.tables.pool.ref_counts[self._pages(num_pages)] > 1
+        return shared & self._owned(num_pages)

@@ -31,7 +31,7 @@ EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text 
 
 @dataclass
 class RowRings:
-    """The state of a row's rings: shrunk to their windows, and perhaps with pages that others hold, too."""
+    """What is known of a row's rings: shrunk to their windows, and perhaps with pages that others hold, too."""
 
     are_shrunk: bool = False
     are_shared: bool = False
@@ -212,13 +212,14 @@ class BlockTables:
 
     def positions(self, row: int) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, [L][G], ascending."""
-        kinds = [(self.kv, self.pages[row], self.counts[row])]
+        kinds: list[BlockTables | DemotedBlockTables] = [self]
         if self.demoted:
-            kinds.append((self.demoted.store.kv, self.demoted.pages[row], self.demoted.counts[row]))
+            kinds.append(self.demoted)
         _, L, G = self.counts.shape
 
         def of_head(layer: int, g: int) -> list[int]:
-            held = torch.cat([kv.pos[kv.to_index(t[layer, g, : n[layer, g]])].flatten() for kv, t, n in kinds])
+            pages = [(t.store.kv, t.pages[row, layer, g, : t.counts[row, layer, g]]) for t in kinds]
+            held = torch.cat([kv.pos[kv.to_index(own)].flatten() for kv, own in pages])
             found: list[int] = held[held >= 0].sort().values.tolist()
             return found
 
