@@ -105,11 +105,6 @@ class RowPlan:
         """Return the tokens that may be computed at once, of a request that starts with as many."""
         return max(num_uncomputed_tokens, self.scoring_tokens)
 
-    @property
-    def intervals(self) -> tuple[int, int]:
-        """Tokens between two evictions, at least: of a prompt that is evicted from meanwhile, and of the answer."""
-        return self.chunk if self.is_streamed else NEVER, self.interval or NEVER
-
     def next_eviction(self, num_computed_tokens: int) -> int:
         """Return the number of computed tokens at which the row evicts next."""
         if num_computed_tokens < self.prompt_len:
