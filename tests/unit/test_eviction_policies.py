@@ -152,3 +152,11 @@ def test_an_alias_names_the_same_policy(alias: str, name: str) -> None:
     """`streaming_llm` and `kvzip` are what the papers call `sinks` and `reread`."""
     assert policies.parse(f"{alias}:budget=8") == policies.parse(f"{name}:budget=8")
     assert policies.to_spec(policies.parse(f"{alias}:budget=8")) == f"{name}:budget=8"
+
+
+def test_a_budget_that_has_begun_is_not_halved_where_it_would_wait() -> None:
+    """It held the prompt, so that nothing waited; a smaller one would wait for `first` tokens of the answer."""
+    for prompt_len, first, is_halved in ((60, 0, True), (60, 200, False), (100, 200, True)):
+        policy = policies.parse(f"reread:budget=64,first={first},shrink=16").resolve(prompt_len)
+        assert isinstance(policy, BudgetPolicy)
+        assert (policy.halved() is not None) == is_halved

@@ -95,7 +95,8 @@ class BudgetPolicy(EvictionPolicy):
         size = max(self.budget_tokens // 2, floor.resolve(self.prompt_len) if floor else self.budget_tokens)
         if size >= self.budget_tokens:
             return None
-        return self._resized(size, max(self.recent_tokens * size // self.budget_tokens, 1))
+        smaller = self._resized(size, max(self.recent_tokens * size // self.budget_tokens, 1))
+        return smaller if smaller.eviction_delay == self.eviction_delay else None  # a budget begins once
 
     def with_budget(self, num_tokens: int) -> Self:
         """Return the policy with a budget of at most so many tokens; resolved."""
