@@ -37,7 +37,7 @@ def count_cost(engine: Engine, requests: Sequence[Request]) -> CountedCost:
         cost.tokens += len(batch.input_ids)
         return forward(batch)
 
-    def count_due(evictor: BudgetEvictor, num_computed_tokens: int) -> list[Punch | Compact] | None:
+    def count_due(evictor: BudgetEvictor, num_computed_tokens: int) -> list[Punch | Compact]:
         is_prompt = num_computed_tokens <= evictor.policy.prompt_len
         cost.prompt_evictions += is_prompt
         cost.answer_evictions += not is_prompt

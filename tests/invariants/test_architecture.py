@@ -83,11 +83,9 @@ PARTS_OF_A_CACHE = {"tables", "slots", "copies", "store", "pool"}
 ASKED_PARTS = {"planner": CapacityPlanner, "prefix_cache": PrefixCache}  # of a cache; others may call their methods
 MAX_ROW_MEMBERS = 10  # that the engine uses
 
-# Of a class in kv. The classes that have more are to be cut: nobody may be added.
+# Of a class in kv.
 MAX_PUBLIC_METHODS = 30
 MAX_ATTRIBUTES = 16
-TOO_MANY_METHODS: set[str] = set()
-TOO_MANY_ATTRIBUTES = {"BudgetEvictor"}
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
 MAX_STEP_LINES = 25
@@ -210,8 +208,7 @@ def test_a_class_of_the_cache_is_small():
             many_methods.add(node.name)
         if any(num_attributes(f) > MAX_ATTRIBUTES for f in functions if f.name == "__init__"):
             many_attributes.add(node.name)
-    assert many_methods == TOO_MANY_METHODS
-    assert many_attributes == TOO_MANY_ATTRIBUTES
+    assert not many_methods and not many_attributes
 
 
 @pytest.mark.parametrize("cls", [SimulatedCache, KVCacheManager])

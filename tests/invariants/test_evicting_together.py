@@ -166,7 +166,7 @@ def test_rows_keep_what_their_policy_ranks_highest_where_the_backend_ranks(spec:
     prompt_lens = data.draw(st.lists(st.integers(30, 120), min_size=1, max_size=3))
     by_backend = run(full, prompt_lens, 40, together=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evictor, "operation_of", lambda _, due: compact_rows if isinstance(due, Compact) else punch_rows)
+        patch.setattr(evictor, "operation_of", lambda due: compact_rows if isinstance(due, Compact) else punch_rows)
         by_policy = run(full, prompt_lens, 40, together=True)
     for found, expected in zip(by_backend, by_policy, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -7,8 +7,8 @@ import pytest
 
 from retain import LLM, SamplingParams
 from retain.engine import drafters
+from retain.kv.eviction import cost as policy_cost
 from retain.kv.eviction import policies
-from retain.kv.eviction.cost import PolicyCost
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.processing.input import GenerateRequest, PromptTooLongError
 from retain.server.config import DRAFTERS
@@ -33,7 +33,7 @@ def draw_prompt(rng: random.Random) -> list[int]:
 
 
 def find_excess(policy: EvictionPolicy, prompt: Sequence[int]) -> str | None:
-    return PolicyCost.of(policy.resolve(len(prompt)), prompt, MAX_MODEL_LEN - len(prompt)).find_excess()
+    return policy_cost.find_excess(policy.resolve(len(prompt)), prompt, MAX_MODEL_LEN - len(prompt))
 
 
 @pytest.mark.parametrize("seed", range(3))

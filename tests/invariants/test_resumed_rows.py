@@ -146,7 +146,7 @@ def test_streamed_texts_are_left_at_the_rungs_of_the_ladder(policy: str, interva
     text = [rng.randrange(128) for _ in range(440)]
     engine = make_engine("llama", backend="cpu", prefix_cache="exact", snapshot_interval=interval)
     run(engine, [make_request(text, 4, policy)])
-    chunk = make_request(text, 4, policy).policy.plan.intervals[0]
+    chunk = make_request(text, 4, policy).policy.plan.chunk
     for cut in [rng.randrange(440 - 5 * interval, 440) for _ in range(8)]:
         prompt = [*text[:cut], *(rng.randrange(128) for _ in range(15))]
         request, cold = (make_request(prompt, ANSWER, policy, WITH_LOGPROBS) for _ in range(2))

@@ -13,7 +13,6 @@ from torch import Tensor
 from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.policy import CacheLimits
 from retain.kv.eviction.view import CacheView, KeyTransform
 from retain.plugins import Amount
 from tests.helpers.gates import random_gate
@@ -51,7 +50,7 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
         policy = cls(budget=Amount(fraction=0.5)).resolve(100)
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
-            policy = policy.fit(CacheLimits(200, lambda file: gate))
+            policy = policy.fit(200, lambda file: gate)
             scores = policy.score_slots(dataclasses.replace(view, transform=KeyTransform()))
             view = dataclasses.replace(view, slot_scores=scores)
         assert policy.priority(view).shape == view.pos.shape and policy.budget_tokens == 50
@@ -160,3 +159,11 @@ def test_equal_policies_go_on_from_the_same_checkpoints() -> None:
     share, tokens = (policies.parse(f"h2o:budget={budget}").resolve(100) for budget in ("50%", "50"))
     assert share.resume_key != tokens.resume_key and share != tokens
     assert policies.parse("h2o:budget=50%").resolve(100) == share
+
+
+def test_a_budget_that_has_begun_is_not_halved_where_it_would_wait() -> None:
+    """It held the prompt, so that nothing waited; a smaller one would wait for `first` tokens of the answer."""
+    for prompt_len, first, is_halved in ((60, 0, True), (60, 200, False), (100, 200, True)):
+        policy = policies.parse(f"reread:budget=64,first={first},shrink=16").resolve(prompt_len)
+        assert isinstance(policy, BudgetPolicy)
+        assert (policy.halved() is not None) == is_halved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import itemgetter
@@ -14,8 +13,7 @@ from retain.kernels.api import NO_WINDOW
 from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.gate_weights import GateWeights
-from retain.kv.eviction.plan import RowPlan
-from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
+from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.memory.cache import ring_capacities
 from retain.kv.memory.group_pages import GroupPages
 from retain.kv.stats.request import LayerSizes
@@ -103,9 +101,9 @@ class GroupPlanner:
         if not plan.demoted_slots(length):
             return before * self.group.num_kv_heads
         if plan.is_streamed:  # the demoted tokens of the prompt are beside its last chunk
-            before += num_full * self._demoted_pages(plan, min(length, plan.prompt_len))
-        after = int(ring_pages[windows < NO_WINDOW].sum()) + num_full * self.pages_after_demotion(plan, length)
-        return max(before, after) * self.group.num_kv_heads
+            before += num_full * plan.demoted_pages(min(length, plan.prompt_len), self.demoted_page_size)
+        after = num_full * plan.pages_after_demotion(length, S, self.demoted_page_size)
+        return max(before, after + int(ring_pages[windows < NO_WINDOW].sum())) * self.group.num_kv_heads
 
     def pages_held(self, policy: EvictionPolicy, num_kept: int, length: int) -> int:
         """Return the pages of a text of `length` tokens, of which layers without a window keep `num_kept` exactly."""
@@ -113,7 +111,7 @@ class GroupPlanner:
         windows = self.windows(policy)
         ring = np.minimum(length, ring_capacities(windows, 1, S, self.block_size))
         pages = -(-np.where(windows == NO_WINDOW, num_kept, ring) // S)  # [L], of a head
-        pages += (windows == NO_WINDOW) * self._demoted_pages(policy.plan, length)
+        pages += (windows == NO_WINDOW) * policy.plan.demoted_pages(length, self.demoted_page_size)
         return int(pages.sum()) * self.group.num_kv_heads
 
     def _ring_pages(self, policy: EvictionPolicy, length: int, capacities: Ints) -> Ints:
@@ -122,18 +120,6 @@ class GroupPlanner:
         behind = policy.plan.scoring_tokens
         pages: Ints = -(-np.minimum(length + behind, capacities) // S)
         return pages - (-np.minimum(length, capacities) // S) * (behind > 0)
-
-    def pages_after_demotion(self, plan: RowPlan, length: int) -> int:
-        """Return the most pages that a head of an unwindowed layer owns at `length` tokens, once it demotes.
-
-        Where heads share their budgets this is their mean.
-        """
-        kept = -(-plan.decode_slots // self.page_size)
-        partial = 2 * plan.is_ragged  # heads that share budgets may each have two pages that are not full
-        return kept + self._demoted_pages(plan, length) + partial
-
-    def _demoted_pages(self, plan: RowPlan, length: int) -> int:
-        return -(-plan.demoted_slots(length) // self.demoted_page_size) if self.demoted_page_size else 0
 
 
 @dataclass(frozen=True)
@@ -145,7 +131,7 @@ class CapacityPlanner:
 
     spec: KVCacheSpec
     config: CacheConfig
-    load_gate: Callable[[str], GateWeights] = refuse_gates
+    load_gate: GateLoader = refuse_gates
     pages: GroupPages | None = field(default=None, kw_only=True)
 
     @cached_property
@@ -221,7 +207,7 @@ class CapacityPlanner:
         compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
             raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
-        return policy.fit(CacheLimits(self.config.max_model_len, self.load_gate))
+        return policy.fit(self.config.max_model_len, self.load_gate)
 
     @property
     def has_gate(self) -> bool:

@@ -99,4 +99,4 @@ class DraftTables:
         return [self.on_device.build_tables(rows, query_start_loc)]
 
     def _attends_in_full(self, row: Row) -> bool:
-        return row.is_sparse or bool(row.evictors) or not len(self.tables.full_layers(row.index))
+        return row.found.is_sparse or bool(row.evictors) or not len(self.tables.full_layers(row.index))

@@ -34,7 +34,7 @@ from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.start import Start
 from retain.kv.row import CacheParts, Row
 from retain.kv.row_task import RowTask
-from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, collect_pool_stats
+from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, count_slots
 from retain.kv.stats.request import RequestMemory, request_memory_stats
 from retain.types import Ints
 
@@ -176,17 +176,16 @@ class KVCacheManager:
 
         `tables` are the pages that they attend to. On a device the slots follow from tables there.
         """
-        found = []
-        for group, attended in zip(self.slots.groups, tables, strict=True):
-            t = group.tables
-            t.note_written(rows, positions)
-            if self.kv.device.type == "cpu":
-                found.append(GroupInputs(t.kv, attended, self._group_slots(group, rows, positions)))
-                continue
-            L, G = t.counts.shape[1:]
-            rule = t.slot_rule(self._hole_indices(t, rows, positions))
-            found.append(GroupInputs(t.kv, attended, torch.zeros(L, G, 0, dtype=torch.int32), rule))
-        return found
+        if self.kv.device.type == "cpu":
+            found = zip(self.pools, tables, self.slot_mapping(rows, positions), strict=True)
+            return [GroupInputs(*inputs) for inputs in found]
+        return [self._device_inputs(t, rows, positions, own) for t, own in zip(self.slots.tables, tables, strict=True)]
+
+    def _device_inputs(self, t: BlockTables, rows: Ints, positions: Ints, attended: Tables) -> GroupInputs:
+        t.note_written(rows, positions)
+        L, G = t.counts.shape[1:]
+        rule = t.slot_rule(self._hole_indices(t, rows, positions))
+        return GroupInputs(t.kv, attended, torch.zeros(L, G, 0, dtype=torch.int32), rule)
 
     def slot_mapping(self, rows: Ints, positions: Ints) -> list[Tensor]:
         """Return the slots of fresh tokens of these rows at these positions, both [T], in each KV cache group.
@@ -250,15 +249,14 @@ class KVCacheManager:
         self._parts.due = {}
         evicting = [row for row in due if row.must_evict]
         for tables in self.slots.tables:
-            found = [(e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables]
-            evict_rows([e for e, _ in found], [n for _, n in found])
+            evict_rows((e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables)
         for row, rings_shrink in due.items():
             row.finish_eviction(rings_shrink)
 
     def reject(self, rows: Ints, positions: Ints) -> None:
         """Turn the slots of rejected drafts, of these rows at these positions, both [n], into holes."""
         for tables, slots in zip(self.slots.tables, self.slot_mapping(rows, positions), strict=True):
-            tables.reject(slots)
+            tables.kv.pos.view(-1)[slots.long()] = -1
 
     # ---- statistics and the accountant ---------------------------------------------------------------------------
 
@@ -278,15 +276,19 @@ class KVCacheManager:
 
     def pool_stats(self) -> PoolStats:
         """Count slots and pages by what they are used for, between two steps."""
-        state, _ = self.classify_pages()
+        slots, pages, num_holes = count_slots(self.tables, self.classify_pages()[0])
         prefix = self.prefix_cache
-        return collect_pool_stats(
-            self.tables,
-            state,
-            prefix.hits_by_source(),
-            prefix.num_queried_tokens,
-            prefix.tier_stats(),
-            prefix.checkpoint_stats(),
+        num_checkpoints, num_checkpoint_pages = prefix.checkpoint_stats()
+        return PoolStats(
+            slots_by_state=slots,
+            num_holes=num_holes,
+            page_bytes=self.store.page_bytes,
+            pages_by_state=pages,
+            prefix_hit_tokens=prefix.hits_by_source(),
+            tier_stats=prefix.tier_stats(),
+            num_queried_tokens=prefix.num_queried_tokens,
+            num_checkpoints=num_checkpoints,
+            num_checkpoint_pages=num_checkpoint_pages,
         )
 
     def evicted_slots(self) -> dict[str, int]:

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import cast
 
 import numpy as np
 import torch
@@ -25,7 +24,7 @@ from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
-from retain.kv.memory.ring_snapshot import RingSnapshot
+from retain.kv.memory.saved_rings import SavedRings
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.diagnosis import explain_prefix
 from retain.kv.prefix.start import Begun, HeldCheckpoint, Start
@@ -64,7 +63,7 @@ class Row:
         self.begun_at = 0  # the cached tokens that the request first began with
         self.found = Begun()  # what it began with
         self.evictors: list[BudgetEvictor] = []  # of each KV cache group that evicts; they do at the same tokens
-        self.snapshots: list[RingSnapshot] = []  # of the rings of each group, during a scoring pass
+        self.saved_rings: list[SavedRings] = []  # of the rings of each group, during a scoring pass
         self.copy: QuantizedCopy | None = None  # that a drafter attends to
         self.load: LayerLoader | None = None  # until the step after which the prefix is loaded
         self.has_failed = False  # the prefix could not be loaded: the request must start again
@@ -73,9 +72,9 @@ class Row:
         self.due: list[HeldCheckpoint] = []  # that it is given when it has computed more
         self.unstored: dict[bytes, TextCheckpoint] = {}  # that wait until the pages of its text may be kept
         parts.rows[self.index] = self
-        if policy.has_budget:
+        if isinstance(policy, BudgetPolicy):
             with self._closed_on_error():
-                self.open_evictors(cast(BudgetPolicy, policy))
+                self.open_evictors(policy)
 
     @property
     def groups(self) -> Sequence[BlockTables]:
@@ -87,19 +86,12 @@ class Row:
         """Those of the first group: its rows are those of all groups."""
         return self.parts.slots.tables[0]
 
-    @property
-    def is_sparse(self) -> bool:
-        """Whether the row holds only the important tokens of its prefix."""
-        return self.found.is_sparse
-
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let the empty row evict under a resolved policy."""
         self.evictors = []
-        for tables, planner in zip(self.groups, self.parts.planner.groups, strict=True):
+        for tables in self.groups:
             if len(tables.full_layers(self.index)):
-                transform = self.parts.key_transform
-                evictor = BudgetEvictor(policy, tables, self.index, transform, planner.pages_after_demotion)
-                self.evictors.append(evictor)
+                self.evictors.append(BudgetEvictor(policy, tables, self.index, self.parts.key_transform))
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -136,7 +128,7 @@ class Row:
         Full pages that neither row will write are shared, the others copied. None where there is no row or no page, or
         where this row holds only a selection of its text's tokens.
         """
-        if not self.tables.free_rows or self.is_sparse or self.is_resumed:
+        if not self.tables.free_rows or self.found.is_sparse or self.is_resumed:
             return None
         new = Row(self.parts, policy, num_computed_tokens)
         can_share = not self.evictors and not new.evictors
@@ -154,9 +146,8 @@ class Row:
 
         Where they are those of a scoring pass, the end of its chunk drops what they hold.
         """
-        if self._scoring and not self.snapshots:
-            computed = cast(BudgetPolicy, self.policy).prompt_len
-            self.snapshots = [RingSnapshot(t, self.index, computed) for t in self.groups]
+        if self._scoring and not self.saved_rings:
+            self.saved_rings = [SavedRings(t, self.index, self.prompt_len) for t in self.groups]
         if not self.evictors:
             return self.parts.slots.reserve(self.index, end_position)
         for evictor in self.evictors:
@@ -209,7 +200,7 @@ class Row:
         self.load = None
         if load is None:
             return None
-        if load.finish() and not self.evictors and not self.is_sparse:
+        if load.finish() and not self.evictors and not self.found.is_sparse:
             load.delete_loaded_spans()  # the tree will have them
         self.has_failed = load.failed
         finished_at = load.started_at + load.read_seconds
@@ -225,23 +216,19 @@ class Row:
         self.num_computed = num_computed_tokens
         self._leave_what_is_due(before)
         scoring = self._scoring
-        if self.snapshots and (scoring is None or not scoring.chunk_offset):  # the end of a chunk
-            self._rollback()
+        if scoring is None or not scoring.chunk_offset:  # the end of a chunk: its slots are holes again
+            for saved in self.saved_rings:
+                saved.restore(self.num_computed)
         if scoring:
             return
         if self.task and self.task.trace:
             self.task.trace.record_if_due(self.groups, self.index, num_computed_tokens, self.must_evict)
-        for snapshot in self.snapshots:
-            snapshot.free()
-        self.snapshots = []
+        for saved in self.saved_rings:
+            saved.free()
+        self.saved_rings = []
         rings_shrink = not num_uncomputed_tokens and not self.tables.rings[self.index].are_shrunk
         if self.must_evict or rings_shrink:
             self.parts.due[self] = rings_shrink
-
-    def _rollback(self) -> None:
-        """Drop a chunk of a scoring pass: its slots are holes, and rings are as they were."""
-        for snapshot in self.snapshots:
-            snapshot.restore(self.num_computed)
 
     @property
     def must_evict(self) -> bool:
@@ -257,7 +244,7 @@ class Row:
 
     def close(self) -> RequestMemory:
         """Leave the prefix to others; free the row and its pages, also where that fails. Returns what it owned."""
-        final_slots = self.slots_per_layer
+        final_slots = self.parts.slots.slots_per_layer(self.index)
         num_pages = self.num_pages
         try:
             if self.task and not self.has_failed:
@@ -289,7 +276,7 @@ class Row:
 
         See QuantizedCopy.extend.
         """
-        self.copy = self.copy or self.parts.copies.open(self.index, dtype)
+        self.copy = self.copy or QuantizedCopy(self.parts.copies, self.index, dtype)
         return self.copy.extend(num_tokens)
 
     def drop_copy(self) -> None:
@@ -314,12 +301,7 @@ class Row:
     def extra_pages(self) -> Ints:
         """Pages that the row holds beside its tables: scratch pages, and copies of its rings."""
         scratch = [evictor.scratch_pages for evictor in self.evictors]
-        return np.concatenate([np.zeros(0, np.int32), *scratch, *(snapshot.pages for snapshot in self.snapshots)])
-
-    @property
-    def slots_per_layer(self) -> list[int]:
-        """Slots that the largest head owns now, in each layer that has a cache."""
-        return self.parts.slots.slots_per_layer(self.index)
+        return np.concatenate([np.zeros(0, np.int32), *scratch, *(saved.pages for saved in self.saved_rings)])
 
     def positions(self) -> list[list[list[int]]]:
         """List the positions in the slots of every head of every layer that has a cache, ascending."""
@@ -359,7 +341,7 @@ class Row:
 
     def _leave_text(self, position: int, is_running: bool = False) -> None:
         """Leave the text up to a position to others, unless the row holds or waits for a part of it."""
-        shares = not self.load and not self.is_sparse and self._may_share_pages(is_running)
+        shares = not self.load and not self.found.is_sparse and self._may_share_pages(is_running)
         self._leave(Moment(position, self.num_computed, is_running, shares))
 
     def _leave(self, moment: Moment) -> None:
@@ -380,7 +362,7 @@ class Row:
             return False
         if not is_running:
             return True
-        if any(e.num_places_written(self.num_computed) for e in self.evictors):
+        if any(e.num_pages_written(self.num_computed) for e in self.evictors):
             return all(e.reserve_all(self.num_computed) for e in self.evictors)
         return not self.policy.score_key
 

@@ -14,7 +14,7 @@ from retain.engine.request import Request, RequestInput
 from retain.engine.spec_decode.speculator import NO_SPECULATION
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy
-from retain.kv.eviction.cost import PolicyCost
+from retain.kv.eviction.cost import find_excess
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
 from retain.processing.grammar import GrammarCompiler, GrammarState
@@ -226,8 +226,7 @@ class InputProcessor:
             return
         token_ids = self.encode(g.prompt)
         resolved = policy.resolve(len(token_ids), g.num_system_tokens)
-        cost = PolicyCost.of(resolved, token_ids, self.info.max_model_len - len(token_ids))
-        if excess := cost.find_excess():
+        if excess := find_excess(resolved, token_ids, self.info.max_model_len - len(token_ids)):
             raise ValueError(f"kv_policy {spec} {excess}, or start the server with it (--allow-policy)")
 
     def _check_room(self, policy: EvictionPolicy) -> None:

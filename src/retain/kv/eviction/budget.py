@@ -20,7 +20,7 @@ from torch import Tensor
 from retain.kernels.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.plan import RowModes, RowPlan
-from retain.kv.eviction.policy import CacheLimits, EvictionPolicy
+from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.eviction.view import CacheView
 from retain.options import OPTION_GROUP, RESOLVED, NonNegativeInt, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
@@ -78,9 +78,9 @@ class BudgetPolicy(EvictionPolicy):
             streamed_key=resume_key if is_alike else "",
         )
 
-    def fit(self, limits: CacheLimits) -> Self:
+    def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
         """Bound what no text can fill. See EvictionPolicy.fit."""
-        behind_prompt, beyond_budget = (max(limits.max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
+        behind_prompt, beyond_budget = (max(max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
         demoted = Demotion(Amount(tokens=min(self.plan.demoted_tokens, beyond_budget)))
         modes = replace(self.modes, demote=demoted) if self.modes.demote else self.modes
         return replace(self, interval=min(self.interval, behind_prompt), modes=modes)
@@ -95,15 +95,16 @@ class BudgetPolicy(EvictionPolicy):
         size = max(self.budget_tokens // 2, floor.resolve(self.prompt_len) if floor else self.budget_tokens)
         if size >= self.budget_tokens:
             return None
-        recent = max(self.recent.resolve(self.budget_tokens) * size // self.budget_tokens, 1)
-        recent = min(recent, size - self.sinks)
-        return replace(self, budget=Amount(tokens=size), recent=Amount(tokens=recent))
+        smaller = self._resized(size, max(self.recent_tokens * size // self.budget_tokens, 1))
+        return smaller if smaller.eviction_delay == self.eviction_delay else None  # a budget begins once
 
     def with_budget(self, num_tokens: int) -> Self:
         """Return the policy with a budget of at most so many tokens; resolved."""
-        size = max(min(num_tokens, self.budget_tokens), self.sinks + 1)
-        recent = min(self.recent.resolve(self.budget_tokens), size - self.sinks)
-        return replace(self, budget=Amount(tokens=size), recent=Amount(tokens=recent))
+        return self._resized(max(min(num_tokens, self.budget_tokens), self.sinks + 1), self.recent_tokens)
+
+    def _resized(self, budget: int, recent: int) -> Self:
+        recent = min(recent, budget - self.sinks)
+        return replace(self, budget=Amount(tokens=budget), recent=Amount(tokens=recent))
 
     # ---- its plan, resolved -----------------------------------------------------------------------------------------
 
@@ -111,6 +112,11 @@ class BudgetPolicy(EvictionPolicy):
     def budget_tokens(self) -> int:
         """The budget in tokens."""
         return self.budget.resolve(self.prompt_len)
+
+    @property
+    def recent_tokens(self) -> int:
+        """Of them the newest."""
+        return self.recent.resolve(self.budget_tokens)
 
     @cached_property
     def plan(self) -> RowPlan:
@@ -136,7 +142,7 @@ class BudgetPolicy(EvictionPolicy):
 
     def evictable_range(self, query_position: int) -> tuple[int, int]:
         """Return the first and last position that may be evicted; sinks lie before, recent tokens behind."""
-        return self.sinks, query_position - self.recent.resolve(self.budget_tokens)
+        return self.sinks, query_position - self.recent_tokens
 
     def protected_mask(self, pos: Tensor, query_position: int) -> Tensor:
         """Mark the positions that must stay, bool of the shape of `pos`."""
@@ -190,6 +196,20 @@ class BudgetPolicy(EvictionPolicy):
         weighed = self.query_weights(np.arange(self.prompt_len, dtype=np.int32), 1)
         needed = np.flatnonzero(weighed.weights).tolist() if weighed else []
         return int(min([*needed[:1], self.prompt_len - 1]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PositionPolicy(BudgetPolicy):
+    """Options of policies that keep the newest of the tokens that are not protected."""
+
+    @property
+    def ranked_by(self) -> str | None:
+        """See BudgetPolicy.ranked_by."""
+        return "position" if type(self).priority is PositionPolicy.priority else None
+
+    def priority(self, view: CacheView) -> Tensor:
+        """Rank by position."""
+        return view.pos
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,6 @@ policy that evicts after every token, or reads the prompt again in small parts, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Self
 
 from retain.kv.eviction.policy import EvictionPolicy
 
@@ -18,41 +16,26 @@ MIN_ANSWER_INTERVAL = 8  # tokens of the answer between two evictions
 SHORT_PROMPT = 64  # tokens; a shorter prompt may cost as much as one of these
 
 
-@dataclass(frozen=True)
-class PolicyCost:
-    """The work that a policy makes of one prompt and of its answer, at most."""
+def find_excess(policy: EvictionPolicy, prompt: Sequence[int], room: int) -> str | None:
+    """Say what of a resolved policy is more than a client's request may choose for a prompt; None where nothing is.
 
-    prompt_len: int
-    scoring_tokens: int  # computed behind the prompt, by scoring passes
-    scoring_steps: int  # that these tokens take
-    prompt_interval: int  # tokens of the prompt between two evictions
-    answer_interval: int  # tokens of the answer between two evictions
-
-    @classmethod
-    def of(cls, policy: EvictionPolicy, prompt: Sequence[int], room: int) -> Self:
-        """Return the cost of a resolved policy for this prompt, where `room` tokens may follow it."""
-        passes = policy.scoring_passes(prompt, room)
-        scoring_tokens = sum(len(p.tokens) for p in passes)
-        return cls(
-            len(prompt), scoring_tokens, sum(-(-len(p.tokens) // p.chunk_size) for p in passes), *policy.plan.intervals
-        )
-
-    def find_excess(self) -> str | None:
-        """Say what is more than a client's request may choose; None where nothing is."""
-        computed = self.prompt_len + self.scoring_tokens
-        if self.prompt_interval < MIN_PROMPT_INTERVAL:
-            return (
-                f"evicts every {self.prompt_interval} tokens of the prompt: choose chunk={MIN_PROMPT_INTERVAL} or more"
-            )
-        if self.answer_interval < MIN_ANSWER_INTERVAL:
-            least = f"choose interval={MIN_ANSWER_INTERVAL} or more"
-            return f"evicts every {self.answer_interval} tokens of the answer: {least}"
-        if computed > MAX_PROMPT_PASSES * max(self.prompt_len, SHORT_PROMPT):
-            return f"computes the prompt {computed / self.prompt_len:.1f} times: {MAX_PROMPT_PASSES} times are allowed"
-        if self.scoring_steps > self.scoring_tokens // MIN_PROMPT_INTERVAL + 1:
-            size = self.scoring_tokens // self.scoring_steps
-            return f"reads the prompt again {size} tokens at a time: choose {MIN_PROMPT_INTERVAL} or more"
-        return None
+    `room`: the tokens that may follow the prompt.
+    """
+    plan = policy.plan
+    passes = policy.scoring_passes(prompt, room)
+    num_scoring = sum(len(p.tokens) for p in passes)  # tokens that are computed behind the prompt
+    num_steps = sum(-(-len(p.tokens) // p.chunk_size) for p in passes)  # that these take
+    computed = len(prompt) + num_scoring
+    if plan.is_streamed and plan.chunk < MIN_PROMPT_INTERVAL:
+        return f"evicts every {plan.chunk} tokens of the prompt: choose chunk={MIN_PROMPT_INTERVAL} or more"
+    if 0 < plan.interval < MIN_ANSWER_INTERVAL:
+        return f"evicts every {plan.interval} tokens of the answer: choose interval={MIN_ANSWER_INTERVAL} or more"
+    if computed > MAX_PROMPT_PASSES * max(len(prompt), SHORT_PROMPT):
+        return f"computes the prompt {computed / len(prompt):.1f} times: {MAX_PROMPT_PASSES} times are allowed"
+    if num_steps > num_scoring // MIN_PROMPT_INTERVAL + 1:
+        size = num_scoring // num_steps
+        return f"reads the prompt again {size} tokens at a time: choose {MIN_PROMPT_INTERVAL} or more"
+    return None
 
 
 def evicting_lengths(policy: EvictionPolicy, limit: int) -> tuple[int, int]:

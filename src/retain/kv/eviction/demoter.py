@@ -16,9 +16,9 @@ from torch import Tensor
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import DemoterState, used_pages
-from retain.kv.eviction.operations import RowTables, Victims, allocate_budgets, rank_slots
+from retain.kv.eviction.operations import EvictingRow, RowTables, Victims, allocate_budgets, choose_budgets, rank_slots
+from retain.kv.eviction.shared_pages import SparePages
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.memory.device_tables import gather_tables
 from retain.kv.memory.page_store import PageStore
 from retain.types import Ints
 
@@ -60,7 +60,7 @@ class Demoter:
         self.layers = layers
         self.key_factors = key_factors  # [M, G, 1, D]
         self.block_tables = tables
-        self.spare = np.zeros(0, np.int32)  # pages that `begin` will need
+        self.spare = SparePages(self.tables.store)  # that `begin` will need
         # int64 [M, G] on the host: tokens that each head demotes at most, and tokens in its budget; until `begin` those
         # of a budget that begins with `add`
         shape = len(layers), tables.counts.shape[2]
@@ -76,30 +76,16 @@ class Demoter:
     def num_tokens(self) -> int:
         """Tokens of all heads that are demoted now. The host waits for the device."""
         kv = self.tables.store.kv
-        pages = self.tables.page_list(self.row)
-        return int((kv.pos[kv.to_index(pages)] >= 0).sum())
+        return int((kv.pos[kv.to_index(self.tables.page_list(self.row))] >= 0).sum())
 
-    def release(self) -> None:
-        """Free the pages that `reserve` took."""
-        self.tables.store.pool.free(self.spare)
-        self.spare = self.spare[:0]
-
-    def reserve(self, num_computed_tokens: int, num_pages: int) -> bool:
-        """Own the pages that an eviction at so many tokens will take, beyond those it frees. False if there are none.
-
-        `num_pages`: pages of the row's unwindowed layers when the budget has begun, at most.
-        """
+    def reserve(self, num_computed_tokens: int) -> bool:
+        """Own the pages that an eviction at so many tokens takes, beyond those it frees. False if there are too few."""
         if self.has_begun:
             counts = self._page_counts(num_computed_tokens) - self.tables.counts[self.row, self.layers]
-            missing = int(counts.sum()) - len(self.spare)
-        else:
-            missing = num_pages - int(self.block_tables.counts[self.row, self.layers].sum()) - len(self.spare)
-        if missing <= 0:
-            return True
-        if not self.tables.store.pool.ensure_free(missing):
-            return False
-        self.spare = np.concatenate([self.spare, self.tables.store.allocate(missing)])
-        return True
+            return self.spare.reserve(int(counts.sum()))
+        sizes = self.block_tables.page_size, self.tables.store.page_size
+        num_pages = self.capacities.numel() * self.policy.plan.pages_after_demotion(num_computed_tokens, *sizes)
+        return self.spare.reserve(num_pages - int(self.block_tables.counts[self.row, self.layers].sum()))
 
     def capture_state(self) -> DemoterState:
         """Return the demoted tokens, in the row's own pages, and what is known of each head."""
@@ -121,47 +107,38 @@ class Demoter:
         self.has_begun = True
         self.scores = None if state.scores is None else state.scores.clone()
 
-    def take(
-        self, pages: Tensor, query_position: int, slot_scores: Tensor | None
-    ) -> tuple[DemotedSlots, Tensor, Tensor]:
-        """Read the tokens of tables [M, G, pages] that rank next to those that the budget keeps.
-
-        Returns them, and what `begin` needs: the capacities and the budgets of all heads, int64 [M, G] on the host.
-        """
+    def take(self, tables: RowTables) -> DemotedSlots:
+        """Read the tokens of the row's tables that rank next to those that the budget keeps, and fix both sizes."""
         policy = self.policy
-        store = self.block_tables.store
-        tables = RowTables(
-            store, pages[None], [pages.shape[-1]], [policy], [query_position], [slot_scores], self.key_factors
-        )
+        store = tables.store
+        pages = tables.pages[0]
         ranked = rank_slots(tables)
         rank = ranked.keys[0]
-        num_tokens = query_position + 1
-        both = min(policy.budget_tokens + policy.plan.demoted_tokens, num_tokens)
-        if policy.share == "none":
-            kept = policy.head_budgets(ranked.views[0])
-            upto = torch.full(rank.shape[:2], both)
-        else:  # the host waits
-            kept, upto = (allocate_budgets(rank, n, policy.share).cpu() for n in (policy.budget_tokens, both))
+        row = tables.rows[0]
+        most = policy.budget_tokens + policy.plan.demoted_tokens
+        both = min(most, row.query_position + 1)
+        kept = choose_budgets(policy, rank, ranked.views[0]).cpu()  # the host waits where heads share budgets
+        upto = (
+            torch.full_like(kept, both) if policy.share == "none" else allocate_budgets(rank, both, policy.share).cpu()
+        )
         order = rank.topk(int(upto.max())).indices.flatten(0, 1)
         head, i = number_tokens(upto - kept, order.device)
         places = order[head, to_device(kept.flatten(), order.device)[head] + i]
-        capacities = upto - kept + (policy.budget_tokens + policy.plan.demoted_tokens - both)  # room for the answer
+        self.capacities = upto - kept + (most - both)  # room for the answer
+        self.head_budgets = kept
         slots = slots_at(store, pages, head, places)
         S = store.page_size
-        k, v = store.backend.read_slots(store.kv, slots)
         mass = store.kv.mass.transpose(1, 2)[slots // S, slots % S]
         pos = store.kv.pos.view(-1)[slots]
-        scores = None if slot_scores is None else slot_scores.flatten(0, 1)[head, places]
-        return DemotedSlots(head, i, k, v, mass, pos, scores), capacities, kept
+        scores = None if row.slot_scores is None else row.slot_scores.flatten(0, 1)[head, places]
+        return DemotedSlots(head, i, *store.read(slots), mass, pos, scores)
 
-    def begin(self, demoted: DemotedSlots, capacities: Tensor, head_budgets: Tensor, num_computed_tokens: int) -> None:
+    def begin(self, demoted: DemotedSlots, num_computed_tokens: int) -> None:
         """Own the pages of the demoted tokens, and write them."""
-        self.capacities = capacities
-        self.head_budgets = head_budgets
         self.has_begun = True
         self._grow(num_computed_tokens)
         store = self.tables.store
-        S = self.tables.store.page_size
+        S = store.page_size
         slots = self._slots(demoted.head, demoted.i, demoted.pos)
         # As one head.
         k = demoted.k[:, None]
@@ -170,36 +147,29 @@ class Demoter:
         store.kv.mass.transpose(1, 2)[slots // S, slots % S] = demoted.mass
         self._write_scores(demoted.head, demoted.i, demoted.pos, demoted.scores)
 
-    def add(self, victims: Victims, query_position: int, slot_scores: Tensor | None) -> None:
+    def add(self, victims: Victims, row: EvictingRow) -> None:
         """Take the tokens that a budget has just evicted, or as many of them as a head demotes, the highest first."""
         before = self.num_left
         device = victims.pos.device
-        self._grow(query_position + 1)
-        after = self._num_evicted(query_position + 1)
+        self._grow(row.query_position + 1)
+        after = self.num_left
         head, i = number_tokens(torch.minimum(after - before, self.capacities), device)
         if bool((after <= self.capacities).all()):
             to = to_device(before.flatten(), device)[head] + i
         else:
-            to = self._lowest_places(victims.pos.shape[-1], query_position)[head, i]
+            to = self._lowest_places(victims.pos.shape[-1], row.query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
         kv = self.block_tables.kv
         demoted_kv = self.tables.store.kv
         self.tables.store.backend.requantize(kv, slots.long(), demoted_kv, self._slots(head, to, pos), pos)
-        self._write_scores(head, to, pos, None if slot_scores is None else slot_scores.flatten(0, 1)[head, places])
+        scores = row.slot_scores
+        self._write_scores(head, to, pos, None if scores is None else scores.flatten(0, 1)[head, places])
 
     def _lowest_places(self, n: int, query_position: int) -> Tensor:
         """Return the n places of each head [M G, n] that are free or hold the lowest tokens, in this order."""
         pages = self._pages()
-        tables = RowTables(
-            self.tables.store,
-            pages[None],
-            [pages.shape[-1]],
-            [self.policy],
-            [query_position],
-            [self.scores],
-            self.key_factors,
-        )
-        key = rank_slots(tables).keys[0]
+        row = EvictingRow(self.policy, query_position, pages.shape[-1], self.scores)
+        key = rank_slots(RowTables(self.tables.store, pages[None], [row], self.key_factors)).keys[0]
         held = to_device(self._num_demoted(query_position + 1), key.device)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
         return key.topk(min(n, key.shape[-1]), largest=False).indices.flatten(0, 1)
@@ -225,7 +195,7 @@ class Demoter:
         self.num_left = self._num_evicted(num_computed_tokens)
         if (counts == self.tables.counts[self.row, self.layers]).all():
             return
-        self.release()
+        self.spare.release()
         store.pool.ensure_free(int((counts - self.tables.counts[self.row, self.layers]).sum()))
         self.tables.allocate(self.row, self.layers, counts)
         if self.scores is not None:
@@ -234,7 +204,7 @@ class Demoter:
     def _pages(self) -> Tensor:
         """Return the tables of demoted tokens, int64 [M, G, n]."""
         n = int(self.tables.counts[self.row, self.layers].max(initial=0))
-        return gather_tables(self.tables.rows, [self.row], self.layers, n)[0]
+        return self.tables.rows.gather_pages([self.row], self.layers, n)[0]
 
     def _slots(self, head: Tensor, places: Tensor, pos: Tensor) -> Tensor:
         """Return the slots of places [n] in the demoted tables of their heads, and of the trash page for holes."""

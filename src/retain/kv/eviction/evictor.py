@@ -1,12 +1,13 @@
-"""The eviction state of one row: when its policy evicts, and the holes that its next tokens fill.
+"""The evictions of one row: when its policy evicts, and the holes that its next tokens fill.
 
 `evict_rows` evicts from all rows that are due after a step, together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -18,32 +19,36 @@ from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import EvictorState, Resumption
 from retain.kv.eviction.demoter import Demoter
-from retain.kv.eviction.operations import RowTables, compact, gather_slots, punch
-from retain.kv.eviction.plan import RowPlan
+from retain.kv.eviction.operations import EvictingRow, RowTables, compact, gather_slots, punch
 from retain.kv.eviction.shared_pages import SharedPages
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
 
-# (evictors, their computed tokens, what is due)
-Operation = Callable[[Sequence["BudgetEvictor"], Sequence[int], Sequence[Any]], None]
 MAX_LISTED_HOLES = 512  # of each head at a time, for a prompt that goes on: DeviceTables has them for every row
 
 
 @dataclass(frozen=True)
-class Punch:
-    """A due operation: turn the `num_holes` lowest of the first `slots_used` [M, G] slots of each head into holes."""
+class Due:
+    """An eviction from one row when `position` tokens are computed. The next ones fill `num_holes` of each head."""
 
+    evictor: BudgetEvictor
+    position: int
     num_holes: int
+
+
+@dataclass(frozen=True)
+class Punch(Due):
+    """Turn the `num_holes` lowest of the first `slots_used` [M, G] slots of each head into holes."""
+
     slots_used: Ints
 
 
 @dataclass(frozen=True)
-class Compact:
-    """A due operation: keep `head_budgets` [M, G] tokens of each head, or as many as the policy says, then holes."""
+class Compact(Due):
+    """Keep `head_budgets` [M, G] tokens of each head, or as many as the policy says; the holes are behind them."""
 
-    num_holes: int
     head_budgets: Tensor | None = None
 
 
@@ -51,24 +56,16 @@ class BudgetEvictor:
     """Evict from the unwindowed layers [M] of one row as a resolved policy says. They have slots of one size.
 
     Where it `has_holes`, the token at position `holes_from` + i is written into hole i of each head, which
-    DeviceTables has. `pages_after_demotion(plan, length)` returns the most pages of a head, see GroupPlanner.
+    DeviceTables has.
     """
 
-    def __init__(
-        self,
-        policy: BudgetPolicy,
-        tables: BlockTables,
-        row: int,
-        transform: KeyTransform,
-        pages_after_demotion: Callable[[RowPlan, int], int],
-    ):
+    def __init__(self, policy: BudgetPolicy, tables: BlockTables, row: int, transform: KeyTransform):
         plan = policy.plan
         self.policy = policy
-        self.pages_after_demotion = pages_after_demotion
         self.tables = tables
         self.row = row
         self.layers = tables.full_layers(row)
-        self.key_factors = transform.factors_of(tables.layers[self.layers], tables.kv.device)
+        key_factors = transform.factors_of(tables.layers[self.layers], tables.kv.device)
         shape = len(self.layers), tables.counts.shape[2]
         self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
         self.next_eviction = plan.next_eviction(0)  # computed tokens at that moment
@@ -77,14 +74,11 @@ class BudgetEvictor:
         self.holes_from = 0
         self.num_held = self.head_budgets  # [M, G]: tokens in the slots at `holes_from`
         self.compacts_at = plan.begins_at  # computed tokens when the budget begins
-        self._num_dropped = 0  # tokens of all heads that have left the budget, so far
-        self._num_inherited = 0  # of these, those that earlier rows of the text have evicted
+        self.num_inherited = 0  # tokens of all heads that earlier rows of the text have evicted
         self.first_eviction = 0  # of a row that resumes: before it `next_eviction` only lists more holes
-        self.resumes_at = 0  # computed tokens that it resumed with, where these are a selection
-        self.resumed_tokens: Ints | None = None  # [M, G]: how many of them each head has
-        self.slot_scores = SlotScores(tables.store, transform, self.key_factors)
+        self.slot_scores = SlotScores(tables.store, transform, key_factors)
         self.shared = SharedPages(tables, row, self.layers)
-        self.demoter = Demoter(policy, tables, row, self.layers, self.key_factors) if plan.demoted_tokens else None
+        self.demoter = Demoter(policy, tables, row, self.layers, key_factors) if plan.demoted_tokens else None
         tables.capacity[row, self.layers] = min(plan.prefill_slots, tables.max_pages * tables.page_size)
         if plan.prompt_len > plan.budget:  # a streamed prompt takes all its slots at once, and reuses them
             tables.headroom[row, self.layers] = UNBOUNDED if plan.is_streamed else plan.interval
@@ -93,31 +87,31 @@ class BudgetEvictor:
     @property
     def scratch_pages(self) -> Ints:
         """Pages that the row holds beside its tables."""
-        return np.concatenate([self.shared.spare, self.demoter.spare]) if self.demoter else self.shared.spare
+        spare = self.shared.spare.pages
+        return np.concatenate([spare, self.demoter.spare.pages]) if self.demoter else spare
 
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
-        return self._num_dropped - self._num_inherited - (self.demoter.num_tokens if self.demoter else 0)
+        num_dropped = self.holes_from * self.num_held.size - int(self.num_held.sum()) if self.has_holes else 0
+        return num_dropped - self.num_inherited - (self.demoter.num_tokens if self.demoter else 0)
 
     def begin_reserve(self) -> None:
         """Free the pages for demoted tokens until they are reserved again: a scoring pass of the prompt comes first."""
         if self.demoter:
-            self.demoter.release()
+            self.demoter.spare.release()
 
     def finish_reserve(self, end_position: int) -> bool:
         """Own the pages that an eviction at `end_position` computed tokens takes. False if there are too few.
 
         These are for tokens that are demoted, and in place of pages that others hold, too.
         """
-        if (num_places := self.num_places_written(end_position)) and not self.shared.reserve(num_places):
+        if (num_pages := self.num_pages_written(end_position)) and not self.shared.reserve(num_pages):
             return False
-        if self.demoter and self.demotes_by(end_position):
-            num_pages = self.head_budgets.size * self.pages_after_demotion(self.policy.plan, end_position)
-            return self.demoter.reserve(end_position, num_pages)
-        return True
+        demotes = self.demoter and end_position >= self.next_eviction and self.policy.plan.demoted_slots(end_position)
+        return not self.demoter or not demotes or self.demoter.reserve(end_position)
 
-    def num_places_written(self, num_computed_tokens: int) -> int:
+    def num_pages_written(self, num_computed_tokens: int) -> int:
         """Return how many pages of each head, the first ones, the first eviction writes into; 0 where none is due."""
         plan = self.policy.plan
         end = self.next_eviction
@@ -125,11 +119,11 @@ class BudgetEvictor:
             return 0
         if end >= plan.prompt_len and (end < self.compacts_at or end <= plan.budget):
             return 0
-        return self._num_places_kept if end == self.compacts_at else self.tables.pages.shape[3]
+        return self.num_pages_kept if end == self.compacts_at else self.tables.pages.shape[3]
 
     @property
-    def _num_places_kept(self) -> int:
-        """How many pages of each head a compaction may write into."""
+    def num_pages_kept(self) -> int:
+        """How many pages of each head a compaction may write into, the first ones."""
         plan = self.policy.plan
         if plan.is_ragged or plan.is_streamed or self.demoter:
             return self.tables.pages.shape[3]
@@ -140,57 +134,51 @@ class BudgetEvictor:
 
         Then others may hold the row's pages.
         """
-        return self.shared.reserve_all(self.num_places_written(num_computed_tokens))
+        return self.shared.reserve_all(self.num_pages_written(num_computed_tokens))
 
-    def demotes_by(self, num_computed_tokens: int) -> bool:
-        """Return whether tokens are demoted when so many are computed."""
-        return num_computed_tokens >= self.next_eviction and self.policy.plan.demoted_slots(num_computed_tokens) > 0
-
-    def find_due(self, num_computed_tokens: int) -> list[Punch | Compact] | None:
-        """Return what to do now that `next_eviction` is reached, in this order; None where no budget has begun.
+    def find_due(self, num_computed_tokens: int) -> list[Punch | Compact]:
+        """Return what to do now that `next_eviction` is reached, in this order.
 
         At the end of the prompt, or so many tokens later as the policy waits, the budget begins: what stays is
         compacted, and the layers never grow again. Later the slots of the interval fill up and are emptied.
         """
         plan = self.policy.plan
-        if num_computed_tokens < self.first_eviction:
-            self._list_holes(num_computed_tokens)
-            return None
-        self.next_eviction = plan.next_eviction(num_computed_tokens)
-        if num_computed_tokens < plan.prompt_len:
-            return [self._plan_chunk()]
-        if num_computed_tokens < self.compacts_at:  # score slots before queries of the answer add mass
-            pages = self.tables.on_device.gather([self.row], self.layers, self.num_table_pages)[0]
-            self.slot_scores.update(self.policy, pages, num_computed_tokens - 1)
-            return None
-        if num_computed_tokens > self.compacts_at:
-            return [Punch(plan.interval, self.head_budgets + np.int32(plan.interval))]
-        if num_computed_tokens <= plan.budget:
+        n = num_computed_tokens
+        if n < self.first_eviction:
+            self._list_holes(n)
+            return []
+        self.next_eviction = plan.next_eviction(n)
+        if n < plan.prompt_len:
+            return [self._plan_chunk(n)]
+        if n < self.compacts_at:  # score slots before queries of the answer add mass
+            self.slot_scores.update(self.policy, self._gather_pages(), n - 1)
+            return []
+        if n > self.compacts_at:
+            return [Punch(self, n, plan.interval, self.head_budgets + np.int32(plan.interval))]
+        if n <= plan.budget:
             return []
         # Fresh tokens go into holes from now on: holes replace the slots that the ring's formula gives.
         self.tables.capacity[self.row, self.layers] = 1
-        if self.demoter and self.resumed_tokens is not None:
-            return self._plan_resumed_demotion(num_computed_tokens)
-        # The last chunk of a streamed prompt is demoted as the others were.
-        last_chunk = [self._plan_chunk()] if plan.is_streamed and self.demoter else []
-        return [*last_chunk, Compact(plan.interval)]
+        if self.demoter and self.demoter.has_begun:
+            return self._plan_late_demotion(self.demoter, n)
+        return [Compact(self, n, plan.interval)]
 
-    def _plan_chunk(self) -> Punch:
+    def _plan_chunk(self, position: int) -> Punch:
         """Return the eviction of all tokens over the budget, behind a chunk of a streamed prompt."""
         owned = self.tables.counts[self.row, self.layers] * np.int32(self.tables.page_size)
-        return Punch(int(owned.min()) - self.policy.budget_tokens, owned)
+        return Punch(self, position, int(owned.min()) - self.policy.budget_tokens, owned)
 
-    def _plan_resumed_demotion(self, num_computed_tokens: int) -> list[Punch | Compact]:
-        """Return the eviction behind the prompt of a row that has demoted tokens before: heads keep their shares."""
-        assert self.demoter
-        budgets = self.demoter.head_budgets
+    def _plan_late_demotion(self, demoter: Demoter, position: int) -> list[Punch | Compact]:
+        """Return the eviction behind the prompt of a row that has demoted tokens before: heads keep their shares.
+
+        The last tokens of the prompt are demoted as those before them were.
+        """
+        compaction = Compact(self, position, self.policy.interval, demoter.head_budgets)
         if self.policy.plan.is_streamed:
-            return [self._plan_chunk(), Compact(self.policy.interval, budgets)]
-        assert self.resumed_tokens is not None
-        filled = self.resumed_tokens + np.int32(num_computed_tokens - self.resumes_at)  # the first slots of each head
-        num_leaving = int((filled - budgets.numpy()).max())
-        punches: list[Punch | Compact] = [Punch(num_leaving, filled)] if num_leaving else []
-        return [*punches, Compact(self.policy.interval, budgets)]
+            return [self._plan_chunk(position), compaction]
+        filled = self._num_held_at(position)  # the first slots of each head
+        num_leaving = int((filled - demoter.head_budgets.numpy()).max())
+        return [Punch(self, position, num_leaving, filled), compaction] if num_leaving else [compaction]
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the budget, where the policy allows it. Returns whether pages were freed."""
@@ -199,13 +187,12 @@ class BudgetEvictor:
         if smaller is None or not self.has_holes or num_computed_tokens < self.policy.prompt_len:
             return False
         before = int(counts.sum())
-        protected = smaller.sinks + smaller.recent.resolve(smaller.budget_tokens)
+        protected = smaller.sinks + smaller.recent_tokens
         budgets = torch.from_numpy(self.head_budgets).long() * smaller.budget_tokens // self.policy.budget_tokens
         self.policy = smaller
         self.has_shrunk = True
-        compact_rows([self], [num_computed_tokens], [Compact(smaller.interval, budgets.clamp(min=protected))])
+        compact_rows([Compact(self, num_computed_tokens, smaller.interval, budgets.clamp(min=protected))])
         self.next_eviction = num_computed_tokens + smaller.interval
-        self.count_evicted(num_computed_tokens)
         return int(counts.sum()) < before
 
     @property
@@ -213,11 +200,19 @@ class BudgetEvictor:
         """Pages of the largest head in these layers."""
         return int(self.tables.counts[self.row, self.layers].max())
 
-    def start_holes(self, position: int) -> None:
-        """Let the next tokens fill the holes that DeviceTables has, from this position on."""
+    def _gather_pages(self) -> Tensor:
+        """Return the tables of these layers on the device, int64 [M, G, pages]."""
+        return self.tables.on_device.rows.gather_pages([self.row], self.layers, self.num_table_pages)[0]
+
+    def start_holes(self, position: int, num_held: Ints) -> None:
+        """Let the next tokens fill the holes that DeviceTables has, from this position on: heads hold so many then."""
         self.has_holes = True
         self.holes_from = position
-        self.num_held = self.head_budgets
+        self.num_held = num_held
+
+    def _num_held_at(self, position: int) -> Ints:
+        """Return the tokens in the slots of each head, [M, G], when so many are computed."""
+        return self.num_held + np.int32(position - self.holes_from)
 
     # ---- resuming ------------------------------------------------------------------------------------------------
 
@@ -227,7 +222,7 @@ class BudgetEvictor:
         counts = t.counts[self.row, self.layers]
         num_tokens = np.full_like(counts, num_computed_tokens)
         if self.has_holes:
-            num_tokens = self.num_held + np.int32(num_computed_tokens - self.holes_from)
+            num_tokens = self._num_held_at(num_computed_tokens)
         else:
             counts = np.minimum(counts, -(-num_tokens // t.page_size))
         return EvictorState(
@@ -252,8 +247,7 @@ class BudgetEvictor:
         if position < self.policy.prompt_len:  # a longer prompt fills a whole chunk
             end = max(end, begin + self.policy.plan.chunk)
         slots = t.on_device.get_holes(self.row, self.layers, begin, end).long()
-        pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]  # [M, G, pages]
-        is_page = pages[..., None] == (slots // t.page_size)[:, :, None]  # [M, G, pages, n]
+        is_page = self._gather_pages()[..., None] == (slots // t.page_size)[:, :, None]  # [M, G, pages, n]
         return is_page.byte().argmax(2) * t.page_size + slots % t.page_size
 
     def resume(self, state: EvictorState, plan: Resumption, slots: Ints) -> None:
@@ -266,40 +260,29 @@ class BudgetEvictor:
         self.slot_scores.set_state(state.scores)
         if state.is_dense:
             return
-        counts = t.counts[self.row, self.layers].copy()
-        wanted = np.maximum(-(-slots // t.page_size), counts)
-        places = np.arange(int(wanted.max()))
-        new = (places >= counts[..., None]) & (places < wanted[..., None])
-        tables = t.pages[self.row, self.layers, :, : len(places)]
-        tables[new] = np.sort(t.store.allocate(int(new.sum())))
-        t.pages[self.row, self.layers, :, : len(places)] = tables
-        t.counts[self.row, self.layers] = wanted
-        t.peaks[self.row] = np.maximum(t.peaks[self.row], t.counts[self.row])
+        wanted = t.counts[self.row].copy()
+        wanted[self.layers] = np.maximum(-(-slots // t.page_size), wanted[self.layers])
+        t.grow(self.row, wanted)
         t.capacity[self.row, self.layers] = 1  # holes replace the slots that the ring's formula gives
         t.mark_dirty(self.row)
         self.first_eviction = plan.first_eviction
-        if plan.position < self.policy.prompt_len:
-            self.resumes_at = plan.position
-            self.resumed_tokens = state.num_tokens
-        else:
+        if plan.position >= self.policy.prompt_len:
             self.head_budgets = state.head_budgets
         if self.demoter and state.demoter:
             self.demoter.resume(state.demoter, plan.previous)
-        self._num_dropped = plan.position * state.num_tokens.size - int(state.num_tokens.sum())
-        self._num_inherited = self.num_evicted
         self.holes_from = plan.position
         self.num_held = state.num_tokens
         if plan.previous.prompt_len <= plan.position < self.policy.prompt_len:
             self._list_holes(plan.position)
         else:  # the same answer or prompt goes on: it fills the same holes, for sums depend on the order of slots
             self._set_holes(state.hole_places, plan.position)
+        self.num_inherited = self.num_evicted
 
     def _list_holes(self, position: int) -> None:
         """Let the next tokens fill the first holes of each head."""
         t = self.tables
         n = min(self.first_eviction - position, MAX_LISTED_HOLES)
-        pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]  # [M, G, pages]
-        is_used = t.kv.pos[pages].flatten(2) >= 0  # [M, G, S]
+        is_used = t.kv.pos[self._gather_pages()].flatten(2) >= 0  # [M, G, S]
         owned = torch.from_numpy(t.counts[self.row, self.layers]).to(t.kv.device) * t.page_size
         is_used |= torch.arange(is_used.shape[-1], device=t.kv.device) >= owned[..., None]
         self._set_holes(is_used.byte().argsort(dim=-1, stable=True)[..., :n], position)
@@ -307,16 +290,9 @@ class BudgetEvictor:
 
     def _set_holes(self, places: Tensor, position: int) -> None:
         """Let the tokens from this position on fill the slots at these places [M, G, n]."""
-        t = self.tables
-        pages = t.on_device.gather([self.row], self.layers, self.num_table_pages)[0]
-        t.on_device.set_holes([self.row], self.layers, gather_slots(pages, places, t.page_size)[None])
-        num_held = self.num_held + np.int32(position - self.holes_from)
-        self.start_holes(position)
-        self.num_held = num_held
-
-    def replace_shared_pages(self) -> Ints | None:
-        """Return the tables that a compaction writes into; None where these are the row's own. See SharedPages."""
-        return self.shared.replace(self._num_places_kept)
+        slots = gather_slots(self._gather_pages(), places, self.tables.page_size)
+        self.tables.on_device.set_holes([self.row], self.layers, slots[None])
+        self.start_holes(position, self._num_held_at(position))
 
     def own_shared_pages(self) -> None:
         """Give the row copies of pages that others hold, before holes are punched into them for the first time."""
@@ -336,96 +312,84 @@ class BudgetEvictor:
         t.mark_dirty(self.row)
         self.slot_scores.keep(places[..., : int(head_budgets.max())], int(counts.max()) * t.page_size)
 
-    def count_evicted(self, num_computed_tokens: int) -> None:
-        """Count the tokens that have left the budget when so many are computed."""
-        kept = int(np.minimum(self.head_budgets, num_computed_tokens).sum())
-        self._num_dropped = num_computed_tokens * self.head_budgets.size - kept
+    def score_new_slots(self, pages: Tensor, position: int) -> EvictingRow:
+        """Score the slots that are new in tables [M, G, n], and return what ranks all of them."""
+        n = self.num_table_pages
+        scores = self.slot_scores.update(self.policy, pages[..., :n], position - 1)
+        return EvictingRow(self.policy, position - 1, n, scores)
 
 
-def operation_of(evictor: BudgetEvictor, due: Punch | Compact) -> Operation:
-    """Return the function that does what is due."""
+def operation_of(due: Punch | Compact) -> Callable[[Sequence[Any]], None]:
+    """Return the function that does what is due, of many rows."""
     if isinstance(due, Compact):
         return compact_rows
-    return punch_ranked_rows if evictor.policy.ranked_by and not evictor.demoter else punch_rows
+    return punch_ranked_rows if due.evictor.policy.ranked_by and not due.evictor.demoter else punch_rows
 
 
-def evict_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> None:
-    """Evict from rows of one cache, because the `next_eviction` of each is reached.
+def evict_rows(evictors: Iterable[tuple[BudgetEvictor, int]]) -> None:
+    """Evict from rows of one cache, because the `next_eviction` of each is reached by its computed tokens.
 
-    Those that do the same, and punch or leave equally many holes, are evicted by one call.
+    Those that do the same, and punch or leave equally many holes, are evicted by one call. Budgets do not change the
+    windows of layers, so all rows evict in the same ones.
     """
-    plans = [evictor.find_due(n) for evictor, n in zip(evictors, num_computed_tokens, strict=True)]
-    for step in range(max((len(plan or ()) for plan in plans), default=0)):
-        groups: dict[tuple[Operation, int], list[int]] = {}
-        for i, plan in enumerate(plans):
-            if plan and step < len(plan):
-                operation = operation_of(evictors[i], plan[step])
-                groups.setdefault((operation, plan[step].num_holes), []).append(i)
-        for (operation, _), members in groups.items():
-            group = [evictors[i] for i in members]
-            computed = [num_computed_tokens[i] for i in members]
-            operation(group, computed, [plan[step] for i in members if (plan := plans[i])])
-    for evictor, n, plan in zip(evictors, num_computed_tokens, plans, strict=True):
-        if plan is not None:
-            evictor.count_evicted(n)
+    plans = [evictor.find_due(num_computed_tokens) for evictor, num_computed_tokens in evictors]
+    for step in zip_longest(*plans):
+        alike: dict[tuple[Callable[[Sequence[Any]], None], int], list[Due]] = {}
+        for due in filter(None, step):
+            alike.setdefault((operation_of(due), due.num_holes), []).append(due)
+        for (operation, _), rows in alike.items():
+            assert all(np.array_equal(due.evictor.layers, rows[0].evictor.layers) for due in rows)
+            operation(rows)
 
 
-def punch_ranked_rows(
-    evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Punch]
-) -> None:
+def punch_ranked_rows(due: Sequence[Punch]) -> None:
     """Punch equally many holes into the tables of rows, where the backend can rank slots by itself."""
-    first = evictors[0]
-    assert all(np.array_equal(e.layers, first.layers) for e in evictors)
+    evictors = [d.evictor for d in due]
     for evictor in evictors:
         evictor.own_shared_pages()
-    tables = first.tables
+    tables = evictors[0].tables
     lists = tables.on_device.eviction_lists(
         [e.row for e in evictors],
-        first.layers,
+        evictors[0].layers,
         np.stack([d.slots_used for d in due]),
-        [e.policy.evictable_range(n - 1) for e, n in zip(evictors, num_computed_tokens, strict=True)],
+        [d.evictor.policy.evictable_range(d.position - 1) for d in due],
         [e.policy.ranked_by == "mass" for e in evictors],
     )
     n = due[0].num_holes
     tables.on_device.reserve_holes(n)
     tables.store.backend.punch(tables.kv, lists, tables.on_device.holes, n)
-    for evictor, position in zip(evictors, num_computed_tokens, strict=True):
-        evictor.start_holes(position)
+    for d in due:
+        d.evictor.start_holes(d.position, d.evictor.head_budgets)
 
 
-def punch_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Punch]) -> None:
+def punch_rows(due: Sequence[Punch]) -> None:
     """Punch equally many holes into the tables of rows, and demote what was in them."""
-    first = evictors[0]
-    for evictor in evictors:
-        evictor.own_shared_pages()
-    tables = gather_row_tables(evictors, num_computed_tokens)
+    for d in due:
+        d.evictor.own_shared_pages()
+    tables = gather_row_tables(due)
     victims = punch(tables, np.stack([d.slots_used for d in due]), due[0].num_holes)
-    for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):
-        if evictor.demoter:
-            evictor.demoter.add(victims.of_row(b), n - 1, tables.slot_scores[b])
-        evictor.start_holes(n)
-    first.tables.on_device.set_holes([e.row for e in evictors], first.layers, victims.slots)
+    for b, d in enumerate(due):
+        if d.evictor.demoter:
+            d.evictor.demoter.add(victims.of_row(b), tables.rows[b])
+    start_holes(due, victims.slots)
 
 
-def compact_rows(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int], due: Sequence[Compact]) -> None:
+def compact_rows(due: Sequence[Compact]) -> None:
     """Keep the highest slots of rows, give pages back, and demote what ranks next."""
-    first = evictors[0]
-    tables = gather_row_tables(evictors, num_computed_tokens)
+    tables = gather_row_tables(due)
+    demoters = [d.evictor.demoter for d in due]
     demoted = [
-        e.demoter.take(tables.pages_of(b), tables.query_positions[b], tables.slot_scores[b])
-        if e.demoter and not e.demoter.has_begun
-        else None
-        for b, e in enumerate(evictors)
+        demoter.take(tables.of_row(b)) if demoter and not demoter.has_begun else None
+        for b, demoter in enumerate(demoters)
     ]
-    own_pages = [e.replace_shared_pages() for e in evictors]
+    own_pages = [d.evictor.shared.replace(d.evictor.num_pages_kept) for d in due]
     done = compact(tables, [d.head_budgets for d in due], due[0].num_holes, _join_tables(tables, own_pages))
-    for b, (evictor, n) in enumerate(zip(evictors, num_computed_tokens, strict=True)):
-        evictor.shared.put(own_pages[b])
-        evictor.keep(done.head_budgets[b], done.places[b])
-        if evictor.demoter and (taken := demoted[b]):
-            evictor.demoter.begin(*taken, n)
-        evictor.start_holes(n)
-    first.tables.on_device.set_holes([e.row for e in evictors], first.layers, done.holes)
+    for b, d in enumerate(due):
+        d.evictor.shared.put(own_pages[b])
+        d.evictor.keep(done.head_budgets[b], done.places[b])
+        if (demoter := demoters[b]) and (taken := demoted[b]):
+            demoter.begin(taken, d.position)
+    start_holes(due, done.holes)
 
 
 def _join_tables(tables: RowTables, pages: Sequence[Ints | None]) -> Tensor | None:
@@ -440,13 +404,18 @@ def _join_tables(tables: RowTables, pages: Sequence[Ints | None]) -> Tensor | No
     return torch.stack([F.pad(own, (0, width - own.shape[-1])) for own in found])
 
 
-def gather_row_tables(evictors: Sequence[BudgetEvictor], num_computed_tokens: Sequence[int]) -> RowTables:
+def start_holes(due: Sequence[Due], holes: Tensor) -> None:
+    """Let the next tokens of rows fill holes [B, M, G, n], which are slot numbers."""
+    first = due[0].evictor
+    first.tables.on_device.set_holes([d.evictor.row for d in due], first.layers, holes)
+    for d in due:
+        d.evictor.start_holes(d.position, d.evictor.head_budgets)
+
+
+def gather_row_tables(due: Sequence[Due]) -> RowTables:
     """Return the tables of rows that evict together, and score the slots that are new."""
-    first = evictors[0]
-    # Budgets do not change the windows of layers, so all rows evict in the same ones.
-    assert all(np.array_equal(e.layers, first.layers) for e in evictors)
-    widths = [e.num_table_pages for e in evictors]
-    pages = first.tables.on_device.gather([e.row for e in evictors], first.layers, max(widths))
-    last = [n - 1 for n in num_computed_tokens]
-    scores = [e.slot_scores.update(e.policy, pages[b, :, :, : widths[b]], last[b]) for b, e in enumerate(evictors)]
-    return RowTables(first.tables.store, pages, widths, [e.policy for e in evictors], last, scores, first.key_factors)
+    first = due[0].evictor
+    n = max(d.evictor.num_table_pages for d in due)
+    pages = first.tables.on_device.rows.gather_pages([d.evictor.row for d in due], first.layers, n)
+    rows = [d.evictor.score_new_slots(pages[b], d.position) for b, d in enumerate(due)]
+    return RowTables(first.tables.store, pages, rows, first.slot_scores.key_factors)

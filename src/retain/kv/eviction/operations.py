@@ -8,7 +8,7 @@ own. So a row keeps the same tokens in any company.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,23 +25,31 @@ from retain.types import Ints
 
 
 @dataclass(frozen=True)
-class RowTables:
-    """Tables of B rows in M layers whose slots have one size, and what ranks the slots of each row.
+class EvictingRow:
+    """What ranks the slots of one row, whose largest head has `num_pages` pages."""
 
-    Entries beyond the pages of a head are the trash page. A row's largest head has `widths[b]` pages.
-    """
+    policy: BudgetPolicy
+    query_position: int  # the newest position
+    num_pages: int
+    slot_scores: Tensor | None  # float32 [M, G, S]
+
+
+@dataclass(frozen=True)
+class RowTables:
+    """Tables of B rows in M layers whose slots have one size. Entries beyond the pages of a head are the trash page."""
 
     store: PageStore
     pages: Tensor  # int64 [B, M, G, n], on the device
-    widths: Sequence[int]
-    policies: Sequence[BudgetPolicy]
-    query_positions: Sequence[int]  # the newest position of each row
-    slot_scores: Sequence[Tensor | None]  # of each row, float32 [M, G, S]
+    rows: Sequence[EvictingRow]
     key_factors: Tensor | None = None  # float32 [M, G, 1, D]
 
     def pages_of(self, b: int) -> Tensor:
         """Return the tables of one row, int64 [M, G, pages]."""
-        return self.pages[b, :, :, : self.widths[b]]
+        return self.pages[b, :, :, : self.rows[b].num_pages]
+
+    def of_row(self, b: int) -> RowTables:
+        """Return those of one row."""
+        return replace(self, pages=self.pages_of(b)[None], rows=[self.rows[b]])
 
 
 @dataclass(frozen=True)
@@ -50,14 +58,13 @@ class RankedSlots:
 
     pos: Tensor
     priority: Tensor
-    first_evictable: Tensor  # int64 [B, 1, 1, 1]: positions before it are protected
-    last_evictable: Tensor  # int64 [B, 1, 1, 1]: positions after it are protected
+    evictable: tuple[Tensor, Tensor]  # int64 [B, 1, 1, 1]: the first and last position that is not protected
     views: Sequence[CacheView]
 
     @property
     def keys(self) -> Tensor:
         """Keys by which slots are evicted, the lowest first, int64 [B, M, G, S]; see eviction_order.py."""
-        return eviction_key(self.priority, self.pos, self.first_evictable, self.last_evictable)
+        return eviction_key(self.priority, self.pos, *self.evictable)
 
 
 @dataclass(frozen=True)
@@ -95,29 +102,26 @@ def rank_slots(tables: RowTables) -> RankedSlots:
     mass = kv.mass.index_select(0, p).view(B, M, G, n, -1, S).transpose(3, 4).flatten(-2)  # [B, M, G, C, n S]
     views = [
         CacheView(
-            pos[b, ..., : width * S].contiguous(),
-            mass[b, ..., : width * S].contiguous(),
-            tables.query_positions[b],
-            partial(_read_slots, tables.store, tables.pages_of(b)),
-            slot_scores=tables.slot_scores[b],
+            pos[b, ..., : row.num_pages * S].contiguous(),
+            mass[b, ..., : row.num_pages * S].contiguous(),
+            row.query_position,
+            partial(_read_pages, tables.store, tables.pages_of(b)),
+            slot_scores=row.slot_scores,
             key_factors=tables.key_factors,
         )
-        for b, width in enumerate(tables.widths)
+        for b, row in enumerate(tables.rows)
     ]
-    priorities = [policy.priority(view).float() for policy, view in zip(tables.policies, views, strict=True)]
-    ranges = [policy.evictable_range(q) for policy, q in zip(tables.policies, tables.query_positions, strict=True)]
+    priorities = [row.policy.priority(view).float() for row, view in zip(tables.rows, views, strict=True)]
+    ranges = [row.policy.evictable_range(row.query_position) for row in tables.rows]
     bounds = to_device(torch.tensor(ranges), kv.device)[..., None, None, None]  # [B, 2, 1, 1, 1]
     padded = torch.stack([F.pad(x, (0, n * S - x.shape[-1])) for x in priorities])
-    return RankedSlots(pos, padded, bounds[:, 0], bounds[:, 1], views)
+    return RankedSlots(pos, padded, (bounds[:, 0], bounds[:, 1]), views)
 
 
-def _read_slots(store: PageStore, pages: Tensor) -> tuple[Tensor, Tensor]:
+def _read_pages(store: PageStore, pages: Tensor) -> tuple[Tensor, Tensor]:
     """Read keys [M, G, S, D] and values [M, G, S, v_dim] of tables [M, G, pages], float32."""
-    kv = store.kv
-    slots = pages.flatten()[:, None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)
-    k, v = store.backend.read_slots(kv, slots)
-    M, G, n = pages.shape
-    return k.reshape(M, G, n * kv.page_size, -1), v.reshape(M, G, n * kv.page_size, -1)
+    slots = pages[..., None] * store.page_size + torch.arange(store.page_size, device=pages.device)
+    return store.read(slots.flatten(2))
 
 
 def gather_slots(pages: Tensor, places: Tensor, page_size: int) -> Tensor:
@@ -129,7 +133,7 @@ def punch(tables: RowTables, slots_used: Ints, n: int) -> Victims:
     """Turn the n lowest slots of each head into holes, among the first `slots_used` [B, M, G] of its table."""
     kv = tables.store.kv
     ranked = rank_slots(tables)
-    priority = protect(ranked.priority, ranked.pos, ranked.first_evictable, ranked.last_evictable)
+    priority = protect(ranked.priority, ranked.pos, *ranked.evictable)
     lengths = torch.from_numpy(slots_used).flatten()
     lists = priority.flatten(0, 2), ranked.pos.flatten(0, 2)
     places = tables.store.backend.select_victims(*lists, lengths, 0, LAST_POSITION, n).view(*slots_used.shape, n)
@@ -139,15 +143,15 @@ def punch(tables: RowTables, slots_used: Ints, n: int) -> Victims:
     return victims
 
 
-def allocate_budgets(rank: Tensor, budget: int, group_by: str) -> Tensor:
+def allocate_budgets(rank: Tensor, budget: int, share: str) -> Tensor:
     """Divide the sum of the budgets of a layer's heads, or of all heads, by rank (AdaKV, arXiv 2407.11550).
 
     Returns the tokens of each head, int64 [M, G].
     """
     M, G, S = rank.shape
-    groups = rank.reshape(M if group_by == "layer" else 1, -1)
-    first = groups.shape[1] * torch.arange(len(groups), device=rank.device)
-    best = groups.topk(budget * M * G // len(groups)).indices + first[:, None]
+    lists = rank.reshape(M if share == "layer" else 1, -1)  # of heads that share
+    first = lists.shape[1] * torch.arange(len(lists), device=rank.device)
+    best = lists.topk(budget * M * G // len(lists)).indices + first[:, None]
     return torch.bincount(best.flatten() // S, minlength=M * G).view(M, G)
 
 
@@ -167,8 +171,8 @@ def compact(
     rank = ranked.keys
     num_slots = rank.shape[-1]
     chosen = [
-        given if given is not None else _choose_budgets(policy, rank[b, ..., : tables.widths[b] * S], ranked.views[b])
-        for b, (given, policy) in enumerate(zip(head_budgets, tables.policies, strict=True))
+        given if given is not None else choose_budgets(row.policy, rank[b, ..., : row.num_pages * S], ranked.views[b])
+        for b, (given, row) in enumerate(zip(head_budgets, tables.rows, strict=True))
     ]
     budgets = torch.stack([x.cpu() for x in chosen])  # [B, M, G]
     dst_pages = tables.pages if dst_pages is None else dst_pages
@@ -186,7 +190,7 @@ def compact(
     return Compaction(budgets.numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
 
 
-def _choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:
+def choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:
     """Return the tokens that each head of one row keeps, int64 [M, G]."""
     if policy.share == "none":
         return policy.head_budgets(view)

@@ -92,14 +92,18 @@ class RowPlan:
         has_begun = length >= self.prompt_len or self.is_streamed
         return min(self.demoted_tokens, max(length - self.budget, 0)) if has_begun else 0
 
+    def demoted_pages(self, length: int, page_size: int) -> int:
+        """Return the pages of these slots, where a page has so many; 0: none demote."""
+        return -(-self.demoted_slots(length) // page_size) if page_size else 0
+
+    def pages_after_demotion(self, length: int, page_size: int, demoted_page_size: int) -> int:
+        """Return the most pages that such a head owns at `length` tokens, once it demotes."""
+        partial = 2 * self.is_ragged  # heads that share budgets may each have two pages that are not full
+        return -(-self.decode_slots // page_size) + self.demoted_pages(length, demoted_page_size) + partial
+
     def fresh_tokens(self, num_uncomputed_tokens: int) -> int:
         """Return the tokens that may be computed at once, of a request that starts with as many."""
         return max(num_uncomputed_tokens, self.scoring_tokens)
-
-    @property
-    def intervals(self) -> tuple[int, int]:
-        """Tokens between two evictions, at least: of a prompt that is evicted from meanwhile, and of the answer."""
-        return self.chunk if self.is_streamed else NEVER, self.interval or NEVER
 
     def next_eviction(self, num_computed_tokens: int) -> int:
         """Return the number of computed tokens at which the row evicts next."""

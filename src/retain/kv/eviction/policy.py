@@ -20,6 +20,9 @@ from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats
 
+# Returns the gate in a file of this name; "" is the model's own. Raises ValueError.
+GateLoader = Callable[[str], GateWeights]
+
 
 @dataclass(frozen=True)
 class QueryWeights:
@@ -41,14 +44,6 @@ class ScoringPass:
 
     tokens: Sequence[int]
     chunk_size: int
-
-
-@dataclass(frozen=True)
-class CacheLimits:
-    """Limits of a cache that a policy has to fit into."""
-
-    max_model_len: int
-    load_gate: Callable[[str], GateWeights]  # of a file's name; "" is the model's own. Raises ValueError
 
 
 class EvictionPolicy:
@@ -106,8 +101,8 @@ class EvictionPolicy:
         """Return the policy for a prompt of `prompt_len` tokens, the first `system_len` of them a system prompt."""
         return self
 
-    def fit(self, limits: CacheLimits) -> Self:
-        """Return the resolved policy as it is carried out in a cache. Raises ValueError where it cannot be."""
+    def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
+        """Return the resolved policy as it is carried out in a cache of these limits. Raises ValueError."""
         return self
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -76,11 +78,7 @@ class SlotScores:
         kv = self.store.kv
         S = self.store.page_size
         slots = table.gather(-1, places // S) * S + places % S  # [m, G, n]
-
-        def read() -> tuple[Tensor, Tensor]:
-            k, v = self.store.backend.read_slots(kv, slots.flatten())
-            return k.view(*slots.shape, -1), v.view(*slots.shape, -1)
-
+        read = partial(self.store.read, slots)
         pos = kv.pos.view(-1)[slots]
         mass = kv.mass.transpose(1, 2)[slots // S, slots % S].transpose(-1, -2)  # [m, G, C, n]
         factors = None if self.key_factors is None else self.key_factors[layers]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text 
 
 @dataclass
 class RowRings:
-    """The state of a row's rings: shrunk to their windows, and perhaps with pages that others hold, too."""
+    """What is known of a row's rings: shrunk to their windows, and perhaps with pages that others hold, too."""
 
     are_shrunk: bool = False
     are_shared: bool = False
@@ -170,6 +171,24 @@ class BlockTables:
         self.rings[row].are_shared = True
         self.allocated_upto[row] = min(self.allocated_upto[row], begin)
 
+    def grow(self, row: int, counts: Ints) -> None:
+        """Own as many pages of each head as `counts` [L, G] says, no fewer than there are. The pool has them."""
+        had = self.counts[row]
+        places = np.arange(counts.max(initial=0))
+        new = (places >= had[..., None]) & (places < counts[..., None])  # [L, G, n]
+        taken = self.store.allocate(int((counts - had).sum()))
+        self.pages[row, :, :, : len(places)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
+        self.counts[row] = counts
+        np.maximum(self.peaks[row], counts, out=self.peaks[row])
+        self.mark_dirty(row)
+
+    def replace_by_copies(self, row: int, where: tuple[NDArray[Any], ...]) -> None:
+        """Give the row copies of pages that others hold, too, at these layers, heads and places. Raises OutOfPages."""
+        shared: Ints = self.pages[row][where]
+        self.pages[row][where] = self.store.copy_of(shared)
+        self.pool.free(shared)
+        self.mark_dirty(row)
+
     def owned(self, row: int) -> NDArray[np.bool_]:
         """Mark the entries of a row's tables that are pages, [L, G, n]."""
         mask: NDArray[np.bool_] = np.arange(self.pages.shape[3]) < self.counts[row][..., None]
@@ -191,23 +210,16 @@ class BlockTables:
         demoted = [self.demoted.page_list(row) for row in rows] if self.demoted else []
         return np.concatenate([np.zeros(0, np.int32), *found, *demoted])
 
-    def slots_per_layer(self, row: int) -> list[int]:
-        """Slots that the largest head of each layer owns now, [L]."""
-        return [int(n) for n in self.counts[row].max(axis=1) * self.page_size]
-
-    def peak_slots_per_layer(self, row: int) -> list[int]:
-        """Most slots that one head of each layer ever owned, [L]."""
-        return [int(n) for n in self.peaks[row].max(axis=1) * self.page_size]
-
     def positions(self, row: int) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, [L][G], ascending."""
-        kinds = [(self.kv, self.pages[row], self.counts[row])]
+        kinds: list[BlockTables | DemotedBlockTables] = [self]
         if self.demoted:
-            kinds.append((self.demoted.store.kv, self.demoted.pages[row], self.demoted.counts[row]))
+            kinds.append(self.demoted)
         _, L, G = self.counts.shape
 
         def of_head(layer: int, g: int) -> list[int]:
-            held = torch.cat([kv.pos[kv.to_index(t[layer, g, : n[layer, g]])].flatten() for kv, t, n in kinds])
+            pages = [(t.store.kv, t.pages[row, layer, g, : t.counts[row, layer, g]]) for t in kinds]
+            held = torch.cat([kv.pos[kv.to_index(own)].flatten() for kv, own in pages])
             found: list[int] = held[held >= 0].sort().values.tolist()
             return found
 
@@ -224,7 +236,3 @@ class BlockTables:
             self.ring_base[row, layer] += (end - begin) * self.page_size
             self.mark_dirty(row)
             self.pool.free(removed)
-
-    def reject(self, slots: torch.Tensor) -> None:
-        """Turn slots into holes: the drafts in them were not accepted."""
-        self.kv.pos.view(-1)[slots.long()] = -1

@@ -57,33 +57,22 @@ class KVCache:
         fresh = 1 if t.is_state else min(num_uncomputed, self.max_batched_tokens)
         return t.open_row(windows, ring_capacities(windows, fresh, t.page_size, t.block_size))
 
-    def reserve(self, row: int, upto: int) -> bool:
-        """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
+    def own_pages(self, row: int, upto: int) -> None:
+        """Own the pages of all positions below `upto`, which the pool has."""
         t = self.tables
         S = self.tables.page_size
         if upto <= t.allocated_upto[row]:
-            return True
-        if not ensure_pages([self], row, upto):
-            return False
+            return
         if t.rings[row].are_shared:
             self._replace_shared_pages(row, upto)
-        had = t.counts[row]  # [L, G]
         wanted = self._wanted_pages(row, upto)
-        n = int((wanted - had).sum())
-        if n:
-            taken = t.store.allocate(n)
-            j = np.arange(wanted.max())
-            new = (j >= had[..., None]) & (j < wanted[..., None])  # [L, G, n]
-            t.pages[row, :, :, : len(j)][new] = np.sort(taken)  # a head's pages side by side, as far as they go
-            t.counts[row] = wanted
-            np.maximum(t.peaks[row], t.counts[row], out=t.peaks[row])
-            t.mark_dirty(row)
+        if (wanted != t.counts[row]).any():
+            t.grow(row, wanted)
         owned = wanted[:, 0] * S
         upto_by_layer = np.where(owned >= t.capacity[row], UNBOUNDED, t.ring_base[row] + owned - t.headroom[row])
         t.allocated_upto[row] = int(upto_by_layer.min())
         if t.rings[row].are_shared:
             t.allocated_upto[row] = min(t.allocated_upto[row], -(-upto // S) * S)
-        return True
 
     def num_missing_pages(self, row: int, upto: int) -> int:
         """Return the pages that the row must take to write all positions below `upto`.
@@ -126,10 +115,7 @@ class KVCache:
         t = self.tables
         where = self._shared_ring_pages(row, upto)
         if len(where[0]):
-            shared: Ints = t.pages[row][where]
-            t.pages[row][where] = t.store.copy_of(shared)
-            t.pool.free(shared)
-            t.mark_dirty(row)
+            t.replace_by_copies(row, where)
         t.rings[row].are_shared = bool((t.pool.ref_counts[t.ring_pages(row)] > 1).any())
 
     def _wanted_pages(self, row: int, upto: int) -> Ints:
@@ -176,8 +162,9 @@ class KVCache:
         t.pool.incref(t.pages[src][shared])
         t.pages[dst][shared] = t.pages[src][shared]
         t.counts[dst] = num_shared
-        if not self.reserve(dst, num_computed_tokens):
+        if not ensure_pages([self], dst, num_computed_tokens):
             return False
+        self.own_pages(dst, num_computed_tokens)
         t.peaks[dst] = np.maximum(t.peaks[dst], t.counts[dst])
         copied = (places < np.minimum(t.counts[dst], t.counts[src])[..., None]) & ~shared
         t.store.copy(t.pages[src][copied], t.pages[dst][copied])

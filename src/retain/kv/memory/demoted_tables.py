@@ -28,8 +28,7 @@ class DemotedBlockTables:
         """Return the tables of all layers for a step of these rows, int32 [B] on the host."""
         self.rows.upload()
         pages, counts = (x.transpose(0, 1) for x in self.rows.tensors)
-        max_pages = int(self.counts[rows.numpy()].max()) if len(rows) else 0
-        return api.DemotedTables(self.store.kv, pages, counts, max_pages)
+        return api.DemotedTables(self.store.kv, pages, counts, int(self.counts[rows.numpy()].max(initial=0)))
 
     def allocate(self, row: int, layers: Ints, counts: Ints) -> None:
         """Own so many pages of each head, [M, G], in these layers of a row that has no more. Raises OutOfPagesError."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
-from retain.kernels.transfers import upload
+from retain.kernels.transfers import to_device, upload
 from retain.types import Ints
 
 
@@ -41,3 +42,15 @@ class DeviceRows:
         on_device, *changed = upload((index, *(x[index] for x in sources)), self.device)
         for target, x in zip(targets, changed, strict=True):
             target.index_copy_(0, on_device, x)
+
+    def gather_pages(self, rows: Sequence[int], layers: Ints, num_pages: int) -> Tensor:
+        """Return the first pages of rows [B] in layers [M], int64 [B, M, G, num_pages]; the first array has them.
+
+        The second one has the number of each head's pages. Entries beyond these are the trash page.
+        """
+        self.upload()
+        pages, counts = self.tensors[:2]
+        r = to_device(torch.tensor(rows), self.device)[:, None]
+        i = to_device(torch.from_numpy(layers).long(), self.device)
+        is_owned = torch.arange(num_pages, device=self.device) < counts[r, i][..., None]
+        return torch.where(is_owned, pages[r, i, :, :num_pages], 0).long()

@@ -17,19 +17,6 @@ from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
 
 
-def gather_tables(arrays: DeviceRows, rows: Sequence[int], layers: Ints, num_pages: int) -> Tensor:
-    """Return the first pages of the tables of rows [B] and layers [M], int64 [B, M, G, num_pages], on the device.
-
-    The first two of `arrays` are pages and counts. Entries beyond a head's pages are the trash page.
-    """
-    arrays.upload()
-    pages, counts = arrays.tensors[:2]
-    r = to_device(torch.tensor(rows), arrays.device)[:, None]
-    i = to_device(torch.from_numpy(layers).long(), arrays.device)
-    is_owned = torch.arange(num_pages, device=arrays.device) < counts[r, i][..., None]
-    return torch.where(is_owned, pages[r, i, :, :num_pages], 0).long()
-
-
 class DeviceTables:
     """Pages [N, L, G, n], counts [N, L, G] and windows [N, L] on a device; `holes` [N, L, G, i] exist only here.
 
@@ -52,10 +39,6 @@ class DeviceTables:
         self.rows.mark_dirty(row)
         if dense is not None:
             self.dense[row] = dense
-
-    def gather(self, rows: Sequence[int], layers: Ints, num_pages: int) -> Tensor:
-        """See gather_tables."""
-        return gather_tables(self.rows, rows, layers, num_pages)
 
     def eviction_lists(
         self,
@@ -130,7 +113,7 @@ class DeviceTables:
             rows=rows,
             query_start_loc=query_start_loc,
             dense=dense,
-            max_pages=int(self.counts[rows.numpy()].max()) if len(rows) else 0,
+            max_pages=int(self.counts[rows.numpy()].max(initial=0)),
             demoted=self.demoted.build_tables(rows) if self.demoted else None,
         )
 

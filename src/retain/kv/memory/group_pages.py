@@ -39,11 +39,6 @@ class GroupPages:
         return sum(self.key_and_value_bytes) + states
 
     @property
-    def block_size(self) -> int:
-        """The tokens of a block: slots of the largest page."""
-        return max(f.page_size for f in self.formats)
-
-    @property
     def unused_bytes(self) -> tuple[int, ...]:
         """The bytes of K and V in a page that slots of each group leave unused."""
         whole = sum(self.key_and_value_bytes)

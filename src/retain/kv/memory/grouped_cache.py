@@ -41,9 +41,11 @@ class GroupedKVCache:
 
     def reserve(self, row: int, upto: int) -> bool:
         """Own the pages of all positions below `upto`. False, and nothing is taken, when the pool has too few."""
-        if len(self.groups) == 1:
-            return self.groups[0].reserve(row, upto)
-        return ensure_pages(self.groups, row, upto) and all(group.reserve(row, upto) for group in self.groups)
+        if not ensure_pages(self.groups, row, upto):
+            return False
+        for group in self.groups:
+            group.own_pages(row, upto)
+        return True
 
     def fork_row(self, src: int, dst: int, num_computed_tokens: int, can_share: bool) -> bool:
         """Give the open row `dst` the first `num_computed_tokens` of `src`: shared where allowed, else copied.
@@ -63,11 +65,11 @@ class GroupedKVCache:
 
     def peak_slots_per_layer(self, row: int) -> list[int]:
         """Most slots that one head of each layer ever owned."""
-        return self._in_order([tables.peak_slots_per_layer(row) for tables in self.tables])
+        return self._in_order([(t.peaks[row].max(1) * t.page_size).tolist() for t in self.tables])
 
     def slots_per_layer(self, row: int) -> list[int]:
         """Slots that the largest head of each layer owns now."""
-        return self._in_order([tables.slots_per_layer(row) for tables in self.tables])
+        return self._in_order([(t.counts[row].max(1) * t.page_size).tolist() for t in self.tables])
 
     def positions(self, row: int) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, ascending."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from retain.kernels.api import KV, Backend
 from retain.kernels.pool_dtypes import slots_in_page
@@ -59,6 +60,11 @@ class PageStore:
             self.kv.v[i] = 0
             self.pool.kinds[pages] = self.kind
         return pages
+
+    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Read K [..., D] and V [..., v_dim] of slots [...] of any shape, float32."""
+        k, v = self.backend.read_slots(self.kv, slots.flatten())
+        return k.view(*slots.shape, -1), v.view(*slots.shape, -1)
 
     def copy_of(self, pages: Pages) -> Pages:
         """Return new pages with the content of these, of the same shape. Raises OutOfPages."""

@@ -38,10 +38,6 @@ class QuantizedCopies:
             self.by_dtype[dtype] = DemotedBlockTables(store, N, L, G, num_slots)
         return self.by_dtype[dtype]
 
-    def open(self, row: int, dtype: torch.dtype) -> QuantizedCopy:
-        """Return a copy of a row that has none, without tokens yet."""
-        return QuantizedCopy(self, row, dtype)
-
     @property
     def num_pages(self) -> int:
         """Pages of all copies."""

@@ -64,17 +64,10 @@ def classify_pages(
     return state, owner
 
 
-def collect_pool_stats(
-    tables: BlockTables,
-    state: PageStates,
-    prefix_hit_tokens: dict[str, int],
-    num_queried_tokens: int,
-    tier_stats: list[dict[str, Any]],
-    checkpoint_stats: tuple[int, int],
-) -> PoolStats:
-    """Count slots and pages by the states that `classify_pages` found; `tables` are the first group's.
+def count_slots(tables: BlockTables, state: PageStates) -> tuple[dict[str, int], dict[str, int], int]:
+    """Return the slots and the pages in each state that `classify_pages` found, and the number of holes.
 
-    `checkpoint_stats`: the checkpoints of the prefix cache, and their pages.
+    `tables` are the first group's.
     """
     kv = tables.kv
     used = (np.flatnonzero(state[1:]) + 1).astype(np.int32)
@@ -88,14 +81,6 @@ def collect_pool_stats(
     pages = np.bincount(state[1:], minlength=len(PAGE_STATES))
     slots = pages * tables.page_size
     slots -= np.bincount(state[used], holes, len(PAGE_STATES)).astype(slots.dtype)
-    return PoolStats(
-        slots_by_state=dict(zip(PAGE_STATES, slots.tolist(), strict=True)),
-        num_holes=num_holes,
-        page_bytes=tables.store.page_bytes,
-        pages_by_state=dict(zip(PAGE_STATES, pages.tolist(), strict=True)),
-        prefix_hit_tokens=prefix_hit_tokens,
-        num_queried_tokens=num_queried_tokens,
-        tier_stats=tier_stats,
-        num_checkpoints=checkpoint_stats[0],
-        num_checkpoint_pages=checkpoint_stats[1],
-    )
+    slots_by_state: dict[str, int] = dict(zip(PAGE_STATES, slots.tolist(), strict=True))
+    pages_by_state: dict[str, int] = dict(zip(PAGE_STATES, pages.tolist(), strict=True))
+    return slots_by_state, pages_by_state, num_holes

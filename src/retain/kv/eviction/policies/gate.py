@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import GateWeights
-from retain.kv.eviction.policy import CacheLimits, QueryWeights
+from retain.kv.eviction.policy import GateLoader, QueryWeights
 from retain.kv.eviction.view import CacheView
 from retain.options import RESOLVED
 from retain.plugins import Amount
@@ -48,9 +48,9 @@ class Policy(BudgetPolicy):
         """See EvictionPolicy."""
         return self.weights.fingerprint if self.weights else b""
 
-    def fit(self, limits: CacheLimits) -> Self:
+    def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
         """Load the gate, too. Raises ValueError where there is none for this model."""
-        return replace(super().fit(limits), weights=limits.load_gate(self.file))
+        return replace(super().fit(max_model_len, load_gate), weights=load_gate(self.file))
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh every query alike."""

@@ -7,24 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.view import CacheView
+from retain.kv.eviction.budget import PositionPolicy
 from retain.options import NonNegativeInt
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(BudgetPolicy):
+class Policy(PositionPolicy):
     """Keep attention sinks and the newest tokens."""
 
     sinks: NonNegativeInt = 4
-
-    @property
-    def ranked_by(self) -> str | None:
-        """See BudgetPolicy.ranked_by."""
-        return "position" if type(self).priority is Policy.priority else None
-
-    def priority(self, view: CacheView) -> Tensor:
-        """Rank by position; sinks are protected."""
-        return view.pos

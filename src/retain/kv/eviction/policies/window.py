@@ -4,21 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
-from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.view import CacheView
+from retain.kv.eviction.budget import PositionPolicy
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(BudgetPolicy):
+class Policy(PositionPolicy):
     """Keep the newest tokens."""
-
-    @property
-    def ranked_by(self) -> str | None:
-        """See BudgetPolicy.ranked_by."""
-        return "position" if type(self).priority is Policy.priority else None
-
-    def priority(self, view: CacheView) -> Tensor:
-        """Rank by position."""
-        return view.pos

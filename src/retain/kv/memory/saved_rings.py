@@ -1,4 +1,4 @@
-"""Snapshots of a row's rings, so that a pass over tokens that are not kept can be undone."""
+"""Rings of a row that are kept aside, so that a pass over tokens that are not kept can be undone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from retain.kv.memory.block_tables import BlockTables
 from retain.types import Ints
 
 
-class RingSnapshot:
+class SavedRings:
     """The pages of a row's sliding layers before a scoring pass, held by reference: the pass writes into others."""
 
     def __init__(self, tables: BlockTables, row: int, num_computed_tokens: int):
