@@ -215,7 +215,7 @@ def open_offload_tiers(
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
     pools = cache.pools
     layout = cache.block_layout
-    parts = zip(layout.groups, pools, cache.spec.groups, strict=True)
+    parts = zip(layout.groups, pools, cache.spec.groups, strict=False)
     num_full = sum(g.num_layers for g in layout.groups)
     page_bytes = sum(
         (g.num_layers if num_full else len(group.layers))

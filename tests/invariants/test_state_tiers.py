@@ -285,7 +285,7 @@ def test_states_of_another_model_cache_or_gate_are_never_read(
 
 
 READ = "retain.kv.stores.reader.SpanReader.read_blocks"
-UPLOAD = "retain.kv.stores.whole_pages.WholePageTransfer.upload"
+UPLOAD = "retain.kv.stores.checkpoint_spans.CheckpointSpans.upload"
 
 
 @pytest.mark.parametrize("error", [MemoryError, *slow(OSError, TimeoutError)])

@@ -20,8 +20,8 @@ from tests.helpers.tiers import offloader_of
 
 ENGINES = {
     "text": ("llama", "full", "exact"),
-    "windows": ("gemma3_text", "full", "exact"),
-    "state": ("llama", "h2o:budget=64", "exact"),
+    "windows_and_states": ("gemma3_text", "full", "exact"),
+    "budget": ("llama", "h2o:budget=64", "exact"),
     "importance": ("llama", "full", "selective:ratio=0.5"),
 }
 

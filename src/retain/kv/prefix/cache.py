@@ -196,8 +196,8 @@ class PrefixCache:
             last = min(key.last, demand.max_length)
             whole = hashes[: last // self.layout.block_size]
             if found := next(self.tiers.spans.find(key.name, whole, start.text.tokens[:last], after), None):
-                after = found.position
-                best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, found.place)])
+                after, place = found
+                best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, place)])
         return best
 
     def _find_spans(self, needs: Needs, hashes: Sequence[bytes], match: PrefixMatch, start: Start) -> Start | None:

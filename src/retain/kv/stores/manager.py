@@ -6,7 +6,6 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -18,33 +17,25 @@ from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
 from retain.kv.stores.selective.repack import ProbeConfig, Repacker
-from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.span import TEXT, CorruptionError, Span
 from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.kv.stores.warning_log import WarningLog
-from retain.kv.stores.whole_pages import WholePageTransfer
 from retain.threads import reset_cpu_affinity
 from retain.types import Floats, Ints
 
 NUM_READ_THREADS = 2
 
 
-LayerRun = tuple[PageTransfer | WholePageTransfer, Ints]  # the pages [p, ...] of a layer, and what copies them
-
-
-@dataclass(frozen=True)
-class OffloadGroup:
-    """A KV cache group as tiers see it: its pages, and what copies them."""
-
-    kv: KV
-    transfer: PageTransfer
+LayerRun = tuple[PageTransfer, Ints]  # the pages [blocks, G] of a layer, and what copies them
 
 
 class Offloader:
     """The stores below one pool, in the order in which they are searched.
 
-    `model_fingerprint` identifies whose keys and values these are. With `probe_config` only important tokens are
-    loaded, and spans are reordered for that; without it everything is. `block_cache` saves repeated reads.
+    `pools` are those of the KV cache groups, then of their demoted slots. `model_fingerprint` says whose
+    keys and values these are. With `probe_config` only important tokens are loaded, and spans are reordered for that;
+    without it everything is. `block_cache` saves repeated reads.
     """
 
     def __init__(
@@ -59,9 +50,8 @@ class Offloader:
         self.stores = stores
         self.layout = layout
         self.model_fingerprint = model_fingerprint
-        transfers = create_transfers(pools)
-        self.groups = [OffloadGroup(*x) for x in zip(pools, transfers, strict=True)]
-        self.transfer = transfers[0]  # for what orders the work of all groups
+        self.transfers = create_transfers(pools)
+        self.transfer = self.transfers[0]  # for what orders the work of all pools
         self.kv = pools[0]  # for selective loading, where there is one group
         self.cost_model = LoadCostModel()
         self.warnings = WarningLog(logging.getLogger(__name__))
@@ -82,7 +72,7 @@ class Offloader:
         """Return ranges of spans for the first of these keys, up to the first key that no store has."""
         ranges: list[SpanRange] = []
         for key in keys:
-            found = self._find_key(key)
+            found = self.find_key(key)
             if not found:
                 break
             store, span, i = found
@@ -92,7 +82,8 @@ class Offloader:
                 ranges.append(SpanRange(store, span, i, i + 1))
         return ranges
 
-    def _find_key(self, key: bytes) -> tuple[Store, Span, int] | None:
+    def find_key(self, key: bytes) -> tuple[Store, Span, int] | None:
+        """Return the nearest store that has a key, with its span and the key's index in that."""
         return next(((store, *found) for store in self.stores if (found := store.find(key))), None)
 
     def other_formats(self) -> list[tuple[bytes, int, str]]:
@@ -147,8 +138,8 @@ class Offloader:
 
     def _layer_runs(self, blocks: Ints) -> list[LayerRun]:
         """Return the pages [p, G] of each layer of blocks [K, n]."""
-        groups = zip(self.groups, self.layout.split(blocks), strict=True)
-        return [(group.transfer, layer.T) for group, pages in groups for layer in pages]
+        groups = zip(self.transfers, self.layout.split(blocks), strict=False)
+        return [(transfer, layer.T) for transfer, pages in groups for layer in pages]
 
     def _put_text(self, store: Store, keys: Sequence[bytes], start_page: int, runs: Sequence[LayerRun]) -> None:
         if not self.probe_config:
@@ -171,7 +162,7 @@ class Offloader:
             return
         for layer, (transfer, pages) in enumerate(runs):
             if pages.size:  # the window of one token has none at a page's begin
-                own = span.view_layer(data, layer)[:, : _block_bytes(transfer, pages)]
+                own = span.view_layer(data, layer)[:, : pages[0].size * transfer.page_bytes(span.kind)]
                 transfer.download(pages, own.reshape(*pages.shape, -1))
         span.view_metadata(data)[:] = np.frombuffer(metadata, np.uint8)
         store.put(span, data)
@@ -183,7 +174,7 @@ class Offloader:
 
         Those of spans of text count for the stores of these, or else for the store of the first checkpoint.
         """
-        found = [(r, (r.end - r.begin) * self.layout.block_size) for r in places if r.span.kind == "text"]
+        found = [(r, (r.end - r.begin) * self.layout.block_size) for r in places if r.span.kind == TEXT]
         found = found or [(places[0], num_tokens)]
         for r, n in found:
             self.num_loaded_tokens[r.store.name] += n
@@ -192,7 +183,7 @@ class Offloader:
     def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""
         reader = store.open(span, deadline)
-        if self.block_cache and span.content_id is not None:
+        if self.block_cache and span.kind == TEXT:
             return CachedReader(reader, self.block_cache)
         return reader
 
@@ -235,11 +226,8 @@ class Offloader:
                 closing.callback(store.close)
 
 
-def describe_span(keys: Sequence[bytes], runs: Sequence[LayerRun], **place: Any) -> Span:
+def describe_span(keys: Sequence[bytes], runs: Sequence[LayerRun], kind: str = TEXT, **place: Any) -> Span:
     """Return a span for the pages of each layer. `place` has its further fields."""
     num_blocks = tuple(len(pages) for _, pages in runs)
-    return Span(tuple(keys), num_blocks, max((_block_bytes(*run) for run in runs), default=0), **place)
-
-
-def _block_bytes(transfer: PageTransfer | WholePageTransfer, pages: Ints) -> int:
-    return int(np.prod(pages.shape[1:], dtype=int)) * transfer.page_bytes
+    block_bytes = max((pages.shape[1] * transfer.page_bytes(kind) for transfer, pages in runs), default=0)
+    return Span(tuple(keys), num_blocks, block_bytes, kind=kind, **place)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import groupby
 from threading import Event
 from time import perf_counter
@@ -67,8 +66,7 @@ class SelectiveLoader(LayerLoader):
         self.idle = Event()  # set while the step waits for no read
         self.idle.set()
         for r in ranges:
-            open_reader = partial(offloader.open_span, r.store, deadline=self.deadline)
-            self._open_reader(r.store, r.span, open_reader)
+            self._open_reader(r.store, r.span)
         if self.failed:
             return
         self.metadata_futures = [offloader.read_executor.submit(self._read_metadata, r) for r in ranges]
@@ -180,7 +178,7 @@ class SelectiveLoader(LayerLoader):
             _, block, i = run[0]
             r = self.ranges[owner]
             pages = self.pages[m][:, first_page + i : first_page + i + len(run)]
-            yield ReadJob(r.store, r.span, m, block - int(first_blocks[owner]), pages.T, 0)
+            yield ReadJob(r.store, r.span, m, block - int(first_blocks[owner]), pages.T)
 
     @property
     def futures(self) -> list[Future[Any]]:

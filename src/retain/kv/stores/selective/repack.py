@@ -23,7 +23,7 @@ from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.importance import SpanMetadata
 from retain.kv.stores.span import CorruptionError, Span, alloc_aligned
 from retain.kv.stores.store import Store
-from retain.kv.stores.transfer import HostTransfer
+from retain.kv.stores.transfer import PageTransfer
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes, Floats, Ints
@@ -138,7 +138,7 @@ def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanRead
     data = alloc_aligned(new.size)
     # Pages in the old order, then in the new.
     pool = backend.allocate(1 + 2 * n * G, S, kv.k_dim, kv.dtype, 1, v_dim=kv.v_dim)
-    transfer = HostTransfer(pool)
+    transfer = PageTransfer(pool)
     old_pages, new_pages = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
     sketches = []
     for m in range(M):
