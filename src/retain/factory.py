@@ -206,7 +206,7 @@ def open_offload_tiers(
         if len(spec.kv_cache.groups) > 1 or spec.kv_cache.has_shared_caches:
             raise ValueError("prefix_cache=selective needs layers that cache alike, and share nothing: use exact")
         heads = spec.kv_cache.only_group.num_kv_heads
-        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend)
+        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend, cache.kv)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:

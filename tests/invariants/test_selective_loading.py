@@ -74,7 +74,7 @@ def test_reordered_span_has_the_same_keys_and_values_in_another_order(tmp_path: 
     ((span, _),) = {store.find(key) for s in store.span_index for key in s.keys[:1]}
     assert span.is_reordered
     reader = store.open(span)
-    metadata = offloader.probe_config.parse_metadata(span, reader.read_metadata(), cache.kv)
+    metadata = offloader.probe_config.parse_metadata(span, reader.read_metadata())
     for m in range(len(span.num_blocks)):
         assert (np.diff(metadata.mass[m][metadata.token_order[m]]) <= 0).all()
         loaded = cache.pool.allocate(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]

@@ -353,7 +353,7 @@ class PrefixCache:
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
         (t,) = self.groups  # others are refused
-        assert self.tiers and self.tiers.offloader.probe_config
+        assert self.tiers
         S = t.page_size
         first = start.blocks.shape[-1]
         layers = t.full_layers(row)
@@ -366,7 +366,6 @@ class PrefixCache:
 
         return SelectiveLoader(
             offloader=self.tiers.offloader,
-            probe_config=self.tiers.offloader.probe_config,
             ranges=start.span_ranges,
             layers=layers.tolist(),
             pages=t.pages[row, layers, :, first:end].copy(),

@@ -73,7 +73,7 @@ class CheckpointSpans:
         runs = [(self.offloader.transfers[self._pool(run)], run.pages[:, None]) for run in pages]
         for store in stores:
             span = describe_span(keys, runs, metadata_bytes=len(metadata), **place)
-            self.offloader.put_span(store, span, runs, metadata)
+            self.offloader.put_span(store, span, runs, lambda: metadata)
 
     def discard(self, name: bytes) -> None:
         """Remove a checkpoint from stores of this engine alone."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from math import inf
@@ -22,7 +22,7 @@ from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
-from retain.types import Floats, Ints
+from retain.types import Bytes, Floats, Ints
 
 NUM_READ_THREADS = 2
 
@@ -60,7 +60,7 @@ class Offloader:
         # Reads that a step already waits for.
         self.urgent_executor = ThreadPoolExecutor(NUM_READ_THREADS, "retain-read-now", reset_cpu_affinity)
         self.probe_config = probe_config
-        self.repacker = Repacker(probe_config, self.kv, self.warnings) if probe_config else None
+        self.repacker = Repacker(probe_config, self.warnings) if probe_config else None
         self.block_cache = block_cache
         # What the fingerprints in the stores mean, this one's too.
         self.formats: dict[bytes, dict[str, Any]] = {k: v for s in stores for k, v in s.formats.items()}
@@ -142,16 +142,14 @@ class Offloader:
         return [(transfer, layer.T) for transfer, pages in groups for layer in pages]
 
     def _put_text(self, store: Store, keys: Sequence[bytes], start_page: int, runs: Sequence[LayerRun]) -> None:
-        if not self.probe_config:
-            self.put_span(store, describe_span(keys, runs, start_page=start_page), runs)
-            return
-        size = self.probe_config.metadata_size(len(runs), len(keys), self.kv)
+        probes = self.probe_config
+        size = probes.metadata_size(len(runs), len(keys)) if probes else 0
         span = describe_span(keys, runs, start_page=start_page, metadata_bytes=size)
-        if store.accepts(span.size):
-            metadata = self.probe_config.initial_metadata(self.kv, [pages for _, pages in runs])
-            self.put_span(store, span, runs, metadata.serialized.data)
+        self.put_span(store, span, runs, lambda: probes.initial_metadata([p for _, p in runs]) if probes else b"")
 
-    def put_span(self, store: Store, span: Span, runs: Sequence[LayerRun], metadata: bytes | memoryview = b"") -> None:
+    def put_span(
+        self, store: Store, span: Span, runs: Sequence[LayerRun], make_metadata: Callable[[], Bytes | bytes]
+    ) -> None:
         """Put a span of any kind into a store: the pages of each layer, and metadata. Some stores may not take it."""
         if not store.accepts(span.size):
             return
@@ -164,7 +162,7 @@ class Offloader:
             if pages.size:  # the window of one token has none at a page's begin
                 own = span.view_layer(data, layer)[:, : pages[0].size * transfer.page_bytes(span.kind)]
                 transfer.download(pages, own.reshape(*pages.shape, -1))
-        span.view_metadata(data)[:] = np.frombuffer(metadata, np.uint8)
+        span.view_metadata(data)[:] = np.frombuffer(make_metadata(), np.uint8)
         store.put(span, data)
 
     # ---- loading -------------------------------------------------------------------------------------------------

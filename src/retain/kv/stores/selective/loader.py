@@ -24,7 +24,6 @@ from retain.kv.stores.manager import Offloader
 from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.block_cache import CachedReader
 from retain.kv.stores.selective.importance import SpanMetadata
-from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Floats, Ints
 
@@ -43,7 +42,6 @@ class SelectiveLoader(LayerLoader):
     def __init__(
         self,
         offloader: Offloader,
-        probe_config: ProbeConfig,
         ranges: Sequence[SpanRange],
         layers: Sequence[int],
         pages: Ints,
@@ -52,7 +50,8 @@ class SelectiveLoader(LayerLoader):
         time_limit: float,
     ):
         super().__init__(offloader, other_jobs, time_limit)
-        self.probe_config = probe_config
+        assert offloader.probe_config
+        self.probe_config = offloader.probe_config
         self.ranges = ranges
         self.pages = pages
         self.trim_pages = trim_pages
@@ -81,7 +80,7 @@ class SelectiveLoader(LayerLoader):
     def _read_metadata(self, span_range: SpanRange) -> SpanMetadata | None:
         try:
             reader = self.readers[span_range.span]
-            metadata = self.probe_config.parse_metadata(span_range.span, reader.read_metadata(), self.offloader.kv)
+            metadata = self.probe_config.parse_metadata(span_range.span, reader.read_metadata())
             if isinstance(reader, CachedReader):
                 reader.attention_shares = metadata.attention_shares(self.offloader.kv.page_size)
             return metadata
