@@ -1,4 +1,4 @@
-"""A store of spans in a bucket that one engine uses; `shared_store.py` has what differs where many do."""
+"""A store of spans in a bucket that one engine uses; `tiers/remote.py` has what differs where many do."""
 
 from __future__ import annotations
 
