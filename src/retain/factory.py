@@ -206,7 +206,7 @@ def open_offload_tiers(
         if len(spec.kv_cache.groups) > 1 or spec.kv_cache.has_shared_caches:
             raise ValueError("prefix_cache=selective needs layers that cache alike, and share nothing: use exact")
         heads = spec.kv_cache.only_group.num_kv_heads
-        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend)
+        probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend, cache.kv)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None
         tier_configs = [t for t in tier_configs if t not in memory]
         if not tier_configs:
@@ -215,7 +215,7 @@ def open_offload_tiers(
         raise ValueError("evict=importance goes by what is important: it is for prefix_cache=selective")
     pools = cache.pools
     layout = cache.block_layout
-    parts = zip(layout.groups, pools, cache.spec.groups, strict=True)
+    parts = zip(layout.groups, pools, cache.spec.groups, strict=False)
     num_full = sum(g.num_layers for g in layout.groups)
     page_bytes = sum(
         (g.num_layers if num_full else len(group.layers))

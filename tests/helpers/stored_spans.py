@@ -69,7 +69,7 @@ def count_intact(store: Store, num_keys: int) -> int:
 def verify(store: Store) -> int:
     """Read every span, and delete those that cannot be read. Returns their number."""
     num_damaged = 0
-    for span in store.span_index:
+    for span in list(store.span_index.spans):
         try:
             with closing(store.open(span)) as reader:
                 reader.read_all()

@@ -286,7 +286,7 @@ def test_loading_everything_selectively_changes_no_token(s3: FakeS3) -> None:
             clear_pool(engine)
             assert run_one_by_one(engine, prompts) == expected
             offloader_of(engine).sync()
-        assert any(span.is_reordered for span in store_of(engine).span_index)
+        assert any(span.is_reordered for span in store_of(engine).span_index.spans)
         close(engine)
 
 

@@ -52,7 +52,7 @@ def test_loading_everything_changes_no_token(family: str, backend: str, tmp_path
             finish_repacking(engine)
             clear_pool(engine)
             assert run_to_completion(engine, [make_request(t, max_tokens) for t in prompts]) == expected
-        assert family == "gemma3_text" or any(s.is_reordered for s in disk_store_of(engine).span_index)
+        assert family == "gemma3_text" or any(s.is_reordered for s in disk_store_of(engine).span_index.spans)
         engine.cache.prefix_cache.close_offloader()
 
 
@@ -71,10 +71,10 @@ def test_reordered_span_has_the_same_keys_and_values_in_another_order(tmp_path: 
     run_to_completion(engine, [make_request(text)])
     finish_repacking(engine)
     store, offloader = disk_store_of(engine), offloader_of(engine)
-    ((span, _),) = {store.find(key) for s in store.span_index for key in s.keys[:1]}
+    ((span, _),) = {store.find(key) for s in store.span_index.spans for key in s.keys[:1]}
     assert span.is_reordered
     reader = store.open(span)
-    metadata = offloader.probe_config.parse_metadata(span, reader.read_metadata(), cache.kv)
+    metadata = offloader.probe_config.parse_metadata(span, reader.read_metadata())
     for m in range(len(span.num_blocks)):
         assert (np.diff(metadata.mass[m][metadata.token_order[m]]) <= 0).all()
         loaded = cache.pool.allocate(pages[0].size).reshape(-1, pages.shape[1])  # [n, G]
@@ -192,7 +192,7 @@ def test_failed_reordering_is_logged_and_changes_no_token(
     finish_repacking(engine)
     (warning,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "tier disk: a span could not be reordered: RuntimeError: broken" in warning.getMessage()
-    assert warning.exc_info and not any(s.is_reordered for s in disk_store_of(engine).span_index)
+    assert warning.exc_info and not any(s.is_reordered for s in disk_store_of(engine).span_index.spans)
     engine.cache.prefix_cache.close_offloader()
 
 

@@ -100,7 +100,7 @@ class Pauses:
 
 def spans_of_states(store: RamStore) -> list[Span]:
     """The spans of states in a store in memory: beside them are those of prompts, which have no metadata."""
-    return [span for span in store.span_index if span.metadata_bytes]
+    return [span for span in store.span_index.spans if span.metadata_bytes]
 
 
 def talk_with_pauses(policy: str, pauses: Pauses) -> tuple[list[Request], list[Positions]]:
@@ -285,7 +285,7 @@ def test_states_of_another_model_cache_or_gate_are_never_read(
 
 
 READ = "retain.kv.stores.reader.SpanReader.read_blocks"
-UPLOAD = "retain.kv.stores.whole_pages.WholePageTransfer.upload"
+UPLOAD = "retain.kv.stores.checkpoint_spans.CheckpointSpans.upload"
 
 
 @pytest.mark.parametrize("error", [MemoryError, *slow(OSError, TimeoutError)])
@@ -394,7 +394,7 @@ def test_computing_that_is_faster_reads_nothing(tmp_path: Path) -> None:
 def states_of(engine: Engine) -> list[int]:
     """Return the positions of the states in the last store."""
     offloader_of(engine).sync()
-    return sorted(s.resumes_from for s in disk_store_of(engine).span_index if s.kind == "budget")
+    return sorted(s.resumes_from for s in disk_store_of(engine).span_index.spans if s.kind == "budget")
 
 
 def budgets_of(tree: RadixTree) -> list[BudgetCheckpoint]:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.stores import catalog, object_store, shared_store
+from retain.kv.stores import catalog, object_store
 from retain.kv.stores.bucket import ObjectInfo
 from retain.kv.stores.folder import Folder
 from retain.kv.stores.span import SpanFormat
-from retain.kv.stores.tiers import parse
+from retain.kv.stores.tiers import parse, remote
 from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span
@@ -156,7 +156,7 @@ def test_an_index_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyP
     fill(spec)
     monkeypatch.setattr(catalog, "LIST_SECONDS", 0.0)
     monkeypatch.setattr(catalog, "LIST_STEP", 1)
-    monkeypatch.setattr(shared_store, "MAX_OBJECTS", len(SPANS) - 1)
+    monkeypatch.setattr(remote, "MAX_OBJECTS", len(SPANS) - 1)
     with closing(open_store(spec)) as store:
         store.sync()
         assert len(store.span_index.spans) == len(SPANS) - 1

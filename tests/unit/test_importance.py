@@ -82,7 +82,7 @@ def test_metadata_survives_serialization() -> None:
     metadata = SpanMetadata(sketches, order, rng.random((M, n * S), np.float32))
     data = metadata.serialized
     assert len(data) == importance.metadata_size(M, n, P, S, D)
-    parsed = importance.parse_metadata(data, M, n, P, S, D)
+    parsed = importance.parse_metadata(data, M, n, P, S)
     for x, y in ((parsed.sketches, sketches), (parsed.token_order, order), (parsed.mass, metadata.mass)):
         assert (x == y).all()
 

@@ -31,12 +31,12 @@ def test_a_span_that_is_refused_evicts_nothing() -> None:
     index = index_of(*kept)
     new = make_span(b"d", num_pages=2, hits=3)
     assert index.make_room(new.size, index.priority(new)) is None
-    assert list(index) == kept and index.used_bytes == 3 * PAGE
+    assert list(index.spans) == kept and index.used_bytes == 3 * PAGE
     assert all(index.find(key) for key in (b"a", b"b", b"c"))
     # The index still works: the same victims are found once the new span is more important than both.
     better = make_span(b"d", num_pages=2, hits=6)
     assert index.make_room(better.size, index.priority(better)) == [kept[1], kept[0]]
-    assert list(index) == [kept[2]] and index.used_bytes == PAGE
+    assert list(index.spans) == [kept[2]] and index.used_bytes == PAGE
 
 
 def test_spans_that_share_keys_are_found_until_the_last_of_them_is_removed() -> None:
@@ -78,12 +78,12 @@ def test_victims_are_the_spans_of_lowest_priority(replacement: str) -> None:
     index, added, evicted = SpanIndex(20 * PAGE, replacement), 0, 0
     for i in range(500):
         new = make_span(str(i).encode(), rng.randint(1, 4), rng.randint(1, 3), rng.randrange(9), rng.uniform(1, 9))
-        for span in rng.sample(list(index), len(index.spans) // 2):
+        for span in rng.sample(list(index.spans), len(index.spans) // 2):
             span.hits, span.last_used_at = span.hits + rng.randint(0, 2), span.last_used_at + rng.uniform(0, 9)
         if index.spans and not i % 7:
-            index.remove(rng.choice(list(index)))
+            index.remove(rng.choice(list(index.spans)))
         expected, free = [], index.capacity - index.used_bytes
-        for span in sorted(index, key=index.priority):
+        for span in sorted(index.spans, key=index.priority):
             if free >= new.size:
                 break
             if replacement == "importance" and index.priority(span)[0] > index.priority(new)[0]:
@@ -96,5 +96,5 @@ def test_victims_are_the_spans_of_lowest_priority(replacement: str) -> None:
         if victims is not None:
             index.add(new)
             added, evicted = added + 1, evicted + len(victims)
-        assert index.used_bytes == sum(span.size for span in index) <= index.capacity
+        assert index.used_bytes == sum(span.size for span in index.spans) <= index.capacity
     assert added > 100 and evicted > 40

@@ -238,8 +238,9 @@ class KVCacheManager:
 
     @property
     def pools(self) -> list[KV]:
-        """The memory as pages of each KV cache group."""
-        return [tables.kv for tables in self.slots.tables]
+        """The memory as pages of each KV cache group, then of the demoted slots of those groups that have some."""
+        tables = self.slots.tables
+        return [*(t.kv for t in tables), *(t.demoted.store.kv for t in tables if t.demoted)]
 
     def evict(self) -> None:
         """Evict from all rows whose budget is full, together, after rows were advanced. Rings shrink that may."""

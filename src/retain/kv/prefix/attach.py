@@ -92,4 +92,4 @@ def _read_jobs(
     for part, i in zip(ranges, starts, strict=False):
         n = (part.end - part.begin) * r
         position = (first_page + i) * page_size
-        yield ReadJob(part.store, part.span, layer, part.begin * r, pages[:, i : i + n].T, position, group)
+        yield ReadJob(part.store, part.span, layer, part.begin * r, pages[:, i : i + n].T, group, position)

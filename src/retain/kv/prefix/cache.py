@@ -196,8 +196,8 @@ class PrefixCache:
             last = min(key.last, demand.max_length)
             whole = hashes[: last // self.layout.block_size]
             if found := next(self.tiers.spans.find(key.name, whole, start.text.tokens[:last], after), None):
-                after = found.position
-                best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, found.place)])
+                after, place = found
+                best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, place)])
         return best
 
     def _find_spans(self, needs: Needs, hashes: Sequence[bytes], match: PrefixMatch, start: Start) -> Start | None:
@@ -353,7 +353,7 @@ class PrefixCache:
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
         (t,) = self.groups  # others are refused
-        assert self.tiers and self.tiers.offloader.probe_config
+        assert self.tiers
         S = t.page_size
         first = start.blocks.shape[-1]
         layers = t.full_layers(row)
@@ -366,7 +366,6 @@ class PrefixCache:
 
         return SelectiveLoader(
             offloader=self.tiers.offloader,
-            probe_config=self.tiers.offloader.probe_config,
             ranges=start.span_ranges,
             layers=layers.tolist(),
             pages=t.pages[row, layers, :, first:end].copy(),

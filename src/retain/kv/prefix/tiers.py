@@ -81,7 +81,15 @@ class Tiers:
         lacking = [store for store in stores if not store.contains(keys[0])]
         content = self.kinds[checkpoint.kind].to_span(checkpoint, position) if lacking else None
         if content:
-            self.spans.put(lacking, keys, num_blocks, content.checkpoint, content.metadata)
+            self.spans.put(
+                lacking,
+                keys,
+                content.checkpoint.runs(),
+                content.metadata,
+                kind=checkpoint.kind,
+                start_page=num_blocks,
+                resumes_from=content.checkpoint.resumes_from,
+            )
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -98,7 +106,7 @@ class Tiers:
         try:
             owned = self.spans.allocate(numbered.runs())
             found = kind.with_pages(numbered, np.concatenate([np.zeros(0, np.int32), *owned]))
-            self.spans.upload(found.runs(), data)
+            self.spans.upload(place, found.runs(), data)
         except BaseException as error:
             self.pool.free(np.concatenate([np.zeros(0, np.int32), *owned]))
             if not isinstance(error, Exception):
@@ -129,7 +137,13 @@ class Tiers:
         checkpoint = kind.with_pages(numbered, pages)
         kind.attach(row, position, checkpoint)
         self.pool.free(pages)  # the row holds them
-        return self.spans.read_jobs(place, checkpoint.runs())
+        runs = checkpoint.runs()
+        jobs: dict[int, list[ReadJob]] = {}
+        for run, job in zip(runs, self.spans.read_jobs(place, runs), strict=True):
+            if len(run.pages):
+                assert run.layer is not None
+                jobs.setdefault(run.layer, []).append(job)
+        return jobs
 
     def _decode(
         self, kind: AnyKind, place: SpanRange, demand: Demand, position: int, metadata: bytes

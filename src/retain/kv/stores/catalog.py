@@ -50,19 +50,17 @@ class Catalog:
     def add(self, span: Span) -> None:
         """Index a span. Of the same tokens in two orders, that of importance counts."""
         with self.lock:
-            if known := self.span_of_name.pop(span.name, None):
-                self.span_index.remove(known)
+            if known := self.span_of_name.get(span.name):
+                self._forget(known)
             self.unusable.pop(span.name, None)
             self.span_of_name[span.name] = span
             found = self.span_index.find(span.keys[0])
             other = found[0] if found and found[0].keys == span.keys else None
             if other:
                 useless = span if other.is_reordered else other
-                self.unusable[useless.name] = useless.modified_at
-                del self.span_of_name[useless.name]
+                self._forget(useless, is_unusable=True)
                 if useless is span:
                     return
-                self.span_index.remove(other)
             self.span_index.add(span)
 
     def drop(self, span: Span, is_unusable: bool = False) -> bool:
@@ -71,20 +69,21 @@ class Catalog:
         Returns whether it was indexed.
         """
         with self.lock:
-            was_indexed = self.span_index.remove(span)
-            if self.span_of_name.get(span.name) is span:
-                del self.span_of_name[span.name]
-                if is_unusable:
-                    self.unusable[span.name] = span.modified_at
-            return was_indexed
+            return self._forget(span, is_unusable)
+
+    def _forget(self, span: Span, is_unusable: bool = False) -> bool:
+        if self.span_of_name.get(span.name) is span:
+            del self.span_of_name[span.name]
+            if is_unusable:
+                self.unusable[span.name] = span.modified_at
+        return self.span_index.remove(span)
 
     def evict(self, size: int, replaces: Span | None = None) -> int | None:
         """Forget spans until `size` bytes fit, and return their number. See `SpanIndex.make_room`."""
         with self.lock:
             victims = self.span_index.make_room(size, replaces=replaces)
             for victim in victims or ():
-                del self.span_of_name[victim.name]
-                self.unusable[victim.name] = victim.modified_at
+                self._forget(victim, is_unusable=True)
             return None if victims is None else len(victims)
 
     def update(self, executor: ThreadPoolExecutor) -> None:
@@ -101,8 +100,7 @@ class Catalog:
         with self.lock:
             for name, span in list(self.span_of_name.items()):
                 if name > begin and (is_last_part or name <= end) and name not in names:
-                    del self.span_of_name[name]
-                    self.span_index.remove(span)
+                    self._forget(span)
             new = [info for info in found if info.name not in self.span_of_name and self._is_worth_reading(info)]
             new = new[: max(self.max_objects - len(self.span_of_name), 0)]
         size = min(max(len(new) // NUM_THREADS, 1), BATCH)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from time import monotonic, perf_counter
-from typing import Protocol, TypeVar
+from typing import Any, TypeVar
 
 from retain.kv.memory.block_tables import BlockTables
+from retain.kv.stores.loader import write_pages
 from retain.kv.stores.offloader import Offloader, describe_span
 from retain.kv.stores.store import ReadJob, SpanRange, Store
-from retain.kv.stores.whole_pages import create_whole_page_transfers
 from retain.kv.text import hash_key, iter_end_hashes
 from retain.types import Bytes, Ints
 
@@ -36,29 +36,6 @@ class PageRun:
     layer: int | None = None
 
 
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint of a store, after the first `position` tokens of a text."""
-
-    position: int
-    place: SpanRange
-
-
-class Content(Protocol):
-    """What a span has of a checkpoint: its kind, where a text can go on with it, and its pages."""
-
-    @property
-    def kind(self) -> str:
-        """The name of its kind."""
-
-    @property
-    def resumes_from(self) -> int:
-        """The first position at which a text can go on with it."""
-
-    def runs(self) -> Sequence[PageRun]:
-        """Return its pages."""
-
-
 class CheckpointSpans:
     """Puts checkpoints into the stores of an offloader, finds them and reads them. Keys say what they depend on."""
 
@@ -69,8 +46,7 @@ class CheckpointSpans:
         pools = [*(((g, False), t.store) for g, t in enumerate(groups)), *demoted]
         self.pool_of = {pool: i for i, (pool, _) in enumerate(pools)}  # a group and whether demoted, to a number
         self.page_stores = [store for _, store in pools]
-        self.transfers = create_whole_page_transfers([store.kv for store in self.page_stores])
-        sizes = [(t.page_bytes, t.kv.page_size) for t in self.transfers]
+        sizes = [(t.ends[-1], t.kv.page_size) for t in offloader.transfers]
         self._format = repr(sizes).encode()  # of the pages of each pool
 
     # ---- keys ----------------------------------------------------------------------------------------------------
@@ -89,22 +65,15 @@ class CheckpointSpans:
         self,
         stores: Sequence[Store],
         keys: tuple[bytes, bytes],
-        start_page: int,
-        checkpoint: Content,
+        pages: Sequence[PageRun],
         metadata: bytes,
+        **place: Any,
     ) -> None:
-        """Put a checkpoint, behind `start_page` whole blocks of a text, into these stores."""
-        runs = [(self.transfers[self.pool_of[run.group, run.is_demoted]], run.pages) for run in checkpoint.runs()]
+        """Put pages and metadata into these stores. `place` has the further fields of the span."""
+        runs = [(self.offloader.transfers[self._pool(run)], run.pages[:, None]) for run in pages]
         for store in stores:
-            span = describe_span(
-                keys,
-                runs,
-                kind=checkpoint.kind,
-                start_page=start_page,
-                resumes_from=checkpoint.resumes_from,
-                metadata_bytes=len(metadata),
-            )
-            self.offloader.put_span(store, span, runs, metadata)
+            span = describe_span(keys, runs, metadata_bytes=len(metadata), **place)
+            self.offloader.put_span(store, span, runs, lambda: metadata)
 
     def discard(self, name: bytes) -> None:
         """Remove a checkpoint from stores of this engine alone."""
@@ -114,28 +83,24 @@ class CheckpointSpans:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def find(self, key: bytes, block_hashes: Sequence[bytes], tokens: Ints, after: int) -> Iterator[FoundCheckpoint]:
-        """Yield the checkpoints of a text after more than `after` tokens, the latest first.
+    def find(
+        self, key: bytes, block_hashes: Sequence[bytes], tokens: Ints, after: int
+    ) -> Iterator[tuple[int, SpanRange]]:
+        """Yield the checkpoints of a text after more than `after` tokens, the latest first, with their positions.
 
         `block_hashes` are those of the text's whole blocks.
         """
         B = self.block_size
         for n in range(len(block_hashes), max(after // B, 1) - 1, -1):
-            if self._find(self.name_of_block(block_hashes[n - 1], key)):
+            if self.offloader.find_key(self.name_of_block(block_hashes[n - 1], key)):
                 for end, text_hash in iter_end_hashes(block_hashes, tokens, B, n):
-                    if end > after and (place := self._find(self.name(text_hash, key))):
-                        yield FoundCheckpoint(end, place)
+                    if end > after and (place := self.find_at(key, text_hash)):
+                        yield end, place
 
     def find_at(self, key: bytes, text_hash: bytes) -> SpanRange | None:
         """Return the checkpoint at the end of a text, if a store has it."""
-        return self._find(self.name(text_hash, key))
-
-    def _find(self, name: bytes) -> SpanRange | None:
-        """Return the whole span that has a key, if a store has it."""
-        for store in self.offloader.stores:
-            if found := store.find(name):
-                return SpanRange(store, found[0], 0, len(found[0].keys))
-        return None
+        found = self.offloader.find_key(self.name(text_hash, key))
+        return SpanRange(found[0], found[1], 0, len(found[1].keys)) if found else None
 
     def read(
         self, found: SpanRange, num_tokens: int, decode: Callable[[bytes], Found | None], with_pages: bool
@@ -167,21 +132,22 @@ class CheckpointSpans:
 
     def allocate(self, runs: Sequence[PageRun]) -> list[Ints]:
         """Take pages for each of these runs, which the pool has."""
-        return [self.page_stores[self.pool_of[run.group, run.is_demoted]].allocate(len(run.pages)) for run in runs]
+        return [self.page_stores[self._pool(run)].allocate(len(run.pages)) for run in runs]
 
-    def upload(self, runs: Sequence[PageRun], data: Sequence[Bytes]) -> None:
-        """Write the bytes of each run's pages, [p, n]."""
-        for run, pages in zip(runs, data, strict=True):
-            transfer = self.transfers[self.pool_of[run.group, run.is_demoted]]
-            transfer.write(run.pages, pages[:, : transfer.page_bytes])
+    def upload(self, place: SpanRange, runs: Sequence[PageRun], data: Sequence[Bytes]) -> None:
+        """Write the blocks of each run of a span into its pages."""
+        transfer = self.offloader.transfer
+        transfer.fence()
+        for job, blocks in zip(self.read_jobs(place, runs), data, strict=True):
+            write_pages(self.offloader.transfers[job.pool], job, blocks)
+        transfer.wait_event(transfer.record_event())
+        transfer.synchronize()
 
-    def read_jobs(self, place: SpanRange, runs: Sequence[PageRun]) -> dict[int, list[ReadJob]]:
-        """Return the reads of runs of a span, by the layer of the model that reads their pages first."""
-        jobs: dict[int, list[ReadJob]] = {}
-        for i, run in enumerate(runs):
-            if len(run.pages):
-                assert run.layer is not None
-                transfer = self.transfers[self.pool_of[run.group, run.is_demoted]]
-                job = ReadJob(place.store, place.span, i, 0, run.pages, group=run.group, writer=transfer)
-                jobs.setdefault(run.layer, []).append(job)
-        return jobs
+    def read_jobs(self, place: SpanRange, runs: Sequence[PageRun]) -> list[ReadJob]:
+        """Return the reads of the runs of a span."""
+        return [
+            ReadJob(place.store, place.span, i, 0, run.pages[:, None], self._pool(run)) for i, run in enumerate(runs)
+        ]
+
+    def _pool(self, run: PageRun) -> int:
+        return self.pool_of[run.group, run.is_demoted]

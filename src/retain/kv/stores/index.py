@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from math import inf
 from time import time
@@ -30,9 +30,6 @@ class SpanIndex:
         # never too late: `make_room` renews it then.
         self.heap: list[tuple[tuple[float, ...], int]] = []
         self.id_counter = count()
-
-    def __iter__(self) -> Iterator[Span]:
-        return iter(list(self.spans))
 
     def stats(self) -> dict[str, int]:
         """Return the number of spans, their bytes and the capacity."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, wait
-from functools import partial
 from itertools import chain
 from time import monotonic, perf_counter
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.reader import SpanReader
-from retain.kv.stores.span import Span
+from retain.kv.stores.span import TEXT, Span
 from retain.kv.stores.store import ReadJob, Store
 from retain.kv.stores.transfer import PageTransfer
 from retain.types import Bytes
@@ -32,36 +32,33 @@ class LayerLoader:
         self.failed = False
         self.cancelled = False
         self.deadline = monotonic() + time_limit
-        self.bytes_read: dict[str, int] = {}  # by store
+        self.bytes_read = Counter[str]()  # by store
         self.loaded_spans: set[tuple[Store, Span]] = set()  # spans of which every block was loaded
         self.started_at = self.finished_at = perf_counter()
         self.readers: dict[Span, SpanReader] = {}
         for job in chain.from_iterable(jobs_by_layer.values()):
-            self._open_reader(job.store, job.span, partial(job.store.open, deadline=self.deadline))
+            self._open_reader(job.store, job.span)
         offloader.transfer.fence()
         self.layer_futures: dict[int, Future[Any]] = {
             layer: offloader.read_executor.submit(self._load_layer, jobs)
             for layer, jobs in sorted(jobs_by_layer.items())
         }
 
-    def _open_reader(self, store: Store, span: Span, open_reader: Callable[[Span], SpanReader]) -> None:
+    def _open_reader(self, store: Store, span: Span) -> None:
         if not self.failed and span not in self.readers:
             try:
-                self.readers[span] = open_reader(span)
+                self.readers[span] = self.offloader.open_span(store, span, self.deadline)
             except OSError as error:
                 self._fail(store, span, error)
 
     def _load_layer(self, jobs: Sequence[ReadJob]) -> Any:
         """Load a layer on a reader thread. Returns the transfer event to wait for, or None after a failure."""
         for job in jobs:
-            if self.failed or self.cancelled or not self._run_job(job):
+            if not self._run_job(job):
                 return None
             if len(job.pages) == job.span.num_blocks[job.layer]:
                 self.loaded_spans.add((job.store, job.span))
         try:
-            group = self.offloader.groups[jobs[0].group]
-            if of_text := [job for job in jobs if not job.writer]:
-                write_positions(group.transfer, group.kv.page_size, of_text)
             self.finished_at = perf_counter()
             return self.offloader.transfer.record_event()
         except Exception as error:
@@ -74,11 +71,8 @@ class LayerLoader:
             return False
         try:
             blocks = self.readers[job.span].read_blocks(job.layer, job.start_block, job.start_block + len(job.pages))
-            if job.writer:
-                job.writer.upload(job.pages, blocks[:, : job.writer.page_bytes])
-            else:
-                write_pages(self.offloader.groups[job.group].transfer, job, blocks)
-            self._count_bytes(job.store, blocks.size)
+            write_pages(self.offloader.transfers[job.pool], job, blocks)
+            self.bytes_read[job.store.name] += blocks.size
         except Exception as error:
             self._fail(job.store, job.span, error)
         return not self.failed
@@ -87,7 +81,7 @@ class LayerLoader:
         """Mark the load as failed, and remove the span from its store."""
         self.failed = True
         seconds = perf_counter() - self.started_at
-        self.offloader.drop_unreadable(store, span, error, self.bytes_read.get(store.name, 0), seconds)
+        self.offloader.drop_unreadable(store, span, error, self.bytes_read[store.name], seconds)
 
     def wait_layer(self, layer: int, q: Tensor) -> None:
         """Block until a layer is loaded. `q` is unused here; SelectiveLoader uses it."""
@@ -107,9 +101,6 @@ class LayerLoader:
             self.offloader.transfer.synchronize()
         finally:
             self._close_readers()
-
-    def _count_bytes(self, store: Store, num_bytes: int) -> None:
-        self.bytes_read[store.name] = self.bytes_read.get(store.name, 0) + num_bytes
 
     @property
     def read_seconds(self) -> float:
@@ -135,19 +126,16 @@ class LayerLoader:
     def delete_loaded_spans(self) -> None:
         """Delete the spans of which every block was loaded, where a store need not keep them."""
         for store, span in self.loaded_spans:
-            if not store.write_through and span.kind == "text":
+            if not store.write_through and span.kind == TEXT:
                 store.delete(span)
 
 
 def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
     """Upload blocks [n, block_bytes] into the pages of a job; the last bytes of a block may be padding."""
     n, G = job.pages.shape
-    transfer.upload(job.pages, blocks[:, : G * transfer.page_bytes].reshape(n, G, -1))
-
-
-def write_positions(transfer: PageTransfer, page_size: int, jobs: Sequence[ReadJob]) -> None:
-    """Set the positions of the loaded pages to those of their text."""
-    S = page_size
-    pages = np.concatenate([job.pages for job in jobs])  # [n, G]
-    firsts = np.concatenate([job.start_position + S * np.arange(len(job.pages), dtype=np.int32) for job in jobs])
-    transfer.set_positions(pages, (firsts[:, None] + np.arange(S, dtype=np.int32))[:, None])
+    size = transfer.page_bytes(job.span.kind)
+    transfer.upload(job.pages, blocks[:, : G * size].reshape(n, G, size))
+    if job.start_position is not None:
+        S = transfer.kv.page_size
+        positions = np.arange(job.start_position, job.start_position + n * S, dtype=np.int32)
+        transfer.set_positions(job.pages, positions.reshape(n, 1, S))

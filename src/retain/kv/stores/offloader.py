@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
 from math import inf
 from typing import Any
 
@@ -18,33 +17,25 @@ from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
 from retain.kv.stores.selective.repack import ProbeConfig, Repacker
-from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.span import TEXT, CorruptionError, Span
 from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.kv.stores.warning_log import WarningLog
-from retain.kv.stores.whole_pages import WholePageTransfer
 from retain.threads import reset_cpu_affinity
-from retain.types import Floats, Ints
+from retain.types import Bytes, Floats, Ints
 
 NUM_READ_THREADS = 2
 
 
-LayerRun = tuple[PageTransfer | WholePageTransfer, Ints]  # the pages [p, ...] of a layer, and what copies them
-
-
-@dataclass(frozen=True)
-class OffloadGroup:
-    """A KV cache group as tiers see it: its pages, and what copies them."""
-
-    kv: KV
-    transfer: PageTransfer
+LayerRun = tuple[PageTransfer, Ints]  # the pages [blocks, G] of a layer, and what copies them
 
 
 class Offloader:
     """The stores below one pool, in the order in which they are searched.
 
-    `model_fingerprint` identifies whose keys and values these are. With `probe_config` only important tokens are
-    loaded, and spans are reordered for that; without it everything is. `block_cache` saves repeated reads.
+    `pools` are those of the KV cache groups, then of their demoted slots. `model_fingerprint` says whose
+    keys and values these are. With `probe_config` only important tokens are loaded, and spans are reordered for that;
+    without it everything is. `block_cache` saves repeated reads.
     """
 
     def __init__(
@@ -59,9 +50,8 @@ class Offloader:
         self.stores = stores
         self.layout = layout
         self.model_fingerprint = model_fingerprint
-        transfers = create_transfers(pools)
-        self.groups = [OffloadGroup(*x) for x in zip(pools, transfers, strict=True)]
-        self.transfer = transfers[0]  # for what orders the work of all groups
+        self.transfers = create_transfers(pools)
+        self.transfer = self.transfers[0]  # for what orders the work of all pools
         self.kv = pools[0]  # for selective loading, where there is one group
         self.cost_model = LoadCostModel()
         self.warnings = WarningLog(logging.getLogger(__name__))
@@ -70,7 +60,7 @@ class Offloader:
         # Reads that a step already waits for.
         self.urgent_executor = ThreadPoolExecutor(NUM_READ_THREADS, "retain-read-now", reset_cpu_affinity)
         self.probe_config = probe_config
-        self.repacker = Repacker(probe_config, self.kv, self.warnings) if probe_config else None
+        self.repacker = Repacker(probe_config, self.warnings) if probe_config else None
         self.block_cache = block_cache
         # What the fingerprints in the stores mean, this one's too.
         self.formats: dict[bytes, dict[str, Any]] = {k: v for s in stores for k, v in s.formats.items()}
@@ -82,7 +72,7 @@ class Offloader:
         """Return ranges of spans for the first of these keys, up to the first key that no store has."""
         ranges: list[SpanRange] = []
         for key in keys:
-            found = self._find_key(key)
+            found = self.find_key(key)
             if not found:
                 break
             store, span, i = found
@@ -92,7 +82,8 @@ class Offloader:
                 ranges.append(SpanRange(store, span, i, i + 1))
         return ranges
 
-    def _find_key(self, key: bytes) -> tuple[Store, Span, int] | None:
+    def find_key(self, key: bytes) -> tuple[Store, Span, int] | None:
+        """Return the nearest store that has a key, with its span and the key's index in that."""
         return next(((store, *found) for store in self.stores if (found := store.find(key))), None)
 
     def other_formats(self) -> list[tuple[bytes, int, str]]:
@@ -147,20 +138,18 @@ class Offloader:
 
     def _layer_runs(self, blocks: Ints) -> list[LayerRun]:
         """Return the pages [p, G] of each layer of blocks [K, n]."""
-        groups = zip(self.groups, self.layout.split(blocks), strict=True)
-        return [(group.transfer, layer.T) for group, pages in groups for layer in pages]
+        groups = zip(self.transfers, self.layout.split(blocks), strict=False)
+        return [(transfer, layer.T) for transfer, pages in groups for layer in pages]
 
     def _put_text(self, store: Store, keys: Sequence[bytes], start_page: int, runs: Sequence[LayerRun]) -> None:
-        if not self.probe_config:
-            self.put_span(store, describe_span(keys, runs, start_page=start_page), runs)
-            return
-        size = self.probe_config.metadata_size(len(runs), len(keys), self.kv)
+        probes = self.probe_config
+        size = probes.metadata_size(len(runs), len(keys)) if probes else 0
         span = describe_span(keys, runs, start_page=start_page, metadata_bytes=size)
-        if store.accepts(span.size):
-            metadata = self.probe_config.initial_metadata(self.kv, [pages for _, pages in runs])
-            self.put_span(store, span, runs, metadata.serialized.data)
+        self.put_span(store, span, runs, lambda: probes.initial_metadata([p for _, p in runs]) if probes else b"")
 
-    def put_span(self, store: Store, span: Span, runs: Sequence[LayerRun], metadata: bytes | memoryview = b"") -> None:
+    def put_span(
+        self, store: Store, span: Span, runs: Sequence[LayerRun], make_metadata: Callable[[], Bytes | bytes]
+    ) -> None:
         """Put a span of any kind into a store: the pages of each layer, and metadata. Some stores may not take it."""
         if not store.accepts(span.size):
             return
@@ -171,9 +160,9 @@ class Offloader:
             return
         for layer, (transfer, pages) in enumerate(runs):
             if pages.size:  # the window of one token has none at a page's begin
-                own = span.view_layer(data, layer)[:, : _block_bytes(transfer, pages)]
+                own = span.view_layer(data, layer)[:, : pages[0].size * transfer.page_bytes(span.kind)]
                 transfer.download(pages, own.reshape(*pages.shape, -1))
-        span.view_metadata(data)[:] = np.frombuffer(metadata, np.uint8)
+        span.view_metadata(data)[:] = np.frombuffer(make_metadata(), np.uint8)
         store.put(span, data)
 
     # ---- loading -------------------------------------------------------------------------------------------------
@@ -183,7 +172,7 @@ class Offloader:
 
         Those of spans of text count for the stores of these, or else for the store of the first checkpoint.
         """
-        found = [(r, (r.end - r.begin) * self.layout.block_size) for r in places if r.span.kind == "text"]
+        found = [(r, (r.end - r.begin) * self.layout.block_size) for r in places if r.span.kind == TEXT]
         found = found or [(places[0], num_tokens)]
         for r, n in found:
             self.num_loaded_tokens[r.store.name] += n
@@ -192,7 +181,7 @@ class Offloader:
     def open_span(self, store: Store, span: Span, deadline: float) -> SpanReader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""
         reader = store.open(span, deadline)
-        if self.block_cache and span.content_id is not None:
+        if self.block_cache and span.kind == TEXT:
             return CachedReader(reader, self.block_cache)
         return reader
 
@@ -235,11 +224,8 @@ class Offloader:
                 closing.callback(store.close)
 
 
-def describe_span(keys: Sequence[bytes], runs: Sequence[LayerRun], **place: Any) -> Span:
+def describe_span(keys: Sequence[bytes], runs: Sequence[LayerRun], kind: str = TEXT, **place: Any) -> Span:
     """Return a span for the pages of each layer. `place` has its further fields."""
     num_blocks = tuple(len(pages) for _, pages in runs)
-    return Span(tuple(keys), num_blocks, max((_block_bytes(*run) for run in runs), default=0), **place)
-
-
-def _block_bytes(transfer: PageTransfer | WholePageTransfer, pages: Ints) -> int:
-    return int(np.prod(pages.shape[1:], dtype=int)) * transfer.page_bytes
+    block_bytes = max((pages.shape[1] * transfer.page_bytes(kind) for transfer, pages in runs), default=0)
+    return Span(tuple(keys), num_blocks, block_bytes, kind=kind, **place)

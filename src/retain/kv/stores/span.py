@@ -19,6 +19,7 @@ import numpy as np
 from retain.types import Bytes
 
 IO_ALIGNMENT = 4096  # bytes; direct reads need layers that start at multiples of it
+TEXT = "text"  # the kind of spans of pages without a window
 
 
 @dataclass(eq=False)
@@ -29,7 +30,7 @@ class Span:
     num_blocks: tuple[int, ...]  # in each layer
     block_bytes: int
     start_page: int = 0  # blocks of the text before the span; before its end where it is of another kind than text
-    kind: str = "text"  # or the name of what a text leaves behind at a position
+    kind: str = TEXT  # or the name of what a text leaves behind at a position
     resumes_from: int = 0  # the first position from which a text can go on with it; 0 for text
     metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
     is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
@@ -41,7 +42,7 @@ class Span:
     name: str = ""  # of its object
     data_offset: int = 0  # of the span's data in the object
     checksums: bytes = b""  # 64 bits for each block of each layer, then for the metadata; or none
-    content_id: int | None = None  # identifies the bytes for caches of blocks; None: they are in memory already
+    content_id: int = 0  # identifies the bytes for caches of blocks
     created_at: float = 0.0  # seconds since 1970, by the writer's clock
     modified_at: float = 0.0  # the same by the store's clock
 

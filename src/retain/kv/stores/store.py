@@ -1,4 +1,4 @@
-"""A store of spans in a bucket that one engine uses; `shared_store.py` has what differs where many do."""
+"""A store of spans in a bucket that one engine uses; `tiers/remote.py` has what differs where many do."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from retain.kv.stores.span import Span, SpanFormat
 from retain.kv.stores.span_file import decode_header, encode_header, span_name
 from retain.kv.stores.throttle import Throttle
 from retain.kv.stores.warning_log import WarningLog
-from retain.kv.stores.whole_pages import WholePageTransfer
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes, Ints
 
@@ -238,9 +237,9 @@ class SpanRange:
 
 @dataclass(frozen=True)
 class ReadJob:
-    """Blocks of one layer of a span, to be read into pages [blocks, G] for the text from `start_position` on.
+    """Blocks of one layer of a span, to be read into pages [blocks, G] of a pool, by its number.
 
-    With a `writer` the blocks are whole pages [blocks], whose positions are in them.
+    Those of a text get the positions from `start_position` on. None: their positions are in the blocks, or known later.
     """
 
     store: Store
@@ -248,9 +247,8 @@ class ReadJob:
     layer: int  # of the span
     start_block: int
     pages: Ints
-    start_position: int = 0
-    group: int = 0  # the KV cache group of the layer
-    writer: WholePageTransfer | None = None
+    pool: int = 0
+    start_position: int | None = None
 
 
 def _init_writer() -> None:

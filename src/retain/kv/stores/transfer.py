@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -16,22 +17,29 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kv.stores.span import alloc_aligned
-from retain.types import Bytes, Floats, Ints
+from retain.kv.stores.span import TEXT, alloc_aligned
+from retain.types import Bytes, Ints
 
 
-class HostTransfer:
-    """Copies pages of one pool within host memory. The n bytes of a page, `page_bytes`, are its keys, then its values.
+class PageTransfer:
+    """Copies pages of one pool within host memory.
 
-    By numpy: torch would start threads of its own in every thread that calls it.
+    The bytes of a page are its keys, its values, the positions of its slots and their masses. Each copy is of n bytes:
+    all of them, or the keys and values alone.
     """
 
     def __init__(self, kv: KV):
-        self.byte_views: list[Bytes] = [x.flatten(1).view(torch.uint8).numpy() for x in (kv.k, kv.v)]
-        self.num_key_bytes: int = kv.k[0].nbytes
-        self.page_bytes: int = kv.k[0].nbytes + kv.v[0].nbytes
-        self.positions: Ints = kv.pos.numpy()
-        self.masses: Floats = kv.mass.numpy()
+        self.kv = kv
+        self.views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, kv.pos, kv.mass)]
+        self.ends = list(accumulate(x.shape[1] for x in self.views))
+
+    def page_bytes(self, kind: str) -> int:
+        """Return the bytes of a page that spans of a kind hold: those of text have neither positions nor masses."""
+        return self.ends[1] if kind == TEXT else self.ends[-1]
+
+    def _parts(self, n: int) -> list[tuple[Tensor, slice]]:
+        """Return what the first n bytes of a page are: views of the pool, each with its place among these bytes."""
+        return [(x, slice(end - x.shape[1], end)) for x, end in zip(self.views, self.ends, strict=True) if end <= n]
 
     def allocate(self, size: int) -> Bytes:
         """Allocate zeroed memory. Raises OSError or MemoryError."""
@@ -39,28 +47,22 @@ class HostTransfer:
 
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages [...] into `out` [..., n]. The copy is complete on return."""
-        keys, values = self.byte_views
-        out[..., : self.num_key_bytes] = keys[pages]
-        out[..., self.num_key_bytes :] = values[pages]
+        for view, part in self._parts(out.shape[-1]):
+            out[..., part] = view.numpy()[pages]  # torch would start threads of its own in every thread that calls it
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy `data` [..., n] into pages [...]. `data` must not change until an event after it was waited for."""
-        keys, values = self.byte_views
-        keys[pages] = data[..., : self.num_key_bytes]
-        values[pages] = data[..., self.num_key_bytes :]
+        for view, part in self._parts(data.shape[-1]):
+            view.numpy()[pages] = data[..., part]
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set the positions [..., S] of the slots of pages [...]."""
-        self.positions[pages] = positions
-
-    def set_masses(self, pages: Ints, masses: Floats) -> None:
-        """Set the masses [p, C S] of the slots of pages [p]."""
-        self.masses[pages] = masses.reshape(len(pages), *self.masses.shape[1:])
+        self.kv.pos.numpy()[pages] = positions
 
     def fence(self) -> None:
         """Order the uploads that follow after the computation submitted before: every copy here is complete at once."""
 
-    def record_event(self) -> None:
+    def record_event(self) -> Any:
         """Return an event that marks the end of the uploads submitted before."""
 
     def wait_event(self, event: Any) -> None:
@@ -70,13 +72,11 @@ class HostTransfer:
         """Block until all uploads are complete."""
 
 
-class DeviceTransfer:
+class DeviceTransfer(PageTransfer):
     """Copies between host memory and a device, with streams and pinned memory on CUDA."""
 
     def __init__(self, kv: KV, stream: torch.cuda.Stream | None = None):
-        self.kv = kv
-        self.byte_views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v)]
-        self.page_bytes: int = kv.k[0].nbytes + kv.v[0].nbytes
+        super().__init__(kv)
         self.is_cuda = kv.device.type == "cuda"
         self.stream = stream
         if self.is_cuda and stream is None:
@@ -95,7 +95,7 @@ class DeviceTransfer:
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages out, on the computing stream."""
         index = self.kv.to_index(pages.ravel())
-        data = torch.cat([x.index_select(0, index) for x in self.byte_views], 1)  # [N, n]
+        data = torch.cat([view.index_select(0, index) for view, _ in self._parts(out.shape[-1])], 1)  # [N, n]
         torch.from_numpy(out).copy_(data.view(out.shape))
 
     def upload(self, pages: Ints, data: Bytes) -> None:
@@ -103,21 +103,14 @@ class DeviceTransfer:
         with self._on_stream():
             index = self.kv.to_index(pages.ravel())
             staged = self._to_device(data).view(len(index), -1)
-            sizes = [x.shape[1] for x in self.byte_views]
-            for target, part in zip(self.byte_views, torch.split(staged, sizes, 1), strict=True):
-                target.index_copy_(0, index, part)
+            for view, part in self._parts(data.shape[-1]):
+                view.index_copy_(0, index, staged[:, part])
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set positions, on the transfer stream."""
         with self._on_stream():
             flat = np.broadcast_to(positions, (*pages.shape, positions.shape[-1])).reshape(pages.size, -1)
             self.kv.pos.index_copy_(0, self.kv.to_index(pages.ravel()), self._to_device(flat.astype(np.int32)))
-
-    def set_masses(self, pages: Ints, masses: Floats) -> None:
-        """Set masses, on the transfer stream."""
-        with self._on_stream():
-            staged = self._to_device(masses).view(-1, *self.kv.mass.shape[1:])
-            self.kv.mass.index_copy_(0, self.kv.to_index(pages), staged)
 
     def fence(self) -> None:
         """Make the transfer stream wait for the computing stream."""
@@ -147,12 +140,9 @@ class DeviceTransfer:
         return host.to(self.kv.device, non_blocking=True)
 
 
-PageTransfer = HostTransfer | DeviceTransfer
-
-
 def create_transfers(pools: Sequence[KV]) -> list[PageTransfer]:
     """Return the transfers for pools of one device. They share a stream: an event of one orders the work of all."""
     if pools[0].device.type == "cpu":
-        return [HostTransfer(kv) for kv in pools]
+        return [PageTransfer(kv) for kv in pools]
     first = DeviceTransfer(pools[0])
     return [first, *(DeviceTransfer(kv, first.stream) for kv in pools[1:])]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-import sqlite3
 from collections import Counter
 from threading import Lock
 
 # Errors of disks and memory explain themselves. Any other exception is logged with its traceback.
-EXPECTED_ERRORS = (OSError, MemoryError, sqlite3.Error)
+EXPECTED_ERRORS = (OSError, MemoryError)
 
 
 class WarningLog:

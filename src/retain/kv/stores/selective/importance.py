@@ -132,13 +132,10 @@ def metadata_size(num_layers: int, num_blocks: int, num_probe_heads: int, page_s
     return num_layers * num_blocks * (num_probe_heads * (page_size * head_dim // 8 + 4 * head_dim) + 6 * page_size)
 
 
-def parse_metadata(
-    data: Bytes, num_layers: int, num_blocks: int, num_probe_heads: int, page_size: int, head_dim: int
-) -> SpanMetadata:
+def parse_metadata(data: Bytes, num_layers: int, num_blocks: int, num_probe_heads: int, page_size: int) -> SpanMetadata:
     """Return metadata from its bytes."""
-    n = num_layers * num_blocks
-    ends = np.cumsum([n * num_probe_heads * (page_size * head_dim // 8 + 4 * head_dim), n * page_size * 2])
-    sketches, order, mass = np.split(data.copy(), ends)
+    num_tokens = num_layers * num_blocks * page_size
+    sketches, order, mass = np.split(data.copy(), [len(data) - 6 * num_tokens, len(data) - 4 * num_tokens])
     return SpanMetadata(
         sketches.reshape(num_layers, num_blocks, num_probe_heads, -1),
         order.view(np.uint16).reshape(num_layers, -1),

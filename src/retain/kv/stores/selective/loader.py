@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from functools import partial
 from itertools import groupby
 from threading import Event
 from time import perf_counter
@@ -25,7 +24,6 @@ from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.block_cache import CachedReader
 from retain.kv.stores.selective.importance import SpanMetadata
-from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Floats, Ints
 
@@ -44,7 +42,6 @@ class SelectiveLoader(LayerLoader):
     def __init__(
         self,
         offloader: Offloader,
-        probe_config: ProbeConfig,
         ranges: Sequence[SpanRange],
         layers: Sequence[int],
         pages: Ints,
@@ -53,7 +50,8 @@ class SelectiveLoader(LayerLoader):
         time_limit: float,
     ):
         super().__init__(offloader, other_jobs, time_limit)
-        self.probe_config = probe_config
+        assert offloader.probe_config
+        self.probe_config = offloader.probe_config
         self.ranges = ranges
         self.pages = pages
         self.trim_pages = trim_pages
@@ -67,8 +65,7 @@ class SelectiveLoader(LayerLoader):
         self.idle = Event()  # set while the step waits for no read
         self.idle.set()
         for r in ranges:
-            open_reader = partial(offloader.open_span, r.store, deadline=self.deadline)
-            self._open_reader(r.store, r.span, open_reader)
+            self._open_reader(r.store, r.span)
         if self.failed:
             return
         self.metadata_futures = [offloader.read_executor.submit(self._read_metadata, r) for r in ranges]
@@ -83,7 +80,7 @@ class SelectiveLoader(LayerLoader):
     def _read_metadata(self, span_range: SpanRange) -> SpanMetadata | None:
         try:
             reader = self.readers[span_range.span]
-            metadata = self.probe_config.parse_metadata(span_range.span, reader.read_metadata(), self.offloader.kv)
+            metadata = self.probe_config.parse_metadata(span_range.span, reader.read_metadata())
             if isinstance(reader, CachedReader):
                 reader.attention_shares = metadata.attention_shares(self.offloader.kv.page_size)
             return metadata
@@ -180,7 +177,7 @@ class SelectiveLoader(LayerLoader):
             _, block, i = run[0]
             r = self.ranges[owner]
             pages = self.pages[m][:, first_page + i : first_page + i + len(run)]
-            yield ReadJob(r.store, r.span, m, block - int(first_blocks[owner]), pages.T, 0)
+            yield ReadJob(r.store, r.span, m, block - int(first_blocks[owner]), pages.T)
 
     @property
     def futures(self) -> list[Future[Any]]:

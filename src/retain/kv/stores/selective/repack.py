@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,7 +23,7 @@ from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.importance import SpanMetadata
 from retain.kv.stores.span import CorruptionError, Span, alloc_aligned
 from retain.kv.stores.store import Store
-from retain.kv.stores.transfer import HostTransfer
+from retain.kv.stores.transfer import PageTransfer
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity
 from retain.types import Bytes, Floats, Ints
@@ -39,20 +39,22 @@ class ProbeConfig:
     scale: float
     kv_heads: int
     backend: Backend  # of the kernels that read the pool's pages
+    kv: KV
 
     @property
     def num_probe_heads(self) -> int:
         """Number of probe heads."""
         return min(importance.NUM_PROBE_HEADS, self.kv_heads)
 
-    def parse_metadata(self, span: Span, data: Bytes, kv: KV) -> SpanMetadata:
+    def parse_metadata(self, span: Span, data: Bytes) -> SpanMetadata:
         """Return the metadata of a span from its bytes."""
-        M = len(span.num_blocks)
-        n = len(span.keys)
-        return importance.parse_metadata(data, M, n, self.num_probe_heads, kv.page_size, kv.k_dim)
+        return importance.parse_metadata(
+            data, len(span.num_blocks), len(span.keys), self.num_probe_heads, self.kv.page_size
+        )
 
-    def initial_metadata(self, kv: KV, layer_pages: Sequence[Ints]) -> SpanMetadata:
-        """Return metadata for pages [n, G] of each layer in text order, with no attention measured yet."""
+    def initial_metadata(self, layer_pages: Sequence[Ints]) -> Bytes:
+        """Return the bytes of metadata for pages [n, G] of each layer in text order, with no attention measured yet."""
+        kv = self.kv
         S = kv.page_size
         M = len(layer_pages)
         n = len(layer_pages[0])
@@ -60,19 +62,18 @@ class ProbeConfig:
         k, _ = self.backend.read_slots(kv, pages[..., None] * S + torch.arange(S, device=kv.device))
         order = np.broadcast_to(np.arange(n * S, dtype=np.uint16), (M, n * S))
         sketches = importance.sketch_keys(k.cpu())
-        return SpanMetadata(sketches, order, np.zeros((M, n * S), np.float32))
+        return SpanMetadata(sketches, order, np.zeros((M, n * S), np.float32)).serialized
 
-    def metadata_size(self, num_layers: int, num_blocks: int, kv: KV) -> int:
+    def metadata_size(self, num_layers: int, num_blocks: int) -> int:
         """Return the size of a span's metadata in bytes."""
-        return importance.metadata_size(num_layers, num_blocks, self.num_probe_heads, kv.page_size, kv.k_dim)
+        return importance.metadata_size(num_layers, num_blocks, self.num_probe_heads, self.kv.page_size, self.kv.k_dim)
 
 
 class Repacker:
     """Averages the attention on spans, and reorders them by it in the background."""
 
-    def __init__(self, probe_config: ProbeConfig, kv: KV, warnings: WarningLog):
+    def __init__(self, probe_config: ProbeConfig, warnings: WarningLog):
         self.probe_config = probe_config
-        self.kv = kv
         self.warnings = warnings
         # For each span that still exists, a running average [M, n S] and the number of loads in it.
         self.average_mass: MutableMapping[Span, tuple[Floats, int]] = WeakKeyDictionary()
@@ -96,7 +97,7 @@ class Repacker:
         mass, _ = self.average_mass.pop(span, (np.zeros(0, np.float32), 0))
         try:
             with closing(store.open(span)) as reader:
-                new, data = reorder_span(self.probe_config, self.kv, span, reader, mass)
+                new, data = reorder_span(self.probe_config, span, reader, mass)
                 store.put(new, data, replaces=span)
         except OSError as error:
             self.warnings.warn(f"tier {store.name}: a span could not be read to be reordered and is dropped", error)
@@ -115,33 +116,24 @@ class Repacker:
         self.executor.shutdown()
 
 
-def reorder_span(probe_config: ProbeConfig, kv: KV, span: Span, reader: SpanReader, mass: Floats) -> tuple[Span, Bytes]:
+def reorder_span(probe_config: ProbeConfig, span: Span, reader: SpanReader, mass: Floats) -> tuple[Span, Bytes]:
     """Return a copy of a span and its bytes, with each layer's tokens ordered by mass [M, n S], the largest first."""
+    kv = probe_config.kv
     S = kv.page_size
-    M = len(span.num_blocks)
     n = len(span.keys)
     G = probe_config.kv_heads
     backend = probe_config.backend
     P = probe_config.num_probe_heads
-    metadata = probe_config.parse_metadata(span, reader.read_metadata(), kv)
+    metadata = probe_config.parse_metadata(span, reader.read_metadata())
     order = np.argsort(-mass, axis=1, kind="stable").astype(np.uint16)
-    new = Span(
-        keys=span.keys,
-        num_blocks=span.num_blocks,
-        block_bytes=span.block_bytes,
-        start_page=span.start_page,
-        metadata_bytes=span.metadata_bytes,
-        is_reordered=True,
-        hits=span.hits,
-        last_used_at=span.last_used_at,
-    )
+    new = replace(span, is_reordered=True, data_offset=0)
     data = alloc_aligned(new.size)
     # Pages in the old order, then in the new.
     pool = backend.allocate(1 + 2 * n * G, S, kv.k_dim, kv.dtype, 1, v_dim=kv.v_dim)
-    transfer = HostTransfer(pool)
+    transfer = PageTransfer(pool)
     old_pages, new_pages = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
     sketches = []
-    for m in range(M):
+    for m in range(len(span.num_blocks)):
         transfer.upload(old_pages.astype(np.int32), reader.read_blocks(m, 0, n).reshape(n, G, -1))
         pool.pos[:] = 0
         old_place = np.empty(n * S, np.int64)  # of each token
