@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ import pytest
 from retain.kv.stores.bucket import Bucket, Memory
 from retain.kv.stores.folder import Folder, LockedFolder
 from retain.kv.stores.object_store import ObjectStore
+from retain.kv.stores.tiers import parse
 from tests.helpers.fake_s3 import serve_fake_s3
+from tests.helpers.stored_spans import expected_blocks, key_of, make_span
 
 NAMES = ["00/ab/one", "00/ab/two", "00/cd/one", "01/ab/one"]
 PAGE = bytes(range(256)) * 16  # folders write whole pages
@@ -58,3 +61,16 @@ def test_a_range_ends_where_the_object_ends(bucket: Bucket) -> None:
     bucket.put(NAMES[0], (PAGE,))
     assert bucket.get(NAMES[0], 4000, 5000).tobytes() == PAGE[4000:]
     assert bucket.get(NAMES[0], 7, 7).size == 0
+
+
+def test_a_span_in_memory_can_be_read_after_its_eviction() -> None:
+    """It was found, and making room for its load put others in its place."""
+    store = parse("ram:capacity=20KiB").open()
+    span, data = make_span([1])
+    store.put(span, data)
+    found, _ = store.find(key_of(1)) or pytest.fail("it is not found")
+    store.put(*make_span([2]))
+    store.put(*make_span([3]))
+    assert store.find(key_of(1)) is None
+    with closing(store.open(found)) as reader:
+        assert (reader.read_blocks(0, 0, 1) == expected_blocks([1], 0)).all()

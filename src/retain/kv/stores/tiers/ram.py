@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from math import inf
 from typing import Any
 
-from retain.kv.stores.bucket import Memory
+from retain.kv.stores.bucket import Buffer, Memory
+from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.span import UNKNOWN_FORMAT, Span, SpanFormat
 from retain.kv.stores.store import Store
 from retain.options import Size, check_bounds
@@ -51,4 +54,11 @@ class RamStore(Store):
 
     def _encode(self, span: Span, data: Bytes) -> tuple[bytes, Span]:
         span.name = b"".join(span.keys).hex()
+        span.data = data
         return b"", span
+
+    def open(self, span: Span, deadline: float = inf) -> SpanReader:
+        """Open a span for reading, also one that was evicted since it was found, to make room for its own load."""
+        assert span.data is not None
+        opened = Buffer(span.data, span.last_used_at)
+        return SpanReader(span, partial(self._read, opened.read), opened.close)
