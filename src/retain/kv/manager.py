@@ -177,8 +177,8 @@ class KVCacheManager:
         `tables` are the pages that they attend to. On a device the slots follow from tables there.
         """
         if self.kv.device.type == "cpu":
-            found = zip(self.pools, tables, self.slot_mapping(rows, positions), strict=True)
-            return [GroupInputs(*inputs) for inputs in found]
+            found = zip(self.slots.tables, tables, self.slot_mapping(rows, positions), strict=True)
+            return [GroupInputs(t.kv, attended, slots) for t, attended, slots in found]
         return [self._device_inputs(t, rows, positions, own) for t, own in zip(self.slots.tables, tables, strict=True)]
 
     def _device_inputs(self, t: BlockTables, rows: Ints, positions: Ints, attended: Tables) -> GroupInputs:
