@@ -298,7 +298,7 @@ def test_selective_loads_read_no_byte_twice(s3: FakeS3) -> None:
         clear_pool(engine)
         run_to_completion(engine, [make_request(text)])
         offloader_of(engine).sync()
-    (span,) = store_of(engine).span_index
+    (span,) = store_of(engine).span_index.spans
     assert span.is_reordered
     s3.requests.clear()
     clear_pool(engine)
