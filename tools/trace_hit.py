@@ -4,8 +4,7 @@
     python -m tools.trace_hit --time           processor time of the prefix cache: a hit of 8k tokens, a miss of 100k
 
 The model is tiny and random, so nothing is loaded. A file counts where it lies in kv and one of its functions runs; a
-record where a dataclass or a named tuple of kv is made. The times are those inside the prefix cache and of what it is
-asked with, medians of several runs.
+record where a dataclass or a named tuple of kv is made. The times are medians of those inside the prefix cache.
 """
 
 from __future__ import annotations
@@ -20,13 +19,15 @@ from time import process_time
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 
 import retain
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from retain.engine.scheduler import Scheduler
+from retain.kv.manager import KVCacheManager
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.row import Row
 from tests.helpers.engines import make_engine, make_request
 
 PACKAGE = Path(retain.__file__).parent
@@ -59,22 +60,25 @@ class HitTrace:
 
 
 @contextmanager
-def traced_admissions(trace: HitTrace) -> Iterator[None]:
-    """Trace all that happens while the scheduler admits a request."""
-    admit = Scheduler._admit
+def traced_starts(trace: HitTrace) -> Iterator[None]:
+    """Trace the question where a row may begin, and the row's beginning there."""
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, name in ((KVCacheManager, "find"), (Row, "start")):
+            patch.setattr(cls, name, traced(getattr(cls, name), trace))
+        yield
 
-    def traced(self: Scheduler, request: Request) -> bool:
+
+def traced(function: Callable[..., Any], trace: HitTrace) -> Callable[..., Any]:
+    """Return a function that is traced."""
+
+    def call(*args: Any, **keywords: Any) -> Any:
         sys.setprofile(trace)
         try:
-            return admit(self, request)
+            return function(*args, **keywords)
         finally:
             sys.setprofile(None)
 
-    Scheduler._admit = traced  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        Scheduler._admit = admit  # type: ignore[method-assign]
+    return call
 
 
 def run(engine: Engine, request: Request) -> Request:
@@ -91,11 +95,13 @@ def print_trace(family: str, policy: str) -> None:
     prompt = [i * 7 % 128 for i in range(100)]
     first = run(engine, make_request(prompt, 4, policy))
     trace = HitTrace()
-    with traced_admissions(trace):
+    with traced_starts(trace):
         request = run(engine, make_request([*first.tokens, 1, 2, 3], 4, policy))
     cached = request.stats.num_cached_tokens
     print(f"{family}, {policy}: {cached} of {len(request.prompt)} tokens cached")
-    print(f"{len(trace.files)} files: {', '.join(f'{name} ({n})' for name, n in trace.files.items())}")
+    pages = {name: n for name, n in trace.files.items() if name.startswith("kv/memory/")}
+    for title, files in (("files", trace.files.keys() - pages.keys()), ("files of pages (kv/memory)", pages)):
+        print(f"{len(files)} {title}: {', '.join(f'{name} ({n})' for name, n in trace.files.items() if name in files)}")
     print(f"{len(trace.records)} records: {', '.join(f'{name} ({n})' for name, n in trace.records.items())}")
 
 
@@ -124,14 +130,11 @@ class Clock:
 
 
 def time_prefix_cache() -> Clock:
-    """Return a clock of all methods of the prefix cache, and of what makes the questions for it."""
+    """Return a clock of all methods of the prefix cache."""
     clock = Clock()
     for name, value in list(vars(PrefixCache).items()):
         if callable(value) and not name.startswith("__"):
             setattr(PrefixCache, name, clock.wrap(value))
-    for name in ("prefix_query", "prefix_entry"):
-        if name in vars(Request):
-            setattr(Request, name, property(clock.wrap(vars(Request)[name].fget)))
     return clock
 
 

@@ -182,7 +182,7 @@ class SimulatedCache:
             demand,
             match.length,
             match.pages[:, : -(-match.length // S)],
-            match.nodes,
+            nodes=match.nodes,
             num_shared_pages=int(np.count_nonzero(self.pool.ref_counts[shared] > 1)),
         )
 

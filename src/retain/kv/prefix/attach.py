@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import numpy as np
 
@@ -20,68 +19,58 @@ from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Ints
 
 
-class TextPages(NamedTuple):
-    """The pages of a start: blocks of the tree, then ranges of spans.
+def num_own_pages(groups: Sequence[BlockTables], layout: BlockLayout, start: Start) -> int:
+    """Return how many pages `attach_pages` takes from the pool."""
+    parts = _split(groups, layout, start)
+    return sum(len(matched) * matched.shape[1] * (n - num_shared) for matched, num_shared, n in parts)
 
-    Of the blocks the row shares the pages of the first `shared_length` tokens. If `is_selective`, only some blocks of
-    the spans are loaded; the row gets pages for all of them.
+
+def attach_pages(
+    groups: Sequence[BlockTables], layout: BlockLayout, row: int, start: Start
+) -> dict[int, list[ReadJob]]:
+    """Put the pages of a start into the tables of an empty row. The pool has those that this takes.
+
+    Returns the blocks to load for each layer of the model.
     """
+    jobs: dict[int, list[ReadJob]] = {}
+    span_layer = 0
+    for g, (t, part) in enumerate(zip(groups, _split(groups, layout, start), strict=True)):
+        matched, num_shared, num_pages = part
+        M, G, n = matched.shape
+        layers = t.full_layers(row)[:M]
+        taken = np.sort(t.store.allocate(M * G * (num_pages - num_shared)))
+        shared = matched[..., :num_shared]
+        t.pool.incref(shared)
+        pages = np.concatenate([shared, taken.reshape(M, G, num_pages - num_shared)], axis=2)
+        t.pages[row, layers, :, :num_pages] = pages
+        t.counts[row, layers] = num_pages
+        copies = pages[..., num_shared:n].ravel()
+        t.store.copy(matched[..., num_shared:].ravel(), copies)
+        t.store.punch_from(copies, start.position)  # tokens behind the end become holes
+        t.kv.mass[t.kv.to_index(taken)] = 0
+        t.peaks[row] = t.counts[row]
+        t.mark_dirty(row)
+        t.allocated_upto[row] = start.position
+        t.rings[row].written_upto = start.position
+        r = layout.groups[g].pages_per_block
+        for layer, held in zip(t.layers[layers].tolist(), pages, strict=True):
+            if not start.is_selective:
+                found = list(_read_jobs(start.span_ranges, span_layer, held[:, n:], n, t.page_size, r, g))
+                jobs |= {layer: found} if found else {}
+            span_layer = span_layer + 1
+    return jobs
 
-    start: Start
-    shared_length: int
-    is_selective: bool
 
-    def num_own(self, groups: Sequence[BlockTables], layout: BlockLayout) -> int:
-        """Return how many pages `attach` takes from the pool."""
-        parts = self._split(groups, layout)
-        return sum(len(matched) * matched.shape[1] * (n - num_shared) for matched, num_shared, n in parts)
-
-    def attach(self, groups: Sequence[BlockTables], layout: BlockLayout, row: int) -> dict[int, list[ReadJob]]:
-        """Put the pages into the tables of an empty row. The pool has those that this takes.
-
-        Returns the blocks to load for each layer of the model.
-        """
-        position = self.start.position
-        jobs: dict[int, list[ReadJob]] = {}
-        span_layer = 0
-        for g, (t, (matched, num_shared, num_pages)) in enumerate(
-            zip(groups, self._split(groups, layout), strict=True)
-        ):
-            M, G, n = matched.shape
-            layers = t.full_layers(row)[:M]
-            taken = np.sort(t.store.allocate(M * G * (num_pages - num_shared)))
-            shared = matched[..., :num_shared]
-            t.pool.incref(shared)
-            pages = np.concatenate([shared, taken.reshape(M, G, num_pages - num_shared)], axis=2)
-            t.pages[row, layers, :, :num_pages] = pages
-            t.counts[row, layers] = num_pages
-            copies = pages[..., num_shared:n].ravel()
-            t.store.copy(matched[..., num_shared:].ravel(), copies)
-            t.store.punch_from(copies, position)  # tokens behind the end become holes
-            t.kv.mass[t.kv.to_index(taken)] = 0
-            t.peaks[row] = t.counts[row]
-            t.mark_dirty(row)
-            t.allocated_upto[row] = position
-            t.rings[row].written_upto = position
-            r = layout.groups[g].pages_per_block
-            for layer, held in zip(t.layers[layers].tolist(), pages, strict=True):
-                if not self.is_selective:
-                    found = list(_read_jobs(self.start.span_ranges, span_layer, held[:, n:], n, t.page_size, r, g))
-                    jobs |= {layer: found} if found else {}
-                span_layer = span_layer + 1
-        return jobs
-
-    def _split(self, groups: Sequence[BlockTables], layout: BlockLayout) -> Iterator[tuple[Ints, int, int]]:
-        """Yield for each group the pages of the tree [M, G, n], how many are shared, and how many its heads get."""
-        position = self.start.position
-        for t, blocks, of_block in zip(groups, layout.split(self.start.blocks), layout.groups, strict=True):
-            end = -(-position // t.page_size) if len(blocks) else 0
-            matched = blocks[..., :end]
-            num_shared = min(self.shared_length // t.page_size, matched.shape[-1])
-            if self.is_selective and len(blocks):
-                num_blocks = sum(len(p.span.keys) for p in self.start.span_ranges)
-                end = matched.shape[-1] + num_blocks * of_block.pages_per_block
-            yield matched, num_shared, end
+def _split(groups: Sequence[BlockTables], layout: BlockLayout, start: Start) -> Iterator[tuple[Ints, int, int]]:
+    """Yield for each group the pages of the tree [M, G, n], how many are shared, and how many its heads get."""
+    for t, blocks, of_block in zip(groups, layout.split(start.blocks), layout.groups, strict=True):
+        end = -(-start.position // t.page_size) if len(blocks) else 0
+        matched = blocks[..., :end]
+        num_shared = min(start.shared_length // t.page_size, matched.shape[-1])
+        if start.is_selective and len(blocks):
+            num_blocks = sum(len(p.span.keys) for p in start.span_ranges)
+            end = matched.shape[-1] + num_blocks * of_block.pages_per_block
+        yield matched, num_shared, end
 
 
 def _read_jobs(

@@ -31,7 +31,7 @@ from retain.kv.checkpoints import (
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
-from retain.kv.prefix.attach import TextPages
+from retain.kv.prefix.attach import attach_pages, num_own_pages
 from retain.kv.prefix.checkpoint_ladder import CheckpointLadder
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
@@ -170,6 +170,7 @@ class PrefixCache:
             start,
             position=position,
             blocks=match.pages[:, : -(-position // B)],
+            shared_length=0 if needs.adds_mass else position,  # such queries write into the slots of their row alone
             nodes=match.nodes,
             checkpoints=[held for x in chosen if x and (held := x[1])],
             branch_point=branch_point if branch_point > position and not needs.adds_mass else 0,
@@ -225,7 +226,17 @@ class PrefixCache:
         blocks = match.pages[:, : min(num_matched, i)]
         if not blocks.size:
             blocks = np.zeros((self.layout.pages_per_block if num_full else 0, 0), np.int32)
-        return Start(start.text, demand, i * B, blocks, match.nodes, (), ranges, stored)
+        return Start(
+            start.text,
+            demand,
+            i * B,
+            blocks,
+            shared_length=0 if needs.adds_mass else i * B,
+            nodes=match.nodes,
+            span_ranges=ranges,
+            is_selective=bool(offloader.probe_config and ranges),
+            stored=stored,
+        )
 
     def _stored_at(self, needs: Needs, block_hash: bytes, position: int) -> list[StoredCheckpoint] | None:
         """Return the stored checkpoints that let a row begin at the end of a block; None where some are missing."""
@@ -255,7 +266,7 @@ class PrefixCache:
         seen = self._record_text(start.text, start.demand.policy)
         begun: Begun | None = None
         further = start.further
-        if further and not (was_preempted and further.span_ranges and self._is_selective) and self._should_load(start):
+        if further and not (was_preempted and further.is_selective) and self._should_load(start):
             held = start.page_list
             self.pool.incref(held)  # to make room for the load, they may be evicted
             try:
@@ -266,10 +277,6 @@ class PrefixCache:
         self.num_reused_tokens += begun.position
         branch_point = start.branch_point if start.branch_point > begun.position else 0
         return replace(begun, branch_point=branch_point, seen=seen)
-
-    @property
-    def _is_selective(self) -> bool:
-        return self.tiers is not None and self.tiers.offloader.probe_config is not None
 
     def _should_load(self, start: Start) -> bool:
         """Return whether loading what stores have takes less time than computing it."""
@@ -301,20 +308,18 @@ class PrefixCache:
     def _attach(self, row: CheckpointedRow, start: Start) -> Begun | None:
         """Give an empty row what was found. None, and it has nothing, where the pool has too few pages."""
         position = start.position
-        adds_mass = self.needs(start.demand.policy, start.demand.seed).adds_mass
-        pages = TextPages(start, 0 if adds_mass else position, self._is_selective and bool(start.span_ranges))
         incoming = self.tiers.prepare(start.stored, start.demand, position) if self.tiers and start.stored else []
         if incoming is None:
             return None
         held = start.page_list
-        num_own = pages.num_own(self.groups, self.layout)
+        num_own = num_own_pages(self.groups, self.layout, start)
         num_own += sum(c.kind.num_own_pages(row, position, c.checkpoint) for c in start.checkpoints)
         num_own += sum(sum(c.place.span.num_blocks) for c in start.stored)
         self.pool.incref(held)  # before ensure_free, which may evict them
         try:
             if not self.pool.ensure_free(num_own):
                 return None
-            jobs = pages.attach(self.groups, self.layout, row.index)
+            jobs = attach_pages(self.groups, self.layout, row.index, start)
             due = []
             for c in start.checkpoints:
                 if c.kind.due_at(position, c.checkpoint) > position:
@@ -327,12 +332,11 @@ class PrefixCache:
         finally:
             self.pool.free(held)
         self.tree.touch(start.nodes, [(c.node, c.key) for c in start.checkpoints])
-        load = (
-            self._start_load(row.index, start, pages.is_selective, jobs) if start.span_ranges or start.stored else None
-        )
-        return Begun(position, 0, due, load, load is not None and pages.is_selective)
+        if not start.span_ranges and not start.stored:
+            return Begun(position, due=due)
+        return Begun(position, due=due, load=self._start_load(row.index, start, jobs), is_sparse=start.is_selective)
 
-    def _start_load(self, row: int, start: Start, is_selective: bool, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
+    def _start_load(self, row: int, start: Start, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
         """Start to read blocks of spans into the row's pages: those of jobs, or of spans only the important ones."""
         assert self.tiers
         offloader = self.tiers.offloader
@@ -341,7 +345,7 @@ class PrefixCache:
         num_tokens = start.position - start.blocks.shape[-1] * B
         time_limit = offloader.time_limit([place.store for place in places], max(num_tokens, B))
         load: LayerLoader
-        if is_selective:
+        if start.is_selective:
             load = self._start_selective_load(row, start, jobs, time_limit)
         else:
             load = LayerLoader(offloader, jobs, time_limit)

@@ -42,17 +42,21 @@ class StoredCheckpoint(NamedTuple):
 class Start:
     """Where a row may begin: after `position` tokens of a text, with blocks [K, n] and checkpoints, or with spans.
 
-    At `branch_point` more texts could branch off (0: nowhere), if the row left checkpoints there. `further` is where
-    it may begin with spans of stores, if loading them takes less time than computing.
+    The row shares the pages of the first `shared_length` tokens of the blocks, and copies the others. If it
+    `is_selective`, only some blocks of the spans are loaded; the row gets pages for all of them. At `branch_point` more
+    texts could branch off (0: nowhere), if the row left checkpoints there. `further` is where it may begin with spans
+    of stores, if loading them takes less time than computing.
     """
 
     text: Text
     demand: Demand
     position: int = 0
     blocks: Ints = field(default_factory=lambda: NO_BLOCKS)
+    shared_length: int = 0
     nodes: Sequence[Node] = ()  # that hold these blocks
     checkpoints: Sequence[HeldCheckpoint] = ()
     span_ranges: Sequence[SpanRange] = ()  # of blocks behind those of the tree
+    is_selective: bool = False
     stored: Sequence[StoredCheckpoint] = ()
     branch_point: int = 0
     num_shared_pages: int = 0  # that are in the tables of rows already
