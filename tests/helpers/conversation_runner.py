@@ -22,7 +22,6 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.start import Start
 from retain.kv.row import Row
 from retain.kv.stats.request import RequestMemory
-from retain.kv.stores.tiers.disk import DiskStore
 from tests.helpers.backend_variants import use_isa
 from tests.helpers.conversations import Turn
 from tests.helpers.engines import row_of
@@ -158,7 +157,7 @@ class ConversationRun(ScheduleRun):
         is_last = number == len(self.schedule.restarts)
         next_folder = self.path / str(number + 1)
         if number in self.schedule.kills:
-            self._copy_folder(engine, next_folder)
+            self._copy_folder(next_folder)
             self.counts["kills"] += 1
         for request in [r for r in self.last.values() if not r.finish_reason]:
             engine.cancel(request)
@@ -176,26 +175,17 @@ class ConversationRun(ScheduleRun):
             self.texts.clear()
             self.lineages.clear()
 
-    def _copy_folder(self, engine: Engine, path: Path) -> None:
-        """Copy what a process that is killed now leaves: all that was written, and nothing that waits for it."""
-
-        def copy() -> None:
-            for file in sorted(self.folder.rglob("*")):
-                target = path / file.relative_to(self.folder)
-                with suppress(FileNotFoundError):
-                    if file.is_dir():
-                        target.mkdir(parents=True, exist_ok=True)
-                    else:
-                        target.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copy2(file, target)
-
+    def _copy_folder(self, path: Path) -> None:
+        """Copy what a process that is killed now leaves: whole files, and drafts of what it writes."""
         path.mkdir(mode=0o700)
-        offloader = engine.cache.prefix_cache.offloader  # type: ignore[union-attr]
-        disks = [store for store in offloader.stores if isinstance(store, DiskStore)] if offloader else []
-        if disks:  # between two writes: a copy of a database that changes is none
-            disks[0].writer.submit(copy).result()
-        else:
-            copy()
+        for file in sorted(self.folder.rglob("*")):
+            target = path / file.relative_to(self.folder)
+            with suppress(FileNotFoundError):  # it was deleted or renamed since
+                if file.is_dir():
+                    target.mkdir(parents=True, exist_ok=True)
+                else:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copy2(file, target)
 
     # ---- watching ------------------------------------------------------------------------------------------------
 

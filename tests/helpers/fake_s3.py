@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event
 from time import time
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 BUCKET = "/bucket/"
 
@@ -89,6 +90,16 @@ class Handler(BaseHTTPRequestHandler):
         if self._begin() is not None:
             self.s3.objects.pop(self._name, None)
             self._answer(204)
+
+    def do_POST(self) -> None:
+        """Delete several objects."""
+        body = self._begin()
+        if body is not None:
+            names = re.findall(r"<Key>(.*?)</Key>", body.decode())
+            for name in names:
+                self.s3.objects.pop(unescape(name), None)
+            rows = "".join(f"<Deleted><Key>{name}</Key></Deleted>" for name in names)
+            self._answer(200, f"<DeleteResult>{rows}</DeleteResult>".encode())
 
     def do_HEAD(self) -> None:
         if self._begin() is not None:

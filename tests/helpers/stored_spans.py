@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from retain.kv.stores.span import Span, alloc_aligned
+from retain.kv.stores.span import IO_ALIGNMENT, Span, alloc_aligned
+from retain.kv.stores.span_file import header_size
+from retain.kv.stores.store import Store
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.disk import DiskStore
-from retain.kv.stores.tiers.ram import RamStore
 
 BLOCK_BYTES = 1536
 
@@ -47,12 +48,12 @@ def _expected_block(number: int, layer: int) -> np.ndarray:
     return np.random.default_rng((number, layer)).integers(0, 256, BLOCK_BYTES, np.uint8)
 
 
-def read_blocks(store: DiskStore | RamStore, span: Span, layer: int, begin: int, end: int) -> np.ndarray:
+def read_blocks(store: Store, span: Span, layer: int, begin: int, end: int) -> np.ndarray:
     with closing(store.open(span)) as reader:
         return reader.read_blocks(layer, begin, end).copy()
 
 
-def count_intact(store: DiskStore | RamStore, num_keys: int) -> int:
+def count_intact(store: Store, num_keys: int) -> int:
     """Check the bytes of every key that the store has among the first `num_keys`, and return how many it has."""
     num_found = 0
     for number in range(num_keys):
@@ -63,6 +64,35 @@ def count_intact(store: DiskStore | RamStore, num_keys: int) -> int:
                 for layer in range(len(span.num_blocks)):
                     assert (reader.read_blocks(layer, i, i + 1) == expected_blocks([number], layer)).all()
     return num_found
+
+
+def verify(store: Store) -> int:
+    """Read every span, and delete those that cannot be read. Returns their number."""
+    num_damaged = 0
+    for span in store.span_index:
+        try:
+            with closing(store.open(span)) as reader:
+                reader.read_all()
+        except OSError:
+            store.delete(span, is_corrupted=True)
+            num_damaged += 1
+    store.sync()
+    return num_damaged
+
+
+def span_files(path: Path) -> list[Path]:
+    """The files of spans, and of what is being written, in a folder."""
+    return [file for file in path.rglob("*") if file.is_file() and file.name != "lock"]
+
+
+def data_offset(content: bytes) -> int:
+    """Where a span's data begin in its file."""
+    return -(-header_size(content) // IO_ALIGNMENT) * IO_ALIGNMENT
+
+
+def names_in(store: Store) -> set[str]:
+    """The names of the files of all spans that a store knows."""
+    return {name.rpartition("/")[2] for name in store.catalog.span_of_name}
 
 
 def write_until_killed(path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from retain.engine.engine import Engine
 from retain.kv.stores.manager import Offloader
 from retain.kv.stores.tiers.disk import DiskStore
+from tests.helpers.stored_spans import data_offset, span_files
 
 
 def disk_spec(path: Path, capacity: str = "100MB") -> str:
@@ -33,7 +34,7 @@ def clear_pool(engine: Engine) -> None:
 
 def flip_a_bit(path: Path) -> None:
     """Damage every file of a disk store."""
-    for file in path.glob("*.kv"):
+    for file in span_files(path):
         data = bytearray(file.read_bytes())
-        data[random.Random(1).randrange(1000)] ^= 4
+        data[data_offset(data) + random.Random(1).randrange(1000)] ^= 4
         file.write_bytes(data)

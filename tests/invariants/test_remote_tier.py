@@ -111,9 +111,10 @@ def test_two_writers_of_one_text_store_it_once(s3: FakeS3) -> None:
     engines = [open_engine(s3_spec(s3).replace("refresh=0.01", "refresh=1000")) for _ in range(2)]
     for engine in engines:
         store_of(engine).sync()  # both have seen an empty store
-    answers = [run_to_completion(engine, [make_request(list(range(100)))]) for engine in engines]
+    answers = []
     for engine in engines:
-        store_of(engine).sync()
+        answers.append(run_to_completion(engine, [make_request(list(range(100)))]))
+        store_of(engine).sync()  # it has written before the other one does
     assert answers[0] == answers[1]
     written = [store_of(engine).counts for engine in engines]
     assert written[0]["written"] > 0 and written[1]["written"] == 0 and written[1]["known"] > 0
@@ -182,7 +183,7 @@ def test_no_fault_changes_a_token(fault: str, since: str, s3: FakeS3, filled: tu
     engine = open_engine(s3_spec(s3, timeout=0.3))
     store = store_of(engine)
     store.breaker.first = store.breaker.delay = store.breaker.longest = 0.05
-    store.index.sync(2)
+    store.wait_listed(2)
     FAULTS[fault](s3)
     assert run_one_by_one(engine, prompts) == answers
     clear_pool(engine)
@@ -193,7 +194,7 @@ def test_no_fault_changes_a_token(fault: str, since: str, s3: FakeS3, filled: tu
     if fault not in ("flips bits", "cuts bodies"):
         s3.objects.update(before)
     while store.breaker.is_open:
-        store.index.sync(1)
+        store.wait_listed(1)
     store.sync()
     clear_pool(engine)
     assert run_one_by_one(engine, prompts) == answers
@@ -210,7 +211,7 @@ def test_store_that_is_away_costs_no_token_and_is_reported_once(s3: FakeS3, capl
     answers = run_one_by_one(make_engine("llama", backend="cpu"), prompts)
     engine = open_engine(re.sub(r":\d+,", ":9,", s3_spec(s3, timeout=0.3)))  # nobody listens there
     assert run_one_by_one(engine, prompts) == answers
-    store_of(engine).index.sync(5)
+    store_of(engine).wait_listed(5)
     assert store_of(engine).breaker.is_open and store_of(engine).stats()["spans"] == 0
     close(engine)
     warnings = [r.getMessage() for r in caplog.records if "cannot list" in r.getMessage()]
@@ -285,7 +286,7 @@ def test_loading_everything_selectively_changes_no_token(s3: FakeS3) -> None:
             clear_pool(engine)
             assert run_one_by_one(engine, prompts) == expected
             offloader_of(engine).sync()
-        assert any(span.is_reordered for span in store_of(engine).index.span_index)
+        assert any(span.is_reordered for span in store_of(engine).span_index)
         close(engine)
 
 
@@ -297,7 +298,7 @@ def test_selective_loads_read_no_byte_twice(s3: FakeS3) -> None:
         clear_pool(engine)
         run_to_completion(engine, [make_request(text)])
         offloader_of(engine).sync()
-    (span,) = store_of(engine).index.span_index
+    (span,) = store_of(engine).span_index
     assert span.is_reordered
     s3.requests.clear()
     clear_pool(engine)

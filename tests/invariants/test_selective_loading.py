@@ -16,7 +16,7 @@ from retain.kv.checkpoints import Demand
 from retain.kv.stores.loader import write_pages
 from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.loader import SelectiveLoader
-from retain.kv.stores.span import ReadJob
+from retain.kv.stores.store import ReadJob
 from retain.kv.text import Text
 from tests.helpers.engines import iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow

@@ -18,6 +18,7 @@ from tests.helpers.disk_faults import FAULTS, Fault
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts, related_requests, run_disturbed
+from tests.helpers.stored_spans import names_in, span_files, verify
 from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
 
 Texts = list[list[int]]
@@ -139,12 +140,12 @@ def fill_store(tmp_path_factory: pytest.TempPathFactory) -> FillStore:
 
 
 def truncate(path: Path) -> None:
-    for file in path.glob("*.kv"):
+    for file in span_files(path):
         os.truncate(file, file.stat().st_size // 2)
 
 
 def unlink(path: Path) -> None:
-    for file in path.glob("*.kv"):
+    for file in span_files(path):
         file.unlink()
 
 
@@ -168,8 +169,8 @@ def test_damaged_spans_are_computed_again(
     store = disk_store_of(engine)
     store.sync()
     assert damage is unlink or store.counts["damaged"] > 0
-    store.verify()  # no request has read all of it
-    assert store.verify() == 0 and len(store.span_index.spans) > 0  # spans that requests needed were stored again
+    verify(store)  # no request has read all of it
+    assert verify(store) == 0 and len(store.span_index.spans) > 0  # spans that requests needed were stored again
     engine.cache.prefix_cache.close_offloader()
 
 
@@ -196,11 +197,11 @@ def test_a_failing_disk_costs_only_time(
         assert requests[0].stats.num_cached_tokens == 0
     else:
         assert store.counts["failed"] > 0 and store.span_index.used_bytes == used_bytes
-        assert not list(tmp_path.glob("*.tmp"))
+        assert {f.name for f in span_files(tmp_path)} == names_in(store)
     monkeypatch.undo()
     run_to_completion(engine, [make_request(t) for t in others])  # the disk works again
     store.sync()
-    assert store.verify() == 0
+    assert verify(store) == 0
     engine.cache.prefix_cache.close_offloader()
 
 

@@ -26,7 +26,7 @@ def test_reads_through_the_cache_give_the_same_bytes(evict: str, tmp_path: Path)
         spans.append(store.find(key_of(first))[0])
     for _ in range(300):
         n = rng.randrange(2)
-        with closing(CachedReader(store.open(spans[n]), cache, spans[n], spans[n].file_number)) as reader:
+        with closing(CachedReader(store.open(spans[n]), cache)) as reader:
             reader.attention_shares = np.random.default_rng(n).random((3, 9), np.float32)
             layer, begin = rng.randrange(3), rng.randrange(9)
             end = rng.randint(begin + 1, 9)
@@ -43,7 +43,7 @@ def test_cached_blocks_are_not_read_again(tmp_path: Path) -> None:
     store.sync()
     span = store.find(key_of(0))[0]
     for is_cached in (False, True):
-        with closing(CachedReader(store.open(span), cache, span, span.file_number)) as reader:
+        with closing(CachedReader(store.open(span), cache)) as reader:
             before = store.counts["read"]
             reader.read_blocks(1, 0, 3)
             assert (store.counts["read"] == before) == is_cached

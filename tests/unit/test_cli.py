@@ -17,7 +17,7 @@ from retain import SamplingParams
 from retain.bench.config import SpeculateBenchConfig
 from retain.cli.args import build_parser, given_args
 from retain.config import Config
-from retain.kv.stores.sqlite_index import StoreIndex
+from retain.kv.stores.folder import LockedFolder
 from retain.models.resolve import resolve_model
 from retain.server.config import Limits, ServerConfig
 from tests.helpers.cli import assert_one_line_error, run_cli
@@ -243,12 +243,13 @@ def test_cache_ls_verify_and_clear(capsys, tmp_path):
     code, out, _ = run_cli(capsys, "cache", "ls", store)
     assert code == 0 and "pages 0-" in out and "MiB" in out.splitlines()[-1]
     assert "all intact" in run_cli(capsys, "cache", "verify", store).out
-    damaged = store / f"{lines[0]['span']}.kv"
+    damaged = store / lines[0]["object"]
     damaged.write_bytes(damaged.read_bytes()[:-4096] + bytes(4096))
     code, out, _ = run_cli(capsys, "cache", "verify", store)
     assert code == 1 and "1 were damaged" in out
     assert_one_line_error(run_cli(capsys, *command, "--speculate", "draft:model=smollm2"), "vocabulary")
-    other = StoreIndex(store)  # the engine that failed holds no lock
+    other = LockedFolder(store)
+    assert other.claim()  # the engine that failed holds no lock
     assert_one_line_error(run_cli(capsys, *command), "in use")
     other.close()
     assert run_cli(capsys, "cache", "clear", store).code == 0

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 import signal
-import sqlite3
 import stat
 import subprocess
 import sys
@@ -17,9 +16,20 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.stores.sqlite_index import StoredSpan, list_spans
-from retain.kv.stores.tiers import disk, parse
-from tests.helpers.stored_spans import count_intact, expected_blocks, key_of, make_span, open_disk_store, read_blocks
+from retain.kv.stores.store import Store
+from retain.kv.stores.tiers import parse
+from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.stored_spans import (
+    count_intact,
+    expected_blocks,
+    key_of,
+    make_span,
+    names_in,
+    open_disk_store,
+    read_blocks,
+    span_files,
+    verify,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,14 +80,14 @@ def run_random_operations(evict: str, path: Path, num_steps: int) -> None:
             store = open_disk_store(path, "200kB", f",evict={evict}")
         assert store.span_index.used_bytes <= capacity and ram.span_index.used_bytes <= capacity
     store.sync()
-    assert sum(f.stat().st_size for f in path.glob("*.kv")) == store.span_index.used_bytes
+    assert sum(f.stat().st_size for f in span_files(path)) == store.span_index.used_bytes
     assert store.counts["damaged"] == store.counts["failed"] == 0
     store.close()
 
 
 def test_spans_in_use_are_not_evicted(tmp_path: Path) -> None:
     for evict, evicted in (("lru", 1), ("lfu", 2)):
-        store = open_disk_store(tmp_path / evict, "36864", f",evict={evict}")  # three spans
+        store = open_disk_store(tmp_path / evict, "49152", f",evict={evict}")  # three spans
         for i in range(3):
             store.put(*make_span([i]))
             store.sync()
@@ -110,100 +120,103 @@ def test_restart_after_a_kill_finds_every_published_span_and_nothing_else(tmp_pa
         child.send_signal(signal.SIGKILL)
         child.communicate()
         store = open_disk_store(tmp_path, "3MB")
-        assert store.counts["damaged"] == 0 and store.verify() == 0
+        store.sync()
+        assert store.counts["damaged"] == 0 and verify(store) == 0
         most = max(most, count_intact(store, 600))
-        assert {f.name for f in tmp_path.glob("*.[kt]*")} == {f"{s.file_number}.kv" for s in store.span_index}
+        assert {f.name for f in span_files(tmp_path)} == names_in(store)
         store.close()
     assert most > 0
 
 
-def test_files_without_a_row_are_removed(tmp_path: Path) -> None:
-    store = open_disk_store(tmp_path)
-    store.put(*make_span([0]))
-    store.close()
-    (tmp_path / "9.tmp").write_bytes(b"half a file")
-    (tmp_path / "8.kv").write_bytes(b"a file without a row")
-    store = open_disk_store(tmp_path)
-    assert count_intact(store, 3) == 1 and len(list(tmp_path.glob("*.[kt]*"))) == 1
-    store.close()
-
-
-def test_changed_rows_of_the_index_are_not_trusted(tmp_path: Path) -> None:
+def test_drafts_and_damaged_files_are_removed_and_others_left_alone(tmp_path: Path) -> None:
     store = open_disk_store(tmp_path)
     for i in range(4):
         store.put(*make_span([i]))
-    store.close()
-    db = sqlite3.connect(tmp_path / "index.db")
-    db.execute("update spans set keys = ? where number = 2", (key_of(17),))
-    db.execute("update spans set rows = '[9, 9]' where number = 3")
-    db.commit()
-    db.close()
-    store = open_disk_store(tmp_path)
-    assert store.counts["damaged"] == 2 and not store.find(key_of(17))
-    assert count_intact(store, 4) == 2
-    store.close()
-    for garbage in (b"this is no database" * 300, b""):
-        (tmp_path / "index.db").write_bytes(garbage)
-        store = open_disk_store(tmp_path)
-        assert count_intact(store, 4) == 0
-        store.put(*make_span([5]))
         store.sync()
-        assert count_intact(store, 6) == 1
-        store.close()
+    names = [store.find(key_of(i))[0].name for i in range(4)]
+    store.close()
+    first = tmp_path / names[0]
+    first.with_name(f".{first.name}.{'0' * 16}").write_bytes(b"half a file")
+    first.with_name("letter").write_bytes(b"of somebody")
+    header = bytearray((tmp_path / names[1]).read_bytes())
+    header[100] ^= 1
+    (tmp_path / names[1]).write_bytes(header)
+    (tmp_path / names[2]).write_bytes((tmp_path / names[3]).read_bytes())  # another span's content
+    store = open_disk_store(tmp_path)
+    store.sync()
+    assert store.counts["damaged"] == 2 and count_intact(store, 4) == 2
+    assert {f.name for f in span_files(tmp_path)} == names_in(store) | {"letter"}
+    store.close()
 
 
-def test_index_columns_are_read_by_name(tmp_path: Path) -> None:
-    """A later version may add columns; the spans are still found."""
+def test_a_replaced_span_is_deleted_also_after_a_kill(tmp_path: Path) -> None:
+    """Of the same tokens in two orders the one of importance counts."""
     store = open_disk_store(tmp_path)
     store.put(*make_span([0, 1]))
+    store.sync()
+    old, _ = store.find(key_of(0))
+    content = (tmp_path / old.name).read_bytes()
+    span, data = make_span([0, 1])
+    span.is_reordered = True
+    store.put(span, data, replaces=old)
+    store.sync()
+    assert len(span_files(tmp_path)) == 1 and store.find(key_of(0))[0].is_reordered
     store.close()
-    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
-        db.execute("alter table spans add column comment text")
-        db.commit()
-    assert [len(span.keys) for span in list_spans(tmp_path)] == [2]
+    (tmp_path / old.name).parent.mkdir(exist_ok=True)
+    (tmp_path / old.name).write_bytes(content)  # as if it were killed before it deleted that
     store = open_disk_store(tmp_path)
-    assert count_intact(store, 2) == 2 and store.counts["damaged"] == 0
-    store.put(*make_span([5]))
+    store.sync()
+    assert store.find(key_of(1))[0].is_reordered and len(span_files(tmp_path)) == 1
+    assert store.span_index.used_bytes == span_files(tmp_path)[0].stat().st_size
     store.close()
-    assert [len(span.keys) for span in list_spans(tmp_path)] == [1, 2]
 
 
-def test_format_of_the_index_is_stable(tmp_path: Path) -> None:
-    """Names and order of the columns, and the checksum of a row, as format 1 has always had them."""
-    open_disk_store(tmp_path).close()
-    with closing(sqlite3.connect(tmp_path / "index.db")) as db:
-        columns = [name for _, name, *_ in db.execute("pragma table_info(spans)")]
-    assert " ".join(columns) == (
-        "number keys rows row_bytes begin firsts least notes packed sums hits used made checksum"
-    )
-    span = StoredSpan(
-        keys=(b"k" * 16, b"l" * 16),
-        num_blocks=(2, 2, 3),
-        block_bytes=1536,
-        start_page=7,
-        window_starts=(4, 5),
-        min_resume_position=96,
-        metadata_bytes=4096,
-        is_reordered=True,
-        file_number=9,
-        checksums=b"\1" * 64,
-    )
-    assert span.row_checksum == 5814753509197113999
-    span = StoredSpan(keys=(b"k" * 16,), num_blocks=(1,), block_bytes=1536, file_number=1, checksums=b"\1" * 8)
-    assert span.row_checksum == 7104303425395954811
+def test_an_open_reader_goes_on_when_its_span_is_deleted_or_written_anew(tmp_path: Path) -> None:
+    store = open_disk_store(tmp_path)
+    store.put(*make_span([0, 1]))
+    store.sync()
+    old, _ = store.find(key_of(0))
+    with closing(store.open(old)) as reader:
+        store.put(*make_span([0, 1]), replaces=old)
+        store.sync()
+        assert (reader.read_blocks(0, 0, 2) == expected_blocks([0, 1], 0)).all()
+        store.delete(store.find(key_of(0))[0])
+        store.sync()
+        assert not span_files(tmp_path)
+        assert (reader.read_blocks(2, 0, 2) == expected_blocks([0, 1], 2)).all()
+    store.close()
 
 
-def test_a_store_has_one_process_and_one_format(tmp_path: Path) -> None:
+def test_a_store_has_one_process(tmp_path: Path) -> None:
     store = open_disk_store(tmp_path)
     with pytest.raises(ValueError, match="in use by another engine"):
         open_disk_store(tmp_path)
     store.close()
     open_disk_store(tmp_path).close()
-    db = sqlite3.connect(tmp_path / "index.db")
-    db.execute("pragma user_version = 99")
-    db.close()
-    with pytest.raises(ValueError, match="format 99"):
+
+
+@pytest.mark.parametrize("name", ["index.db", "17.kv", "a span"])
+def test_a_store_of_another_version_is_refused_in_one_line(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And nothing in it is changed."""
+    store = open_disk_store(tmp_path)
+    store.put(*make_span([0]))
+    store.close()
+    if name == "a span":
+        (file,) = span_files(tmp_path)
+        content = bytearray(file.read_bytes())
+        content[8] += 1  # the version
+        file.write_bytes(content)
+    else:
+        (tmp_path / name).write_bytes(b"x")
+    before = {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    with pytest.raises(ValueError, match=r"version .*: choose another folder, or remove this one$") as error:
         open_disk_store(tmp_path)
+    assert len(str(error.value).splitlines()) == 1
+    if name != "a span":
+        assert_one_line_error(run_cli(capsys, "cache", "clear", tmp_path), "of version 1")
+    assert {f: f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()} == before
 
 
 def test_a_smaller_capacity_keeps_the_last_used_spans(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -215,7 +228,9 @@ def test_a_smaller_capacity_keeps_the_last_used_spans(tmp_path: Path, caplog: py
     store.touch([store.find(key_of(0))[0]])
     store.close()
     caplog.set_level(logging.INFO, "retain.kv.stores")
-    store = open_disk_store(tmp_path, "24576")
+    store = open_disk_store(tmp_path, "32768")
+    store.sync()
+    assert names_in(store) == {f.name for f in span_files(tmp_path)}
     assert [i for i in range(6) if store.find(key_of(i))] == [0, 5]
     assert f"tier disk: opened {tmp_path}, 2 spans, 0.0 MiB" in caplog.text
     assert "dropped 0 damaged spans, and 4 beyond the capacity" in caplog.text
@@ -225,7 +240,10 @@ def test_a_smaller_capacity_keeps_the_last_used_spans(tmp_path: Path, caplog: py
 def test_failing_writes_are_logged_once_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One warning when the first write fails, and one with the number of failures when the store is closed."""
+    """One warning when the first write fails, and one with the number of failures when the store is closed.
+
+    Between two attempts nothing is written.
+    """
 
     def fail(*_: object) -> int:
         raise OSError(28, "No space left on device")
@@ -233,9 +251,11 @@ def test_failing_writes_are_logged_once_and_counted(
     store = open_disk_store(tmp_path)
     monkeypatch.setattr(os, "pwritev", fail)
     for i in range(3):
+        store.breaker.close()
         store.put(*make_span([i]))
-    store.sync()
-    assert store.counts["failed"] == 3
+        store.put(*make_span([i]))
+        store.sync()
+    assert store.counts["failed"] == store.counts["skipped"] == 3
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "cannot write a span" in warnings[0] and "No space left on device" in warnings[0]
     store.close()
@@ -246,7 +266,7 @@ def test_failing_writes_are_logged_once_and_counted(
 def test_a_store_that_writes_too_slowly_warns_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 0)
+    monkeypatch.setattr(Store, "max_queued_bytes", 0)
     store = open_disk_store(tmp_path)
     assert not store.accepts(4096) and not store.accepts(4096) and store.counts["skipped"] == 2
     assert [r.levelno for r in caplog.records if "too slow" in r.getMessage()] == [logging.WARNING]
@@ -254,20 +274,18 @@ def test_a_store_that_writes_too_slowly_warns_once(
 
 
 def test_a_replacement_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
-    store = open_disk_store(tmp_path, "32768")
+    store = open_disk_store(tmp_path, "36864")
     for number in (0, 1):
         store.put(*make_span([number]))
         store.sync()
     old, _ = store.find(key_of(0))
-    store.put(
-        *make_span([0, 2, 3, 4, 5, 6, 7, 8]), replaces=old
-    )  # larger than the store, without the bytes that it replaces
+    store.put(*make_span([0], num_layers=9), replaces=old)  # larger than the store
     store.sync()
-    assert count_intact(store, 9) == 2 and store.counts["evicted"] == 0
-    assert store.span_index.used_bytes <= 32768
-    store.put(*make_span([0, 2]), replaces=old)
+    assert count_intact(store, 2) == 2 and store.counts["evicted"] == 0
+    assert store.span_index.used_bytes <= 36864
+    store.put(*make_span([0], num_layers=4), replaces=old)  # it fits in the place of the other
     store.sync()
-    assert count_intact(store, 6) == 3 and store.span_index.used_bytes == 24576
+    assert count_intact(store, 2) == 2 and store.span_index.used_bytes == 36864
     store.close()
 
 
@@ -288,31 +306,32 @@ def test_bad_options_are_refused(spec: str, message: str) -> None:
         parse(spec)
 
 
-@pytest.mark.parametrize("name", ["1.kv", "9.kv", "9.tmp"])
-def test_folders_named_like_spans_are_ignored(tmp_path: Path, name: str) -> None:
+def test_a_folder_with_the_name_of_a_span_costs_that_span(tmp_path: Path) -> None:
     store = open_disk_store(tmp_path)
     store.put(*make_span([0]))
+    store.sync()
+    path = tmp_path / store.find(key_of(0))[0].name
     store.close()
-    (tmp_path / name).unlink(missing_ok=True)  # 1.kv: the index has a row for it
-    (tmp_path / name / "content").mkdir(parents=True)
+    path.unlink()
+    (path / "content").mkdir(parents=True)
     store = open_disk_store(tmp_path)
     for number in range(3):
         store.put(*make_span([number]))
         store.sync()
-    assert count_intact(store, 3) >= 2 and (tmp_path / name / "content").is_dir()
+        store.breaker.close()
+    assert count_intact(store, 3) == 2 and (path / "content").is_dir()
     store.close()
 
 
-@pytest.mark.parametrize("name", ["index.db", "index.db-wal", "lock"])
 @pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo])
-def test_an_index_that_is_no_file_is_refused(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
-    make(tmp_path / name)
-    with pytest.raises(ValueError, match=f"^{name} in the store .* is no file"):
+def test_a_lock_that_is_no_file_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "lock")
+    with pytest.raises(ValueError, match=r"^lock in the store .* is no file"):
         open_disk_store(tmp_path)
 
 
 def modes_in(path: Path) -> set[str]:
-    return {f"{stat.S_IMODE(p.stat().st_mode):o}" for p in path.iterdir()}
+    return {f"{stat.S_IMODE(p.stat().st_mode):o}" for p in path.rglob("*") if p.is_file()}
 
 
 def test_a_store_that_others_can_read_is_tightened(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -323,7 +342,7 @@ def test_a_store_that_others_can_read_is_tightened(tmp_path: Path, caplog: pytes
     assert modes_in(path) == {"600"} and stat.S_IMODE(path.stat().st_mode) == 0o700
     store.close()
     path.chmod(0o777)
-    (path / "index.db").chmod(0o644)
+    (path / "lock").chmod(0o644)
     store = open_disk_store(path)
     assert modes_in(path) == {"600"} and stat.S_IMODE(path.stat().st_mode) == 0o700
     assert count_intact(store, 1) == 1 and "mode 777" in caplog.text

@@ -153,3 +153,10 @@ def test_an_alias_names_the_same_policy(alias: str, name: str) -> None:
     """`streaming_llm` and `kvzip` are what the papers call `sinks` and `reread`."""
     assert policies.parse(f"{alias}:budget=8") == policies.parse(f"{name}:budget=8")
     assert policies.to_spec(policies.parse(f"{alias}:budget=8")) == f"{name}:budget=8"
+
+
+def test_equal_policies_go_on_from_the_same_checkpoints() -> None:
+    """A share of the prompt and as many tokens keep the same, and are told apart: the next prompt is longer."""
+    share, tokens = (policies.parse(f"h2o:budget={budget}").resolve(100) for budget in ("50%", "50"))
+    assert share.resume_key != tokens.resume_key and share != tokens
+    assert policies.parse("h2o:budget=50%").resolve(100) == share

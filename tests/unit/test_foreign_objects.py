@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from retain.kv.stores.remote import bucket, index
-from retain.kv.stores.remote.bucket import ObjectInfo
-from retain.kv.stores.remote.folder import Folder
+from retain.kv.stores import catalog, object_store, shared_store
+from retain.kv.stores.bucket import ObjectInfo
+from retain.kv.stores.folder import Folder
 from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.remote import RemoteStore
@@ -94,7 +94,7 @@ def test_a_place_that_is_taken_costs_the_span_that_belongs_there(tmp_path: Path)
     with closing(open_store(f"remote:url=file://{tmp_path},refresh=0.01")) as store:
         store.put(span, data)
         store.sync()
-        (name,) = store.index._span_of_name
+        (name,) = store.catalog.span_of_name
         (tmp_path / name).unlink()
         (tmp_path / name).parent.rmdir()
         make_loop((tmp_path / name).parent)
@@ -115,9 +115,9 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
 
 def test_a_listing_goes_on_where_its_time_ended(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part is a page and then out of time: no page is listed again and again."""
-    monkeypatch.setattr(index, "LIST_SECONDS", 0.0)
-    monkeypatch.setattr(index, "LIST_STEP", 50)
-    monkeypatch.setattr(bucket, "LIST_CHUNK", 50)
+    monkeypatch.setattr(catalog, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "LIST_STEP", 50)
+    monkeypatch.setattr(object_store, "LIST_CHUNK", 50)
     spec = f"remote:url=s3://bucket,endpoint={s3.url},region=x,refresh=3600"
     fill(spec)
     for i in range(1000):
@@ -145,21 +145,21 @@ def test_a_folder_that_cannot_be_listed_is_no_empty_one(tmp_path: Path, monkeypa
         store.sync()
         monkeypatch.setattr(os, "scandir", fail)
         with pytest.raises(OSError, match="input/output"):
-            list(Folder(f"file://{tmp_path}").list(FOLDER))
+            list(Folder(tmp_path).list(FOLDER))
         store.sync()
-        assert len(store.index.span_index.spans) == len(SPANS)
+        assert len(store.span_index.spans) == len(SPANS)
 
 
 def test_an_index_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many parts a listing has."""
     spec = f"remote:url=file://{tmp_path}"
     fill(spec)
-    monkeypatch.setattr(index, "LIST_SECONDS", 0.0)
-    monkeypatch.setattr(index, "LIST_STEP", 1)
-    monkeypatch.setattr(index, "MAX_OBJECTS", len(SPANS) - 1)
+    monkeypatch.setattr(catalog, "LIST_SECONDS", 0.0)
+    monkeypatch.setattr(catalog, "LIST_STEP", 1)
+    monkeypatch.setattr(shared_store, "MAX_OBJECTS", len(SPANS) - 1)
     with closing(open_store(spec)) as store:
         store.sync()
-        assert len(store.index.span_index.spans) == len(SPANS) - 1
+        assert len(store.span_index.spans) == len(SPANS) - 1
 
 
 class FailingFolder(Folder):
@@ -178,11 +178,11 @@ class FailingFolder(Folder):
 def test_what_a_failed_listing_found_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the next one goes on after it."""
     fill(f"remote:url=file://{tmp_path}")
-    failing = FailingFolder(f"file://{tmp_path}")
+    failing = FailingFolder(tmp_path)
     failing.listed = []
     monkeypatch.setattr("retain.kv.stores.tiers.remote.Tier.open_bucket", lambda tier: failing)
     with closing(open_store(f"remote:url=file://{tmp_path},refresh=0.01")) as store:
         store.breaker.first = store.breaker.delay = 0.0
-        while len(store.index.span_index.spans) < len(SPANS):
+        while len(store.span_index.spans) < len(SPANS):
             store.sync()
         assert failing.listed[: len(SPANS)] == sorted(set(failing.listed))

@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from contextlib import closing
 from functools import cache
 from pathlib import Path
+from struct import unpack_from
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from retain.kv.stores import reader
+from retain.kv.stores.bucket import ObjectInfo
 from retain.kv.stores.circuit_breaker import CircuitBreaker
-from retain.kv.stores.remote import reader
-from retain.kv.stores.remote.bucket import ObjectInfo
-from retain.kv.stores.remote.object_format import decode_header, encode_header, header_size, object_name
 from retain.kv.stores.span import CorruptionError, Span, SpanFormat
+from retain.kv.stores.span_file import (
+    FORMAT_VERSION,
+    MAGIC,
+    PREFIX,
+    checksum,
+    decode_header,
+    encode_header,
+    header_size,
+    span_name,
+)
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.cli import assert_one_line_error, run_cli
@@ -31,8 +42,8 @@ FORMAT = SpanFormat(FINGERPRINT, {"model": "tiny"}, page_bytes=4608)
 def make_object(numbers: range) -> tuple[Span, bytes, ObjectInfo]:
     """A span with the header of its object, and how a store would list it."""
     span, data = make_span(numbers)
-    header = encode_header(FINGERPRINT, span, data, {"model": "tiny"})
-    name = object_name(FINGERPRINT, span.keys, span.is_reordered)
+    header = encode_header(FORMAT, span, data)
+    name = span_name(FINGERPRINT, span.keys, span.is_reordered)
     return span, header, ObjectInfo(name, len(header) + span.size, 1.0)
 
 
@@ -44,10 +55,12 @@ def open_store(path: Path) -> RemoteStore:
 
 def test_header_describes_the_span() -> None:
     span, header, info = make_object(range(5))
-    found = decode_header(header, info)
-    for name in ("keys", "num_blocks", "block_bytes", "start_page", "window_starts", "offsets", "is_reordered"):
+    found, span_format = decode_header(header, info)
+    for name in ("keys", "num_blocks", "block_bytes", "start_page", "kind", "offsets", "is_reordered"):
         assert getattr(found, name) == getattr(span, name)
-    assert found.data_offset == len(header) and len(header) % 4096 == 0
+    assert (
+        span_format.description == FORMAT.description and found.data_offset == len(header) and len(header) % 4096 == 0
+    )
 
 
 @given(st.data())
@@ -70,7 +83,7 @@ def test_no_bytes_that_are_no_header_are_taken_for_one(start: bytes) -> None:
 
 def test_span_of_another_name_format_or_size_is_refused() -> None:
     _, header, info = make_object(range(3))
-    other = object_name(FINGERPRINT[::-1], make_span(range(3))[0].keys, False)
+    other = span_name(FINGERPRINT[::-1], make_span(range(3))[0].keys, False)
     for name, size in ((other, info.size), (info.name, info.size - 1), (info.name[:-1] + "!", info.size)):
         with pytest.raises(CorruptionError):
             decode_header(header, ObjectInfo(name, size, 0.0))
@@ -129,7 +142,7 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
     records = [json.loads(line) for line in listed.out.splitlines()]
     assert listed.code == 0 and [r["pages"] for r in records] == [10] * 3 and {r["kind"] for r in records} == {"text"}
     intact = run_cli(capsys, "cache", "verify", spec)
-    assert intact.code == 0 and intact.out.startswith("3 objects, ") and intact.out.endswith(": all intact\n")
+    assert intact.code == 0 and intact.out.startswith("3 spans, ") and intact.out.endswith(": all intact\n")
     damaged = tmp_path / records[0]["object"]
     content = np.frombuffer(damaged.read_bytes(), np.uint8).copy()
     content[6000] ^= 1  # of a block: the header takes 4096 bytes
@@ -137,12 +150,18 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
     verified = run_cli(capsys, "cache", "verify", spec)
     assert verified.code == 1 and "1 were damaged, and are deleted" in verified.out and not damaged.exists()
     swept = run_cli(capsys, "cache", "sweep", spec, "--max-bytes", records[1]["bytes"])
-    assert swept.code == 0 and swept.out.startswith("deleted 1 objects") and len(list(tmp_path.rglob("??/*"))) == 2
-    assert run_cli(capsys, "cache", "sweep", spec, "--max-age", 0).out.startswith("deleted 1 objects")
-    assert run_cli(capsys, "cache", "ls", spec).out == "0 objects, 0.0 MiB\n"
+    assert swept.code == 0 and swept.out.startswith("deleted 1 spans") and len(list(tmp_path.rglob("??/*"))) == 2
+    assert run_cli(capsys, "cache", "sweep", spec, "--max-age", 0).out.startswith("deleted 1 spans")
+    assert run_cli(capsys, "cache", "ls", spec).out == "0 spans, 0.0 MiB\n"
+    drafts = [tmp_path / FINGERPRINT.hex() / "ab" / f".{'ab' * 16}.{i:016x}" for i in range(2)]  # of writers
+    for draft in drafts:
+        draft.parent.mkdir(exist_ok=True)
+        draft.write_bytes(b"")
+    os.utime(drafts[0], (0, 0))  # its writer was killed
+    assert run_cli(capsys, "cache", "sweep", spec).code == 0 and [d.exists() for d in drafts] == [False, True]
     assert foreign.read_text() == "not a span"  # whatever is done with the bucket
-    assert_one_line_error(run_cli(capsys, "cache", "sweep", tmp_path), "sweep is for remote:url=")
-    assert_one_line_error(run_cli(capsys, "cache", "ls", "ram:capacity=1GB"), "is no remote tier")
+    assert_one_line_error(run_cli(capsys, "cache", "sweep", tmp_path), "there is no store at")
+    assert_one_line_error(run_cli(capsys, "cache", "ls", "ram:capacity=1GB"), "is no store")
 
 
 @pytest.mark.parametrize(
@@ -167,3 +186,26 @@ def test_without_obstore_one_line_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "obstore", None)
     with pytest.raises(ValueError, match=r"pip install 'retain\[remote\]'"):
         parse("remote:url=memory:///").open()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"keys": ""},
+        {"num_blocks": [float("inf")] * 3},
+        {"block_bytes": -1},
+        {"about": 7},
+        {"kind": None, "num_blocks": None},
+        {"about": json.loads("[" * 500 + "]" * 500)},
+    ],
+)
+def test_a_header_that_makes_no_sense_is_damage(change: dict[str, object]) -> None:
+    """Also where its checksum and its name are right: others may write into a bucket."""
+    span, header, info = make_object(range(3))
+    num_text, num_sums = unpack_from("<II", header, 12)
+    fields = json.loads(header[28 : 28 + num_text]) | change
+    text, sums = json.dumps(fields).encode(), header[28 + num_text : 28 + num_text + 8 * num_sums]
+    keys = () if fields["keys"] == "" else span.keys
+    forged = PREFIX.pack(MAGIC, FORMAT_VERSION, len(text), num_sums, checksum(text + sums)) + text + sums
+    with pytest.raises(CorruptionError):
+        decode_header(forged, ObjectInfo(span_name(FINGERPRINT, keys, False), info.size, 1.0))

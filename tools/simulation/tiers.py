@@ -14,7 +14,7 @@ from itertools import islice
 from math import inf
 from typing import Protocol
 
-from retain.kv.stores.tiers.remote import load_time_limit
+from retain.kv.stores.shared_store import load_time_limit
 from retain.options import NonNegativeFloat, Size, check_bounds
 from retain.plugins import from_strings, parse_spec
 

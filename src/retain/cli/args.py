@@ -126,8 +126,8 @@ def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
     for name, help in (
         ("ls", "list the spans of a store"),
         ("verify", "check a store, and remove what is damaged"),
-        ("clear", "remove every span of a store of --tier disk"),
-        ("sweep", "remove old spans of a store of --tier remote"),
+        ("clear", "remove every span of a store"),
+        ("sweep", "remove old spans of a store"),
     ):
         action = actions.add_parser(name, parents=[quiet], help=help)
         action.add_argument("path", metavar="STORE", help="the folder of --tier disk, or remote:url=s3://BUCKET/FOLDER")

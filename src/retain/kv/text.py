@@ -83,8 +83,10 @@ def hash_block(parent_hash: bytes, tokens: Ints) -> bytes:
 def hash_blocks(parent_hash: bytes, tokens: Ints, block_size: int) -> list[bytes]:
     """Hash every whole block of these tokens, in order; they follow the block, or the first link, of `parent_hash`."""
     found = []
-    for i in range(0, len(tokens) - block_size + 1, block_size):
-        found.append(parent_hash := hash_block(parent_hash, tokens[i : i + block_size]))
+    data = tokens.tobytes()
+    size = block_size * tokens.itemsize
+    for i in range(0, len(data) - size + 1, size):
+        found.append(parent_hash := hash_key(parent_hash + data[i : i + size]))
     return found
 
 

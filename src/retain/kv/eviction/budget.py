@@ -46,8 +46,8 @@ class BudgetPolicy(EvictionPolicy):
     prompt_len: int = field(default=0, metadata=RESOLVED)
     instruction_ids: tuple[int, ...] = field(default=(), metadata=RESOLVED)
     special_ids: frozenset[int] = field(default=frozenset(), metadata=RESOLVED)
-    resume_key: str = field(default="", repr=False, compare=False, metadata=RESOLVED)
-    streamed_key: str = field(default="", repr=False, compare=False, metadata=RESOLVED)
+    resume_key: str = field(default="", repr=False, metadata=RESOLVED)
+    streamed_key: str = field(default="", repr=False, metadata=RESOLVED)
 
     def __post_init__(self) -> None:
         check_bounds(self)

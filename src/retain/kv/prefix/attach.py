@@ -8,99 +8,80 @@ blocks are loaded. Only layers without a window are attached here: the others ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.stores.span import ReadJob, SpanRange
+from retain.kv.prefix.start import Start
+from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Ints
 
-NO_PAGES: Ints = np.zeros((0, 0), np.int32)
 
+class TextPages(NamedTuple):
+    """The pages of a start: blocks of the tree, then ranges of spans.
 
-@dataclass(frozen=True)
-class PagesOfText:
-    """The first `length` tokens of a text: blocks of the tree [K, n], then ranges of spans.
-
-    Of the blocks the row shares the pages of the first `shared_length` tokens. `selective`: of the spans only some
-    blocks are loaded; the row gets pages for all of them.
+    Of the blocks the row shares the pages of the first `shared_length` tokens. If `is_selective`, only some blocks of
+    the spans are loaded; the row gets pages for all of them.
     """
 
-    length: int
-    blocks: Ints
+    start: Start
     shared_length: int
-    span_ranges: Sequence[SpanRange] = ()
-    selective: bool = False
+    is_selective: bool
 
+    def num_own(self, groups: Sequence[BlockTables], layout: BlockLayout) -> int:
+        """Return how many pages `attach` takes from the pool."""
+        parts = self._split(groups, layout)
+        return sum(len(matched) * matched.shape[1] * (n - num_shared) for matched, num_shared, n in parts)
 
-@dataclass(frozen=True)
-class GroupPlan:
-    """What the layers of a group without a window [M] get: pages of every head, the first `num_shared` shared."""
+    def attach(self, groups: Sequence[BlockTables], layout: BlockLayout, row: int) -> dict[int, list[ReadJob]]:
+        """Put the pages into the tables of an empty row. The pool has those that this takes.
 
-    matched: Ints  # [M, G, n] pages of the tree
-    num_shared: int
-    num_pages: int
+        Returns the blocks to load for each layer of the model.
+        """
+        position = self.start.position
+        jobs: dict[int, list[ReadJob]] = {}
+        span_layer = 0
+        for g, (t, (matched, num_shared, num_pages)) in enumerate(
+            zip(groups, self._split(groups, layout), strict=True)
+        ):
+            M, G, n = matched.shape
+            layers = t.full_layers(row)[:M]
+            taken = np.sort(t.store.allocate(M * G * (num_pages - num_shared)))
+            shared = matched[..., :num_shared]
+            t.pool.incref(shared)
+            pages = np.concatenate([shared, taken.reshape(M, G, num_pages - num_shared)], axis=2)
+            t.pages[row, layers, :, :num_pages] = pages
+            t.counts[row, layers] = num_pages
+            copies = pages[..., num_shared:n].ravel()
+            t.store.copy(matched[..., num_shared:].ravel(), copies)
+            t.store.punch_from(copies, position)  # tokens behind the end become holes
+            t.kv.mass[t.kv.to_index(taken)] = 0
+            t.peaks[row] = t.counts[row]
+            t.mark_dirty(row)
+            t.allocated_upto[row] = position
+            t.rings[row].written_upto = position
+            r = layout.groups[g].pages_per_block
+            for layer, held in zip(t.layers[layers].tolist(), pages, strict=True):
+                if not self.is_selective:
+                    found = list(_read_jobs(self.start.span_ranges, span_layer, held[:, n:], n, t.page_size, r, g))
+                    jobs |= {layer: found} if found else {}
+                span_layer = span_layer + 1
+        return jobs
 
-    @property
-    def num_own(self) -> int:
-        """Pages that the row must take from the pool."""
-        M, G, _ = self.matched.shape
-        return M * G * (self.num_pages - self.num_shared)
-
-
-def num_own_pages(groups: Sequence[BlockTables], layout: BlockLayout, plan: PagesOfText) -> int:
-    """Return how many pages `attach_pages` takes from the pool."""
-    return sum(own.num_own for own in _group_plans(groups, layout, plan))
-
-
-def attach_pages(
-    groups: Sequence[BlockTables], layout: BlockLayout, row: int, plan: PagesOfText
-) -> dict[int, list[ReadJob]]:
-    """Put the pages of a text into the tables of an empty row. The pool has those that this takes.
-
-    Returns the blocks to load for each layer of the model.
-    """
-    jobs: dict[int, list[ReadJob]] = {}
-    span_layer = 0
-    for g, (t, own) in enumerate(zip(groups, _group_plans(groups, layout, plan), strict=True)):
-        layers = t.full_layers(row)[: len(own.matched)]
-        M, G, n = own.matched.shape
-        taken = np.sort(t.store.allocate(own.num_own)).reshape(M, G, own.num_pages - own.num_shared)
-        shared = own.matched[..., : own.num_shared]
-        t.pool.incref(shared)
-        pages = np.concatenate([shared, taken], axis=2)
-        t.pages[row, layers, :, : own.num_pages] = pages
-        t.counts[row, layers] = own.num_pages
-        copies = pages[..., own.num_shared : n].ravel()
-        t.store.copy(own.matched[..., own.num_shared :].ravel(), copies)
-        t.store.punch_from(copies, plan.length)  # tokens behind the end become holes
-        t.kv.mass[t.kv.to_index(taken.ravel())] = 0
-        t.peaks[row] = t.counts[row]
-        t.mark_dirty(row)
-        t.allocated_upto[row] = plan.length
-        t.rings[row].written_upto = plan.length
-        r = layout.groups[g].pages_per_block
-        for layer, held in zip(t.layers[layers].tolist(), pages, strict=True):
-            if not plan.selective:
-                found = list(_read_jobs(plan.span_ranges, span_layer, held[:, n:], n, t.page_size, r, g))
-                jobs |= {layer: found} if found else {}
-            span_layer = span_layer + 1
-    return jobs
-
-
-def _group_plans(groups: Sequence[BlockTables], layout: BlockLayout, plan: PagesOfText) -> list[GroupPlan]:
-    found = []
-    for t, blocks, of_block in zip(groups, layout.split(plan.blocks), layout.groups, strict=True):
-        end = -(-plan.length // t.page_size) if len(blocks) else 0
-        matched = blocks[..., : min(blocks.shape[-1], end)]
-        num_shared = min(plan.shared_length // t.page_size, matched.shape[-1])
-        if plan.selective and len(blocks):
-            end = matched.shape[-1] + sum(len(p.span.keys) for p in plan.span_ranges) * of_block.pages_per_block
-        found.append(GroupPlan(matched, num_shared, end))
-    return found
+    def _split(self, groups: Sequence[BlockTables], layout: BlockLayout) -> Iterator[tuple[Ints, int, int]]:
+        """Yield for each group the pages of the tree [M, G, n], how many are shared, and how many its heads get."""
+        position = self.start.position
+        for t, blocks, of_block in zip(groups, layout.split(self.start.blocks), layout.groups, strict=True):
+            end = -(-position // t.page_size) if len(blocks) else 0
+            matched = blocks[..., :end]
+            num_shared = min(self.shared_length // t.page_size, matched.shape[-1])
+            if self.is_selective and len(blocks):
+                num_blocks = sum(len(p.span.keys) for p in self.start.span_ranges)
+                end = matched.shape[-1] + num_blocks * of_block.pages_per_block
+            yield matched, num_shared, end
 
 
 def _read_jobs(

@@ -9,18 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from retain.kernels.api import NO_WINDOW
 from retain.kv.capacity import CapacityPlanner
-from retain.kv.checkpoints import CheckpointedRow, CheckpointKind, Demand, Moment, Reach, TextCheckpoint, load_kinds
+from retain.kv.checkpoints import (
+    ANYWHERE,
+    CheckpointedRow,
+    CheckpointKind,
+    Demand,
+    Key,
+    Moment,
+    Reach,
+    TextCheckpoint,
+    load_kinds,
+)
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
-from retain.kv.prefix.attach import PagesOfText, attach_pages, num_own_pages
+from retain.kv.prefix.attach import TextPages
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
@@ -33,11 +44,27 @@ from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.manager import Offloader
 from retain.kv.stores.selective.loader import SelectiveLoader
-from retain.kv.stores.span import ReadJob
+from retain.kv.stores.store import ReadJob
 from retain.kv.text import Text
 from retain.types import Ints
 
+KindNeeds = tuple[CheckpointKind, Sequence[Key], Reach]  # with the keys of a policy, and where rows begin without any
 Option = tuple[Reach, HeldCheckpoint | None]  # where a row may begin with a checkpoint, or without any of its kind
+
+
+class Needs(NamedTuple):
+    """What all rows of a policy ask of the prefix cache, whatever their texts.
+
+    Kinds that complete pages, and those that stand in for them, have keys. No row skips more than `limit` tokens for
+    what the others say. Its queries may add mass to its slots, which are its own then.
+    """
+
+    windows: Ints
+    completing: Sequence[KindNeeds]
+    standing: Sequence[tuple[CheckpointKind, Key]]
+    required: frozenset[bytes]  # keys without which no text of these windows goes on
+    limit: int
+    adds_mass: bool
 
 
 class PrefixCache:
@@ -57,6 +84,7 @@ class PrefixCache:
         self.ladder = SnapshotLadder(-(-planner.config.snapshot_interval // B) * B if config else 0, B)
         self.tree = RadixTree(self.pool, B, self.ladder)
         self.pool.uncache_callback = self.tree.evict_holders
+        self.needs = lru_cache(maxsize=256)(self._find_needs)
         self.tiers: Tiers | None = None
         self.num_queried_tokens = 0  # of all texts that were looked up
         self.num_reused_tokens = 0
@@ -91,7 +119,7 @@ class PrefixCache:
     def first_link(self, text: Text, policy: EvictionPolicy, model: bytes = b"") -> bytes:
         """Return what the hashes of a text begin with under the windows of a policy. The model is the tiers' own."""
         model = model or (self.tiers.offloader.model_fingerprint if self.tiers else b"")
-        return text.first_link(self.planner.windows(policy), model)
+        return text.first_link(self.needs(policy, 0).windows, model)
 
     # ---- finding -------------------------------------------------------------------------------------------------
 
@@ -100,78 +128,79 @@ class PrefixCache:
         start = Start(text, demand)
         if not self.enabled:
             return start
+        needs = self.needs(demand.policy, demand.seed)
         link = self.first_link(text, demand.policy)
         match = self.tree.match_prefix(link, text, len(text))
-        start = self._start_with_pages(match, start)
-        for kind in self.kinds.values():
-            for key in kind.keys(demand) if not kind.needs_pages else ():
-                for checkpoint, end in match.checkpoints(key.name):
-                    position = kind.reach(demand, checkpoint).last
-                    if start.position < position <= demand.max_length:
-                        held = HeldCheckpoint(kind, key.name, checkpoint, end.node)
-                        start = Start(text, demand, position, checkpoints=[held])
-        return replace(start, further=self._find_further(link, match, start)) if self.tiers else start
+        start = self._start_with_pages(needs, match, start)
+        for kind, key in needs.standing:
+            for checkpoint, end in match.checkpoints(key.name):
+                position = kind.reach(demand, checkpoint).last
+                if start.position < position <= demand.max_length:
+                    held = HeldCheckpoint(kind, key.name, checkpoint, end.node)
+                    start = Start(text, demand, position, checkpoints=[held])
+        return replace(start, further=self._find_further(needs, link, match, start)) if self.tiers else start
 
-    def _start_with_pages(self, match: PrefixMatch, start: Start) -> Start:
+    def _find_needs(self, policy: EvictionPolicy, seed: int) -> Needs:
+        """Return what all rows of a policy ask of the kinds of checkpoints."""
+        demand = Demand(policy, seed)
+        asked = [(kind, kind.keys(demand), kind.reach(demand, None)) for kind in self.kinds.values()]
+        return Needs(
+            windows=self.planner.windows(policy),
+            completing=[x for x in asked if x[0].needs_pages and x[1]],
+            standing=[(kind, key) for kind, keys, _ in asked for key in keys if not kind.needs_pages],
+            required=frozenset(key.name for _, keys, _ in asked for key in keys if key.is_required),
+            limit=min([ANYWHERE.last, *(reach.last for kind, keys, reach in asked if kind.needs_pages and not keys)]),
+            adds_mass=bool(policy.score_key),
+        )
+
+    def _start_with_pages(self, needs: Needs, match: PrefixMatch, start: Start) -> Start:
         """Return where the pages of the text, and the checkpoints that complete them, let a row begin."""
         demand = start.demand
-        limit = min(match.length, demand.max_length)
-        found = [list(self._options(kind, match, demand)) for kind in self.kinds.values() if kind.needs_pages]
-        lasts = sorted({min(limit, reach.last) for options in found for reach, _ in options} | {limit}, reverse=True)
-        position = next(p for p in (*lasts, 0) if all(_choose(options, p) for options in found) or not p)
+        limit = min(match.length, demand.max_length, needs.limit)
+        found = [list(self._options(x, match, demand)) for x in needs.completing]
+        lasts = sorted({min(limit, reach.last) for options in found for reach, _ in options} or {limit}, reverse=True)
+        position = next((p for p in lasts if all(_choose(options, p) for options in found)), 0)
         chosen = [_choose(options, position) for options in found] if position else []
         B = self.layout.block_size
+        num_whole = position // B
+        branch_point = limit // B * B
+        shared = match.pages[:, :num_whole]  # a budget copies them
+        num_shared = 0 if demand.policy.has_budget else int(np.count_nonzero(self.pool.ref_counts[shared] > 1))
         return replace(
             start,
             position=position,
             blocks=match.pages[:, : -(-position // B)],
             nodes=match.nodes,
             checkpoints=[held for x in chosen if x and (held := x[1])],
-            branch_point=self._branch_point(limit, position, demand),
-            num_shared_pages=self._num_shared_pages(match.pages[:, : position // B], demand),
+            branch_point=branch_point if branch_point > position and not needs.adds_mass else 0,
+            num_shared_pages=num_shared,
         )
 
-    def _options(
-        self, kind: CheckpointKind, match: PrefixMatch, demand: Demand
-    ) -> Iterator[tuple[Reach, HeldCheckpoint | None]]:
+    def _options(self, asked: KindNeeds, match: PrefixMatch, demand: Demand) -> Iterator[Option]:
         """Yield where a row may begin without a checkpoint of a kind, and with each that is there."""
-        yield kind.reach(demand, None), None
-        for key in kind.keys(demand):
+        kind, keys, without = asked
+        yield without, None
+        for key in keys:
             for checkpoint, end in match.checkpoints(key.name):
                 first, last = kind.reach(demand, checkpoint)
                 yield Reach(first, min(last, end.reach)), HeldCheckpoint(kind, key.name, checkpoint, end.node)
 
-    def _num_shared_pages(self, blocks: Ints, demand: Demand) -> int:
-        """Return how many pages of these blocks are in the tables of rows already; a budget copies them."""
-        return 0 if demand.policy.has_budget else int(np.count_nonzero(self.pool.ref_counts[blocks] > 1))
-
-    def _branch_point(self, limit: int, position: int, demand: Demand) -> int:
-        """Return the last end of a block up to which pages are cached, if checkpoints there would let texts go on."""
-        if demand.policy.score_key:
-            return 0  # such a row stores nothing there
-        for kind in self.kinds.values():
-            if kind.needs_pages and not kind.keys(demand):
-                limit = min(limit, kind.reach(demand, None).last)
-        B = self.layout.block_size
-        return limit // B * B if limit // B * B > position else 0
-
-    def _find_further(self, link: bytes, match: PrefixMatch, start: Start) -> Start | None:
+    def _find_further(self, needs: Needs, link: bytes, match: PrefixMatch, start: Start) -> Start | None:
         """Return where the stores would let a row begin, behind where the tree does."""
         assert self.tiers
         demand = start.demand
         hashes = start.text.block_hashes(link, self.layout.block_size, demand.max_length)
-        best = self._find_spans(hashes, match, start)
+        best = self._find_spans(needs, hashes, match, start)
         after = max(start.position, best.position if best else 0)
-        for kind in self.kinds.values():
-            for key in kind.keys(demand) if not kind.needs_pages else ():
-                last = min(key.last, demand.max_length)
-                whole = hashes[: last // self.layout.block_size]
-                if found := next(self.tiers.spans.find(key.name, whole, start.text.tokens[:last], after), None):
-                    after = found.position
-                    best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, found.place)])
+        for kind, key in needs.standing:
+            last = min(key.last, demand.max_length)
+            whole = hashes[: last // self.layout.block_size]
+            if found := next(self.tiers.spans.find(key.name, whole, start.text.tokens[:last], after), None):
+                after = found.position
+                best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, found.place)])
         return best
 
-    def _find_spans(self, hashes: Sequence[bytes], match: PrefixMatch, start: Start) -> Start | None:
+    def _find_spans(self, needs: Needs, hashes: Sequence[bytes], match: PrefixMatch, start: Start) -> Start | None:
         """Return the last end of a block at which spans of pages and of the checkpoints let a row begin."""
         assert self.tiers
         demand = start.demand
@@ -179,14 +208,13 @@ class PrefixCache:
         offloader = self.tiers.offloader
         if offloader.probe_config and demand.policy.has_budget:
             return None  # a policy must not score a selection of tokens
-        kinds = [kind for kind in self.kinds.values() if kind.needs_pages]
-        limit = min([demand.max_length, *(k.reach(demand, None).last for k in kinds if not k.keys(demand))])
-        num_full = int(np.count_nonzero(self.planner.windows(demand.policy) == NO_WINDOW))
+        limit = min(demand.max_length, needs.limit)
+        num_full = int(np.count_nonzero(needs.windows == NO_WINDOW))
         num_matched = min(match.length // B, limit // B)
         ranges = offloader.find_spans(hashes[num_matched : limit // B]) if num_full else []
         end = num_matched + sum(r.end - r.begin for r in ranges) if num_full else limit // B
         for i in range(end, start.position // B, -1):
-            stored = self._stored_at(kinds, hashes[i - 1], i * B, demand)
+            stored = self._stored_at(needs, hashes[i - 1], i * B)
             if stored is not None:
                 break
         else:
@@ -199,17 +227,14 @@ class PrefixCache:
             blocks = np.zeros((self.layout.pages_per_block if num_full else 0, 0), np.int32)
         return Start(start.text, demand, i * B, blocks, match.nodes, (), ranges, stored)
 
-    def _stored_at(
-        self, kinds: Sequence[CheckpointKind], block_hash: bytes, position: int, demand: Demand
-    ) -> list[StoredCheckpoint] | None:
+    def _stored_at(self, needs: Needs, block_hash: bytes, position: int) -> list[StoredCheckpoint] | None:
         """Return the stored checkpoints that let a row begin at the end of a block; None where some are missing."""
         assert self.tiers
         found = []
-        for kind in kinds:
-            first, last = kind.reach(demand, None)
+        for kind, keys, (first, last) in needs.completing:
             if first <= position <= last:
                 continue
-            places = ((key.name, self.tiers.spans.find_at(key.name, block_hash)) for key in kind.keys(demand))
+            places = ((key.name, self.tiers.spans.find_at(key.name, block_hash)) for key in keys)
             usable = (StoredCheckpoint(kind, key, p) for key, p in places if p and p.span.resumes_from <= position)
             stored = next(usable, None)
             if stored is None:
@@ -276,21 +301,20 @@ class PrefixCache:
     def _attach(self, row: CheckpointedRow, start: Start) -> Begun | None:
         """Give an empty row what was found. None, and it has nothing, where the pool has too few pages."""
         position = start.position
-        shared = 0 if start.demand.policy.score_key else position  # queries add mass to the slots of this row alone
-        selective = self._is_selective and bool(start.span_ranges)
-        pages = PagesOfText(position, start.blocks, shared, start.span_ranges, selective)
+        adds_mass = self.needs(start.demand.policy, start.demand.seed).adds_mass
+        pages = TextPages(start, 0 if adds_mass else position, self._is_selective and bool(start.span_ranges))
         incoming = self.tiers.prepare(start.stored, start.demand, position) if self.tiers and start.stored else []
         if incoming is None:
             return None
         held = start.page_list
-        num_own = num_own_pages(self.groups, self.layout, pages)
+        num_own = pages.num_own(self.groups, self.layout)
         num_own += sum(c.kind.num_own_pages(row, position, c.checkpoint) for c in start.checkpoints)
         num_own += sum(sum(c.place.span.num_blocks) for c in start.stored)
         self.pool.incref(held)  # before ensure_free, which may evict them
         try:
             if not self.pool.ensure_free(num_own):
                 return None
-            jobs = attach_pages(self.groups, self.layout, row.index, pages)
+            jobs = pages.attach(self.groups, self.layout, row.index)
             due = []
             for c in start.checkpoints:
                 if c.kind.due_at(position, c.checkpoint) > position:
@@ -303,12 +327,12 @@ class PrefixCache:
         finally:
             self.pool.free(held)
         self.tree.touch(start.nodes, [(c.node, c.key) for c in start.checkpoints])
-        load = self._start_load(row, start, pages, jobs) if start.span_ranges or start.stored else None
-        return Begun(position, 0, due, load, load is not None and selective)
+        load = (
+            self._start_load(row.index, start, pages.is_selective, jobs) if start.span_ranges or start.stored else None
+        )
+        return Begun(position, 0, due, load, load is not None and pages.is_selective)
 
-    def _start_load(
-        self, row: CheckpointedRow, start: Start, pages: PagesOfText, jobs: dict[int, list[ReadJob]]
-    ) -> LayerLoader:
+    def _start_load(self, row: int, start: Start, is_selective: bool, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
         """Start to read blocks of spans into the row's pages: those of jobs, or of spans only the important ones."""
         assert self.tiers
         offloader = self.tiers.offloader
@@ -317,24 +341,24 @@ class PrefixCache:
         num_tokens = start.position - start.blocks.shape[-1] * B
         time_limit = offloader.time_limit([place.store for place in places], max(num_tokens, B))
         load: LayerLoader
-        if pages.selective:
-            load = self._start_selective_load(row.index, pages, jobs, time_limit)
+        if is_selective:
+            load = self._start_selective_load(row, start, jobs, time_limit)
         else:
             load = LayerLoader(offloader, jobs, time_limit)
         load.num_tokens = offloader.record_load(places, num_tokens)
         return load
 
     def _start_selective_load(
-        self, row: int, pages: PagesOfText, jobs: dict[int, list[ReadJob]], time_limit: float
+        self, row: int, start: Start, jobs: dict[int, list[ReadJob]], time_limit: float
     ) -> LayerLoader:
         """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
         (t,) = self.groups  # others are refused
         assert self.tiers and self.tiers.offloader.probe_config
         S = t.page_size
-        first = pages.blocks.shape[-1]
+        first = start.blocks.shape[-1]
         layers = t.full_layers(row)
-        end = first + sum(len(p.span.keys) for p in pages.span_ranges)
-        t.ring_base[row, layers] = pages.length - end * S
+        end = first + sum(len(p.span.keys) for p in start.span_ranges)
+        t.ring_base[row, layers] = start.position - end * S
         t.mark_dirty(row, dense=False)
 
         def trim(layer: int, n: int) -> None:
@@ -343,7 +367,7 @@ class PrefixCache:
         return SelectiveLoader(
             offloader=self.tiers.offloader,
             probe_config=self.tiers.offloader.probe_config,
-            ranges=pages.span_ranges,
+            ranges=start.span_ranges,
             layers=layers.tolist(),
             pages=t.pages[row, layers, :, first:end].copy(),
             trim_pages=trim,
@@ -370,7 +394,8 @@ class PrefixCache:
         end = end // B * B if moment.is_running else end
         moment = replace(moment, position=end, has_pages=moment.has_pages and end > 0)
         captured = {k: c for kind in self.kinds.values() for k, c in kind.capture(row, moment).items()}
-        has_pages = moment.has_pages and self._required(row.demand) <= captured.keys()
+        required = self.needs(row.demand.policy, row.demand.seed).required
+        has_pages = moment.has_pages and required <= captured.keys()
         captured = row.unstored | captured
         row.unstored = {}
         link = self.first_link(text, row.demand.policy)
@@ -386,11 +411,6 @@ class PrefixCache:
             row.unstored = {key: c for key, c in captured.items() if not len(c.page_list)}
         return end if has_pages else 0
 
-    def _required(self, demand: Demand) -> frozenset[bytes]:
-        """Return the keys of the checkpoints without which no text of the demand's windows goes on."""
-        keys = (key for kind in self.kinds.values() for key in kind.keys(demand))
-        return frozenset(key.name for key in keys if key.is_required)
-
     def _store_checkpoint(self, link: bytes, text: Text, key: bytes, checkpoint: TextCheckpoint, begun_at: int) -> None:
         """Keep a checkpoint, which the tree takes over."""
         self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at)
@@ -401,9 +421,9 @@ class PrefixCache:
     def _store_pages(self, link: bytes, row: CheckpointedRow, text: Text, end: int) -> None:
         """Keep the pages of the first `end` tokens of a text."""
         pages = self.layout.blocks_of(self.groups, row.index, end)
-        stored = self.tree.insert(link, text, end, pages, required=self._required(row.demand)).stored
-        visible = self.planner.windows(row.demand.policy)
-        if stored and self.tree.observer and np.array_equal(visible, self.planner.model_windows):
+        needs = self.needs(row.demand.policy, row.demand.seed)
+        stored = self.tree.insert(link, text, end, pages, required=needs.required).stored
+        if stored and self.tree.observer and np.array_equal(needs.windows, self.planner.model_windows):
             self.tree.observer.on_stored(stored, text.salt)
         if self.tiers:
             hashes = text.block_hashes(link, self.layout.block_size, end)

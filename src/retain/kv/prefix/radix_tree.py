@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -129,8 +130,7 @@ class RadixTree:
         path = [(root, 0)]
         at = 0
         while at < len(block_hashes) and (child := path[-1][0].children.get(block_hashes[at])):
-            pairs = zip(child.block_hashes, block_hashes[at:], strict=False)
-            n = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+            n = _num_equal(child.block_hashes, block_hashes[at : at + len(child.block_hashes)])
             path.append((child, n))
             at += n
             if n < len(child.block_hashes):
@@ -531,6 +531,12 @@ class RadixTree:
 
 def _children(node: Node) -> list[Node]:
     return list(node.children.values())
+
+
+def _num_equal(a: Sequence[bytes], b: Sequence[bytes]) -> int:
+    """Return how many of the first hashes are equal. Hashes are chained: those before an equal one are equal, too."""
+    n = min(len(a), len(b))
+    return n if n and a[n - 1] == b[n - 1] else bisect_left(range(n), 1, key=lambda i: int(a[i] != b[i]))
 
 
 def _is_text(node: Node, key: bytes) -> bool:

@@ -14,7 +14,7 @@ from retain.kv.prefix.history import SeenText
 from retain.kv.prefix.node import NO_BLOCKS, Node
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
-from retain.kv.stores.span import SpanRange
+from retain.kv.stores.store import SpanRange
 from retain.kv.text import Text
 from retain.types import Ints
 

@@ -14,7 +14,8 @@ from retain.kv.prefix.node import Node
 from retain.kv.prefix.start import StoredCheckpoint
 from retain.kv.stores.checkpoint_spans import CheckpointSpans
 from retain.kv.stores.manager import Offloader
-from retain.kv.stores.span import CorruptionError, ReadJob, SpanRange, Store
+from retain.kv.stores.span import CorruptionError
+from retain.kv.stores.store import ReadJob, SpanRange, Store
 from retain.kv.text import Text, hash_block
 from retain.types import Ints
 

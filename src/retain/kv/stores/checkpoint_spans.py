@@ -14,8 +14,8 @@ from time import monotonic, perf_counter
 from typing import Protocol, TypeVar
 
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.stores.manager import Offloader
-from retain.kv.stores.span import ReadJob, Span, SpanRange, Store
+from retain.kv.stores.manager import Offloader, describe_span
+from retain.kv.stores.store import ReadJob, SpanRange, Store
 from retain.kv.stores.whole_pages import create_whole_page_transfers
 from retain.kv.text import hash_key, iter_end_hashes
 from retain.types import Bytes, Ints
@@ -94,25 +94,17 @@ class CheckpointSpans:
         metadata: bytes,
     ) -> None:
         """Put a checkpoint, behind `start_page` whole blocks of a text, into these stores."""
-        runs = checkpoint.runs()
-        pools = [self.transfers[self.pool_of[run.group, run.is_demoted]] for run in runs]
+        runs = [(self.transfers[self.pool_of[run.group, run.is_demoted]], run.pages) for run in checkpoint.runs()]
         for store in stores:
-            span = Span(
-                keys=keys,
+            span = describe_span(
+                keys,
+                runs,
                 kind=checkpoint.kind,
-                num_blocks=tuple(len(run.pages) for run in runs),
-                block_bytes=max((pool.page_bytes for pool in pools), default=0),
                 start_page=start_page,
                 resumes_from=checkpoint.resumes_from,
                 metadata_bytes=len(metadata),
             )
-            data = self.offloader.allocate_span(store, span)
-            if data is None:
-                continue
-            for layer, (run, pool) in enumerate(zip(runs, pools, strict=True)):
-                pool.download(run.pages, span.view_layer(data, layer))
-            span.view_metadata(data)[:] = bytearray(metadata)
-            store.put(span, data)
+            self.offloader.put_span(store, span, runs, metadata)
 
     def discard(self, name: bytes) -> None:
         """Remove a checkpoint from stores of this engine alone."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 from itertools import count
+from math import inf
 from time import time
 
 from retain.kv.stores.span import Span
@@ -66,23 +67,19 @@ class SpanIndex:
         """
         if size > self.capacity:
             return None
-        popped: list[Span] = []  # from the heap, to be put back where they stay
         free = self.capacity - self.used_bytes + (replaces.size if replaces in self.spans else 0)
-        is_refused = False
-        while free < size and not is_refused:
-            known, span_id = self.heap[0]
+        popped: list[Span] = []  # from the heap, to be put back where they stay
+        while free < size:
+            known, span_id = heapq.heappop(self.heap)
             span = self.by_id.get(span_id)
             if span and known != self.priority(span):
-                heapq.heapreplace(self.heap, (self.priority(span), span_id))
-                continue
-            if span and span is not replaces and priority and self.replacement == "importance":
-                is_refused = known[0] > priority[0]
-            if not is_refused:
-                heapq.heappop(self.heap)
-                if span:
-                    popped.append(span)
-                    free += 0 if span is replaces else span.size
-        victims = [] if is_refused else [span for span in popped if span is not replaces]
+                heapq.heappush(self.heap, (self.priority(span), span_id))
+            elif span:
+                popped.append(span)
+                free += 0 if span is replaces else span.size
+        victims = [span for span in popped if span is not replaces]
+        least = priority[0] if priority and self.replacement == "importance" else inf
+        is_refused = any(self.priority(victim)[0] > least for victim in victims)
         for span in popped:
             if is_refused or span is replaces:
                 heapq.heappush(self.heap, (self.priority(span), self.spans[span]))

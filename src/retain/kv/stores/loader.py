@@ -13,7 +13,9 @@ import numpy as np
 from torch import Tensor
 
 from retain.kv.stores.manager import Offloader
-from retain.kv.stores.span import ReadJob, Span, SpanReader, Store
+from retain.kv.stores.reader import SpanReader
+from retain.kv.stores.span import Span
+from retain.kv.stores.store import ReadJob, Store
 from retain.kv.stores.transfer import PageTransfer
 from retain.types import Bytes
 

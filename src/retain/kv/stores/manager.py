@@ -15,29 +15,29 @@ import numpy as np
 from retain.kernels.api import KV
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.stores.cost_model import LoadCostModel
+from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.selective.block_cache import BlockCache, CachedReader
 from retain.kv.stores.selective.repack import ProbeConfig, Repacker
-from retain.kv.stores.span import CorruptionError, Span, SpanRange, SpanReader, Store
+from retain.kv.stores.span import CorruptionError, Span
+from retain.kv.stores.store import SpanRange, Store
 from retain.kv.stores.transfer import PageTransfer, create_transfers
 from retain.kv.stores.warning_log import WarningLog
+from retain.kv.stores.whole_pages import WholePageTransfer
 from retain.threads import reset_cpu_affinity
-from retain.types import Bytes, Floats, Ints
+from retain.types import Floats, Ints
 
 NUM_READ_THREADS = 2
 
 
+LayerRun = tuple[PageTransfer | WholePageTransfer, Ints]  # the pages [p, ...] of a layer, and what copies them
+
+
 @dataclass(frozen=True)
 class OffloadGroup:
-    """A KV cache group as tiers see it: its pages, the copies of them, and the kv heads of a layer."""
+    """A KV cache group as tiers see it: its pages, and what copies them."""
 
     kv: KV
     transfer: PageTransfer
-    num_kv_heads: int
-
-    @property
-    def block_bytes(self) -> int:
-        """The bytes of a page of all heads of a layer."""
-        return self.num_kv_heads * self.transfer.page_bytes
 
 
 class Offloader:
@@ -60,8 +60,7 @@ class Offloader:
         self.layout = layout
         self.model_fingerprint = model_fingerprint
         transfers = create_transfers(pools)
-        heads = [g.num_kv_heads for g in layout.groups]
-        self.groups = [OffloadGroup(*x) for x in zip(pools, transfers, heads, strict=True)]
+        self.groups = [OffloadGroup(*x) for x in zip(pools, transfers, strict=True)]
         self.transfer = transfers[0]  # for what orders the work of all groups
         self.kv = pools[0]  # for selective loading, where there is one group
         self.cost_model = LoadCostModel()
@@ -143,48 +142,39 @@ class Offloader:
                 while j < len(keys) and j - i < store.max_keys and not store.contains(keys[j]):
                     j += 1
                 if j > i:
-                    self._store_span(store, tuple(keys[i:j]), start_page + i, self._layer_pages(blocks[:, i:j]))
+                    self._put_text(store, keys[i:j], start_page + i, self._layer_runs(blocks[:, i:j]))
                 i = max(j, i + 1)
 
-    def _layer_pages(self, blocks: Ints) -> list[tuple[int, Ints]]:
-        """Return the group and the pages [p, G] of each layer of blocks [K, n]."""
-        return [(g, layer.T) for g, pages in enumerate(self.layout.split(blocks)) for layer in pages]
+    def _layer_runs(self, blocks: Ints) -> list[LayerRun]:
+        """Return the pages [p, G] of each layer of blocks [K, n]."""
+        groups = zip(self.groups, self.layout.split(blocks), strict=True)
+        return [(group.transfer, layer.T) for group, pages in groups for layer in pages]
 
-    def _store_span(
-        self,
-        store: Store,
-        keys: tuple[bytes, ...],
-        start_page: int,
-        layer_pages: list[tuple[int, Ints]],  # the group and the pages [p, G] of each layer
-    ) -> None:
-        probes = self.probe_config
-        span = Span(
-            keys=keys,
-            num_blocks=tuple(len(pages) for _, pages in layer_pages),
-            block_bytes=max(self.groups[g].block_bytes for g, _ in layer_pages),
-            start_page=start_page,
-            metadata_bytes=probes.metadata_size(len(layer_pages), len(keys), self.kv) if probes else 0,
-        )
-        data = self.allocate_span(store, span)
-        if data is None:
+    def _put_text(self, store: Store, keys: Sequence[bytes], start_page: int, runs: Sequence[LayerRun]) -> None:
+        if not self.probe_config:
+            self.put_span(store, describe_span(keys, runs, start_page=start_page), runs)
             return
-        for layer, (g, pages) in enumerate(layer_pages):
-            group = self.groups[g]
-            own = span.view_layer(data, layer)[:, : group.block_bytes]
-            group.transfer.download(pages, own.reshape(*pages.shape, -1))
-        if probes:
-            span.view_metadata(data)[:] = probes.initial_metadata(self.kv, [p for _, p in layer_pages]).serialized
-        store.put(span, data)
+        size = self.probe_config.metadata_size(len(runs), len(keys), self.kv)
+        span = describe_span(keys, runs, start_page=start_page, metadata_bytes=size)
+        if store.accepts(span.size):
+            metadata = self.probe_config.initial_metadata(self.kv, [pages for _, pages in runs])
+            self.put_span(store, span, runs, metadata.serialized.data)
 
-    def allocate_span(self, store: Store, span: Span) -> Bytes | None:
-        """Return host memory for the bytes of a span, or None where the store does not take it or there is none."""
+    def put_span(self, store: Store, span: Span, runs: Sequence[LayerRun], metadata: bytes | memoryview = b"") -> None:
+        """Put a span of any kind into a store: the pages of each layer, and metadata. Some stores may not take it."""
         if not store.accepts(span.size):
-            return None
+            return
         try:
-            return self.transfer.allocate(span.size)
+            data = self.transfer.allocate(span.size)
         except (OSError, MemoryError) as error:
             self.warnings.warn(f"tier {store.name}: no host memory for a span, which is not kept", error)
-            return None
+            return
+        for layer, (transfer, pages) in enumerate(runs):
+            if pages.size:  # the window of one token has none at a page's begin
+                own = span.view_layer(data, layer)[:, : _block_bytes(transfer, pages)]
+                transfer.download(pages, own.reshape(*pages.shape, -1))
+        span.view_metadata(data)[:] = np.frombuffer(metadata, np.uint8)
+        store.put(span, data)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -203,7 +193,7 @@ class Offloader:
         """Open a span, with reads through the block cache if there is one. Raises OSError."""
         reader = store.open(span, deadline)
         if self.block_cache and span.content_id is not None:
-            return CachedReader(reader, self.block_cache, span, span.content_id)
+            return CachedReader(reader, self.block_cache)
         return reader
 
     def drop_unreadable(self, store: Store, span: Span, error: Exception, num_read: int, seconds: float) -> None:
@@ -243,3 +233,13 @@ class Offloader:
             closing.callback(self.warnings.close)
             for store in self.stores:
                 closing.callback(store.close)
+
+
+def describe_span(keys: Sequence[bytes], runs: Sequence[LayerRun], **place: Any) -> Span:
+    """Return a span for the pages of each layer. `place` has its further fields."""
+    num_blocks = tuple(len(pages) for _, pages in runs)
+    return Span(tuple(keys), num_blocks, max((_block_bytes(*run) for run in runs), default=0), **place)
+
+
+def _block_bytes(transfer: PageTransfer | WholePageTransfer, pages: Ints) -> int:
+    return int(np.prod(pages.shape[1:], dtype=int)) * transfer.page_bytes

@@ -1,24 +1,22 @@
-"""Spans: consecutive pages of a text in one piece, as stores keep them; and the interfaces of stores and readers.
+"""Spans: blocks of consecutive pages with keys and metadata, as stores keep them.
 
-A block of a text is one page of every kv head of one layer, as bytes: for each of the G heads its keys, then its
-values. Blocks of a span have one size; where layers differ, those with fewer bytes are padded. A span of text has one
-key for each block of the prefix cache, and in every layer as many blocks for a key as that has pages: the chained hash
-of those tokens names them. Spans of checkpoints are described in checkpoint_spans.py.
+A block is some bytes of one layer, such as one page of every kv head. Blocks of a span have one size; where layers
+differ, those with fewer bytes are padded. A span of text has one key for each block of the prefix cache, and in every
+layer as many blocks for a key as that has pages. Spans of other kinds lie at the end of a text, and are used as a
+whole. docs/design/stores.md describes them and their files.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from math import inf
 from time import time
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from retain.types import Bytes, Ints
+from retain.types import Bytes
 
 IO_ALIGNMENT = 4096  # bytes; direct reads need layers that start at multiples of it
 
@@ -30,15 +28,22 @@ class Span:
     keys: tuple[bytes, ...]
     num_blocks: tuple[int, ...]  # in each layer
     block_bytes: int
-    kind: str = "text"  # or the kind of a checkpoint
-    start_page: int = 0  # blocks of the text before the span
-    resumes_from: int = 0  # of a checkpoint: the first position at which a text can go on with it
+    start_page: int = 0  # blocks of the text before the span; before its end where it is of another kind than text
+    kind: str = "text"  # or the name of what a text leaves behind at a position
+    resumes_from: int = 0  # the first position from which a text can go on with it; 0 for text
     metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
     is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
     hits: int = 1  # how often the span was used
     last_used_at: float = 0.0  # seconds since 1970
     data: Bytes | None = None  # all bytes, if the span is in memory
     attention_share: float = 1.0  # attention that it received, relative to the average
+    # In a store:
+    name: str = ""  # of its object
+    data_offset: int = 0  # of the span's data in the object
+    checksums: bytes = b""  # 64 bits for each block of each layer, then for the metadata; or none
+    content_id: int | None = None  # identifies the bytes for caches of blocks; None: they are in memory already
+    created_at: float = 0.0  # seconds since 1970, by the writer's clock
+    modified_at: float = 0.0  # the same by the store's clock
 
     def __post_init__(self) -> None:
         self.last_used_at = self.last_used_at or time()
@@ -47,14 +52,9 @@ class Span:
         self.offsets = [0, *accumulate(aligned)]  # of each layer, of the metadata, and the end
 
     @property
-    def content_id(self) -> int | None:
-        """Identify the span's bytes for caches of blocks; None: its blocks are in memory already."""
-        return None
-
-    @property
     def size(self) -> int:
-        """Size in bytes, padding included."""
-        return self.offsets[-1]
+        """Size in bytes, with padding, and in a store with its header."""
+        return self.data_offset + self.offsets[-1]
 
     def view_layer(self, data: Bytes, layer: int) -> Bytes:
         """Return a view of the blocks of a layer, [blocks, block_bytes], in the span's bytes."""
@@ -82,133 +82,6 @@ UNKNOWN_FORMAT = SpanFormat()
 
 class CorruptionError(OSError):
     """The bytes that were read are not the bytes that were written."""
-
-
-class SpanReader(Protocol):
-    """An open span. Methods raise OSError if it cannot be read, and CorruptionError if its bytes have changed."""
-
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
-        """Read blocks of a layer, [end - begin, block_bytes]. They are valid until this thread reads again."""
-
-    def read_metadata(self) -> Bytes:
-        """Read the metadata. It is valid until this thread reads again."""
-
-    def close(self) -> None:
-        """Release the span."""
-
-
-@dataclass(frozen=True)
-class MemoryReader:
-    """Reads a span that is in memory."""
-
-    span: Span
-    data: Bytes
-    on_read: Callable[[int], None] | None = None  # called with the number of bytes read
-
-    def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
-        """Return a view of the blocks."""
-        if self.on_read:
-            self.on_read((end - begin) * self.span.block_bytes)
-        return self.span.view_layer(self.data, layer)[begin:end]
-
-    def read_metadata(self) -> Bytes:
-        """Return a view of the metadata."""
-        return self.span.view_metadata(self.data)
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class Store(Protocol):
-    """A set of spans. Methods may be called while other threads read; only `open` raises."""
-
-    name: str  # of its tier
-    max_keys: int  # most keys of a span
-    write_through: bool  # True: it takes pages when they are computed. False: when the pool evicts them
-    is_shared: bool  # whether other engines use its spans, too
-    distance: int  # the nearest stores are searched first
-    formats: dict[bytes, dict[str, Any]]  # descriptions of the fingerprints whose spans it may have
-
-    @property
-    def latency(self) -> float:
-        """Seconds until the first byte of a read, about."""
-
-    def find(self, key: bytes) -> tuple[Span, int] | None:
-        """Return the span that has the key, and the key's index in it."""
-
-    def touch(self, spans: Sequence[Span]) -> None:
-        """Record a use of these spans."""
-
-    def time_limit(self, compute_seconds: float | None) -> float:
-        """Return the seconds that a load may take of tokens that take `compute_seconds` to compute (None: unknown)."""
-
-    def contains(self, key: bytes) -> bool:
-        """Whether a span has the key, or a span that is being written will have it."""
-
-    def accepts(self, size: int) -> bool:
-        """Whether the store would take a span of this many bytes now."""
-
-    def put(self, span: Span, data: Bytes, replaces: Span | None = None) -> None:
-        """Keep a span, now or in the background. The store owns `data` [span.size] from here on.
-
-        It takes the place of `replaces`, a span with the same keys. Open readers of that one go on.
-        """
-
-    def open(self, span: Span, deadline: float = inf) -> SpanReader:
-        """Open a span for reading; it stays readable if the store evicts it. Raises OSError.
-
-        Readers of stores with a time limit raise TimeoutError after `deadline`, a time of `monotonic`.
-        """
-
-    def delete(self, span: Span, is_corrupted: bool = False) -> None:
-        """Remove a span."""
-
-    def stats(self) -> dict[str, Any]:
-        """Return spans, bytes and capacity, and the counts of events since the store was opened."""
-
-    def sync(self) -> None:
-        """Wait until all spans that were put are written."""
-
-    def close(self) -> None:
-        """Finish pending work and release the store."""
-
-
-@dataclass(frozen=True)
-class SpanRange:
-    """Pages `begin` to `end` of a span of text: that many keys. Or a whole checkpoint."""
-
-    store: Store
-    span: Span
-    begin: int
-    end: int
-
-
-class PageWriter(Protocol):
-    """Writes whole pages of one pool."""
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of a page."""
-
-    def upload(self, pages: Ints, data: Bytes) -> None:
-        """Copy `data` [p, n] into pages [p]. It must not change until an event after it was waited for."""
-
-
-@dataclass(frozen=True)
-class ReadJob:
-    """Blocks of one layer of a span, to be read into pages [blocks, G] for the text from `start_position` on.
-
-    With a `writer` the blocks are whole pages [blocks], whose positions are in them.
-    """
-
-    store: Store
-    span: Span
-    layer: int  # of the span
-    start_block: int
-    pages: Ints
-    start_position: int = 0
-    group: int = 0  # the KV cache group of the layer
-    writer: PageWriter | None = None
 
 
 def alloc_aligned(size: int) -> Bytes:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,43 +20,11 @@ from retain.kv.stores.span import alloc_aligned
 from retain.types import Bytes, Floats, Ints
 
 
-class PageTransfer(Protocol):
-    """Copies pages of one pool. The n bytes of a page, `page_bytes`, are its keys, then its values."""
-
-    @property
-    def page_bytes(self) -> int:
-        """The bytes of K and V of a page."""
-
-    def allocate(self, size: int) -> Bytes:
-        """Allocate host memory. Raises OSError or MemoryError."""
-
-    def download(self, pages: Ints, out: Bytes) -> None:
-        """Copy pages [...] into `out` [..., n]. The copy is complete on return."""
-
-    def upload(self, pages: Ints, data: Bytes) -> None:
-        """Copy `data` [..., n] into pages [...]. `data` must not change until an event after it was waited for."""
-
-    def set_positions(self, pages: Ints, positions: Ints) -> None:
-        """Set the positions [..., S] of the slots of pages [...]."""
-
-    def set_masses(self, pages: Ints, masses: Floats) -> None:
-        """Set the masses [p, C S] of the slots of pages [p]."""
-
-    def fence(self) -> None:
-        """Order the uploads that follow after the computation submitted before."""
-
-    def record_event(self) -> Any:
-        """Return an event that marks the end of the uploads submitted before."""
-
-    def wait_event(self, event: Any) -> None:
-        """Order the computation that follows after the event."""
-
-    def synchronize(self) -> None:
-        """Block the host until all uploads are complete."""
-
-
 class HostTransfer:
-    """Copies within host memory, by numpy: torch would start threads of its own in every thread that calls it."""
+    """Copies pages of one pool within host memory. The n bytes of a page, `page_bytes`, are its keys, then its values.
+
+    By numpy: torch would start threads of its own in every thread that calls it.
+    """
 
     def __init__(self, kv: KV):
         self.byte_views: list[Bytes] = [x.flatten(1).view(torch.uint8).numpy() for x in (kv.k, kv.v)]
@@ -66,40 +34,40 @@ class HostTransfer:
         self.masses: Floats = kv.mass.numpy()
 
     def allocate(self, size: int) -> Bytes:
-        """Allocate zeroed memory."""
+        """Allocate zeroed memory. Raises OSError or MemoryError."""
         return alloc_aligned(size)
 
     def download(self, pages: Ints, out: Bytes) -> None:
-        """Copy pages out."""
+        """Copy pages [...] into `out` [..., n]. The copy is complete on return."""
         keys, values = self.byte_views
         out[..., : self.num_key_bytes] = keys[pages]
         out[..., self.num_key_bytes :] = values[pages]
 
     def upload(self, pages: Ints, data: Bytes) -> None:
-        """Copy pages in."""
+        """Copy `data` [..., n] into pages [...]. `data` must not change until an event after it was waited for."""
         keys, values = self.byte_views
         keys[pages] = data[..., : self.num_key_bytes]
         values[pages] = data[..., self.num_key_bytes :]
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
-        """Set positions."""
+        """Set the positions [..., S] of the slots of pages [...]."""
         self.positions[pages] = positions
 
     def set_masses(self, pages: Ints, masses: Floats) -> None:
-        """Set masses."""
+        """Set the masses [p, C S] of the slots of pages [p]."""
         self.masses[pages] = masses.reshape(len(pages), *self.masses.shape[1:])
 
     def fence(self) -> None:
-        """Do nothing: every copy is complete when its call returns."""
+        """Order the uploads that follow after the computation submitted before: every copy here is complete at once."""
 
     def record_event(self) -> None:
-        """Do nothing."""
+        """Return an event that marks the end of the uploads submitted before."""
 
-    def wait_event(self, event: None) -> None:
-        """Do nothing."""
+    def wait_event(self, event: Any) -> None:
+        """Order the computation that follows after the event."""
 
     def synchronize(self) -> None:
-        """Do nothing."""
+        """Block until all uploads are complete."""
 
 
 class DeviceTransfer:
@@ -177,6 +145,9 @@ class DeviceTransfer:
         host = torch.from_numpy(np.ascontiguousarray(x))
         host = host if not self.is_cuda or host.is_pinned() else host.pin_memory()
         return host.to(self.kv.device, non_blocking=True)
+
+
+PageTransfer = HostTransfer | DeviceTransfer
 
 
 def create_transfers(pools: Sequence[KV]) -> list[PageTransfer]:

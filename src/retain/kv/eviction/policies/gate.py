@@ -31,7 +31,7 @@ class Policy(BudgetPolicy):
     recent: Amount = NEWEST
     share: str = "all"
     file: str = ""  # of the gate; by default beside the model, or in this package
-    weights: GateWeights | None = field(default=None, repr=False, compare=False, metadata=RESOLVED)  # once it is fitted
+    weights: GateWeights | None = field(default=None, repr=False, metadata=RESOLVED)  # once it is fitted
 
     @property
     def scores_slots(self) -> bool:

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 
 from retain.kv.stores.index import SpanIndex
-from retain.kv.stores.span import Span, SpanReader
+from retain.kv.stores.reader import SpanReader
+from retain.kv.stores.span import Span
 from retain.types import Bytes, Floats
 
 METADATA_LAYER = 2**31 - 1  # the layer number of metadata in keys
@@ -69,14 +70,12 @@ class BlockCache:
         return {"tier": "ram", **self.span_index.stats(), **self.counts}
 
 
-class CachedReader:
-    """Reads a span through a block cache. `content_id` identifies the span's bytes."""
+class CachedReader(SpanReader):
+    """Reads a span through a block cache."""
 
-    def __init__(self, reader: SpanReader, block_cache: BlockCache, span: Span, content_id: int):
-        self.reader = reader
+    def __init__(self, reader: SpanReader, block_cache: BlockCache):
+        super().__init__(reader.span, reader.read, reader.close)
         self.block_cache = block_cache
-        self.span = span
-        self.content_id = content_id
         self.attention_shares: Floats | None = None  # of each block [M, n], relative to the average
 
     def read_blocks(self, layer: int, begin: int, end: int) -> Bytes:
@@ -89,7 +88,7 @@ class CachedReader:
         if missing:
             first = missing[0]
             last = missing[-1] + 1
-            read = self.reader.read_blocks(layer, begin + first, begin + last).copy()
+            read = super().read_blocks(layer, begin + first, begin + last).copy()
             for i in missing:
                 share = self._attention_share(layer, begin + i)
                 self.block_cache.put(self._block_key(layer, begin + i), read[i - first], self.span.hits, share)
@@ -101,16 +100,12 @@ class CachedReader:
         key = self._block_key(METADATA_LAYER, 0)
         metadata = self.block_cache.get(key, self.span.hits, 1.0)
         if metadata is None:
-            metadata = self.reader.read_metadata()
+            metadata = super().read_metadata()
             self.block_cache.put(key, metadata, self.span.hits, 1.0)
         return metadata
 
-    def close(self) -> None:
-        """Close the span."""
-        self.reader.close()
-
     def _block_key(self, layer: int, block: int) -> bytes:
-        return pack("<qii", self.content_id, layer, block)
+        return pack("<qii", self.span.content_id, layer, block)
 
     def _attention_share(self, layer: int, block: int) -> float:
         return 1.0 if self.attention_shares is None else float(self.attention_shares[layer, block])

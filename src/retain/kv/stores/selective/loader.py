@@ -26,7 +26,7 @@ from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.block_cache import CachedReader
 from retain.kv.stores.selective.importance import SpanMetadata
 from retain.kv.stores.selective.repack import ProbeConfig
-from retain.kv.stores.span import ReadJob, SpanRange
+from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Floats, Ints
 
 NO_BLOCKS: Ints = np.zeros(0, np.int32)

@@ -18,9 +18,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV, Backend
+from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.selective import importance
 from retain.kv.stores.selective.importance import SpanMetadata
-from retain.kv.stores.span import CorruptionError, Span, SpanReader, Store, alloc_aligned
+from retain.kv.stores.span import CorruptionError, Span, alloc_aligned
+from retain.kv.stores.store import Store
 from retain.kv.stores.transfer import HostTransfer
 from retain.kv.stores.warning_log import WarningLog
 from retain.threads import reset_cpu_affinity

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from retain.kv.stores.span import UNKNOWN_FORMAT, SpanFormat, Store
+from retain.kv.stores.span import UNKNOWN_FORMAT, SpanFormat
+from retain.kv.stores.store import Store
 from retain.plugins import load_plugin, parse_spec, plugin_names
 
 

@@ -7,53 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
+from retain.kv.stores.bucket import ObjectInfo
 from retain.plugins import needs_extra
 from retain.types import Bytes
 
 SCHEMES = ("s3", "gs", "az", "file", "memory")
 LIST_CHUNK = 1000  # objects of one answer
-
-
-@dataclass(frozen=True)
-class ObjectInfo:
-    """An object as a store lists it."""
-
-    name: str
-    size: int
-    modified_at: float  # seconds since 1970, by the store's clock
-
-
-class Bucket(Protocol):
-    """The objects below a URL.
-
-    Errors are OSError. A missing object is FileNotFoundError, one that may not be read is PermissionError.
-    """
-
-    url: str
-
-    def get(self, name: str, begin: int, end: int) -> Bytes:
-        """Read bytes `begin` to `end` of an object; fewer where it ends earlier."""
-
-    def put(self, name: str, parts: Sequence[Any], overwrite: bool = False) -> bool:
-        """Write an object of these buffers in one piece. False where it exists and must not be overwritten."""
-
-    def find(self, name: str) -> ObjectInfo | None:
-        """Return what the store says of an object, None where it is missing."""
-
-    def list(self, folder: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Yield every object whose name begins with `folder` and a slash, or all objects for an empty one.
-
-        They come by name, and only those after `after`.
-        """
-
-    def delete(self, name: str) -> None:
-        """Delete an object, if it is there."""
 
 
 class ObjectStore:
