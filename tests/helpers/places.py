@@ -12,6 +12,7 @@ import numpy as np
 
 from retain.engine.engine import Engine
 from tests.helpers.engines import make_engine
+from tests.helpers.stored_spans import data_offset, span_files
 from tests.helpers.tiers import offloader_of
 
 TIERS = {
@@ -105,7 +106,7 @@ class Place:
                     tree._drop_checkpoint(node, key)
                 tree._prune(node)
         elif self.survives:
-            for file in files_of_spans(self.folder):
+            for file in span_files(self.folder):
                 how(file)
         else:
             (store,) = offloader_of(self.engine).stores
@@ -113,16 +114,9 @@ class Place:
                 store.delete(span)
 
 
-def files_of_spans(path: Path) -> list[Path]:
-    """Return the files of the spans in a folder or an object store."""
-    return [
-        file for file in path.rglob("*") if file.is_file() and (file.suffix == ".kv" or path / "kv" in file.parents)
-    ]
-
-
 def flip_a_first_bit(file: Path) -> None:
-    """Change a bit of K, and of a header where there is one."""
-    _flip(file, 100, 4096 + 100)
+    """Change a bit of K."""
+    _flip(file, data_offset(file.read_bytes()) + 100)
 
 
 def flip_a_last_bit(file: Path) -> None:
@@ -130,10 +124,9 @@ def flip_a_last_bit(file: Path) -> None:
     _flip(file, int(np.flatnonzero(np.fromfile(file, np.uint8))[-1]))
 
 
-def _flip(file: Path, *places: int) -> None:
+def _flip(file: Path, place: int) -> None:
     data = np.fromfile(file, np.uint8)
-    for place in places:
-        data[place] ^= 4
+    data[place] ^= 4
     data.tofile(file)
 
 
