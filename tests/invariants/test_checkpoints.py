@@ -8,7 +8,7 @@ is written into pages that others hold. What is absent or damaged costs time. An
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 
-from retain.engine import drafters
+from retain.engine.cache_interface import RequestRow
+from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels.pool_dtypes import INT4
@@ -93,10 +94,30 @@ KINDS = {
     "states of Mamba-2": Kind("state_mamba2"),
 }
 OTHER_POLICY = {"full": "ring:window=48", MASSES: NOISED + ",resume=off"}
+
+
+class WrongDrafter:
+    """Draft tokens that greedy answers of a tiny model hardly ever have, all equal."""
+
+    k = "3"
+    max_draft_tokens = 3
+
+    def attach(self, target: TargetModel) -> None:
+        """Need nothing."""
+
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
+        """Draft the token 127."""
+        for request, limit in draft_limits:
+            request.set_drafts([127] * min(limit, 3))
+
+    def remove_request(self, request: Request) -> None:
+        """Keep nothing of a request."""
+
+
 STEPS: dict[str, dict[str, Any]] = {
     "plain": {},
     "chunks": {"max_batched_tokens": 72},
-    "drafts": {"drafter": "ngram:k=4"},
+    "drafts": {"drafter": WrongDrafter()},
     "depth 2": {"depth": 2},
 }
 
@@ -143,12 +164,9 @@ class Cell:
 
     def __init__(self, kind: str, place: str, steps: str, path: Path):
         self.kind = KINDS[kind]
-        steps_of = STEPS[steps]
-        options = {name: value for name, value in steps_of.items() if name == "max_batched_tokens"}
-        if "drafter" in steps_of:
-            options["drafter"] = drafters.parse(steps_of["drafter"])
+        options = dict(STEPS[steps])
+        self.depth = options.pop("depth", 1)
         self.place = Place(place, path, **self.kind.engine_options, **options)
-        self.depth = steps_of.get("depth", 1)
         self.answer, self.cold, self.one_row = cold_answers(kind)
         self.prompts = prompts_of(kind, self.answer)
         assert self.ask(TEXT) == (self.answer, 0)
@@ -169,6 +187,7 @@ class Cell:
             engine.step()
             after_step()
             engine.cache.check()
+        assert "drafter" not in self.place.options or all(r.stats.spec_decode.num_rounds for r in requests)
         check_cached_pages(engine.cache)
         check_unchanged(before, engine.cache)
 
