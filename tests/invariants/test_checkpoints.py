@@ -33,7 +33,7 @@ from tests.helpers.unlike_family import unlike_family as unlike_family
 
 pytestmark = pytest.mark.usefixtures("unlike_family", "state_family")
 INTERVAL = 64  # of the ladder
-LENGTH = 300  # tokens of the text
+LENGTH = 200  # tokens of the text
 ANSWER = 12  # tokens
 TEXT = random.Random(0).choices(range(128), k=LENGTH)
 
@@ -88,12 +88,12 @@ KINDS = {
     "streamed": Kind(policy=STREAMED, chunk=24),
     "slots of 4 bits": Kind(policy="h2o:budget=25%", options={"kv_dtype": INT4}),
     "budget beside windows": Kind("gemma3_text", "h2o:budget=25%,demote=int4:50%"),
-    "streamed beside windows": Kind("gemma3_text", STREAMED, chunk=24),
+    "streamed beside unlike windows": Kind(UNLIKE, STREAMED, chunk=24),
     "unlike windows": Kind(UNLIKE),
     "states of three pages": Kind("state_parts"),
     "states of Mamba-2": Kind("state_mamba2"),
 }
-OTHER_POLICY = {"full": "ring:window=48", MASSES: NOISED + ",resume=off"}
+OTHER_POLICY = {"full": "ring:window=40", MASSES: NOISED + ",resume=off"}
 
 
 class WrongDrafter:
@@ -127,7 +127,7 @@ def prompts_of(kind: str, answer: Sequence[int]) -> dict[str, tuple[list[int], i
     rng = random.Random(kind)
     turn = [*TEXT, *answer]
     found = {"next turn": ([*turn, 1, 2, 3], len(turn) - 1), "again": (TEXT, LENGTH - 1)}
-    for cut in rng.sample(range(LENGTH // 2, LENGTH), 2):
+    for cut in rng.sample(range(LENGTH // 3, LENGTH), 2):
         found[f"cut at {cut}"] = [*TEXT[:cut], (TEXT[cut] + 1) % 128, *rng.choices(range(128), k=15)], cut
     return found
 

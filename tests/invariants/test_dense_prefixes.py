@@ -85,8 +85,8 @@ def fitting(family: str, policy: str) -> str:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("first", POLICIES)
 def test_what_a_budget_leaves_changes_no_token_of_others(family: str, first: str) -> None:
-    """The same prompt again, one with another end, and a longer one, under this policy and every second of others."""
-    others = [*PLAIN, *SCORED][len(first) % 2 :: 2]  # the halves take turns
+    """The same prompt again, one with another end, and a longer one, under this policy and every third of others."""
+    others = [*PLAIN, *SCORED][len(first) % 3 :: 3]  # the thirds take turns
     first = fitting(family, first)
     for second in dict.fromkeys([first, *(fitting(family, p) for p in others)]):
         engine = make_engine(family, backend="cpu", prefix_cache="exact", demotes=demotes(first, second))

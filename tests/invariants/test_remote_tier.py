@@ -17,7 +17,7 @@ from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.marks import slow
-from tests.helpers.related_requests import related_prompts, related_requests
+from tests.helpers.related_requests import related_prompts
 from tests.helpers.tiers import clear_pool, offloader_of
 
 Texts = list[list[int]]
@@ -66,29 +66,6 @@ def filled(s3: FakeS3) -> tuple[Texts, Texts]:
     assert s3.objects
     s3.requests.clear()
     return prompts, answers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["s3", "file"])
-def test_engines_share_what_each_of_them_computed(family: str, kind: str, s3: FakeS3, tmp_path: Path) -> None:
-    """The second engine loads alone what the first computed together, and a third, beside both, all at once."""
-    spec = s3_spec(s3) if kind == "s3" else f"remote:url=file://{tmp_path}/kv,refresh=0.01"
-    expected = run_to_completion(make_engine(family, backend="cpu"), related_requests(family, 0))
-    engines = []
-    for i in range(3):
-        engines.append(engine := open_engine(spec, family))
-        store_of(engine).sync()
-        requests = related_requests(family, 0)
-        if i == 1:
-            assert [run_to_completion(engine, [r])[0] for r in requests] == expected
-        else:
-            assert run_to_completion(engine, requests) == expected
-        store_of(engine).sync()
-        assert (store_of(engine).counts["read"] > 0) == (i > 0)
-        assert store_of(engine).counts["failed"] == 0 and not store_of(engine).breaker.is_open
-    for engine in engines:
-        close(engine)
 
 
 def test_a_miss_asks_for_a_listing_so_that_the_next_request_hits(s3: FakeS3) -> None:
