@@ -25,7 +25,8 @@ def mark_repetitions(items: Iterable[pytest.Item]) -> None:
     more than MAX_CHECKED_CASES.
     """
     for cases in cases_of_tests(item for item in items if not item.get_closest_marker("slow")):
-        for item in find_repetitions(cases, values, (), MAX_CHECKED_CASES):
+        mark = cases[0].get_closest_marker("checked_cases")
+        for item in find_repetitions(cases, values, (), mark.args[0] if mark else MAX_CHECKED_CASES):
             item.add_marker(pytest.mark.slow)
 
 

@@ -108,7 +108,8 @@ def make_engine(
     )
     prefix = cache.prefix_cache
     if tiers and isinstance(prefix, PrefixCache):
-        offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, family.encode())
+        fingerprint = f"{family} {slot_dtype}".encode()
+        offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, fingerprint)
         offloader.cost_model = AlwaysLoad()
         prefix.set_offloader(offloader)
     runner = ProgramRunner(program)

@@ -17,7 +17,7 @@ from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.marks import slow
-from tests.helpers.related_requests import related_prompts, related_requests
+from tests.helpers.related_requests import related_prompts
 from tests.helpers.tiers import clear_pool, offloader_of
 
 Texts = list[list[int]]
@@ -68,29 +68,6 @@ def filled(s3: FakeS3) -> tuple[Texts, Texts]:
     return prompts, answers
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["s3", "file"])
-def test_engines_share_what_each_of_them_computed(family: str, kind: str, s3: FakeS3, tmp_path: Path) -> None:
-    """The second engine loads alone what the first computed together, and a third, beside both, all at once."""
-    spec = s3_spec(s3) if kind == "s3" else f"remote:url=file://{tmp_path}/kv,refresh=0.01"
-    expected = run_to_completion(make_engine(family, backend="cpu"), related_requests(family, 0))
-    engines = []
-    for i in range(3):
-        engines.append(engine := open_engine(spec, family))
-        store_of(engine).sync()
-        requests = related_requests(family, 0)
-        if i == 1:
-            assert [run_to_completion(engine, [r])[0] for r in requests] == expected
-        else:
-            assert run_to_completion(engine, requests) == expected
-        store_of(engine).sync()
-        assert (store_of(engine).counts["read"] > 0) == (i > 0)
-        assert store_of(engine).counts["failed"] == 0 and not store_of(engine).breaker.is_open
-    for engine in engines:
-        close(engine)
-
-
 def test_a_miss_asks_for_a_listing_so_that_the_next_request_hits(s3: FakeS3) -> None:
     text = list(range(100))
     reader, writer = open_engine(s3_spec(s3)), open_engine(s3_spec(s3))
@@ -119,16 +96,6 @@ def test_two_writers_of_one_text_store_it_once(s3: FakeS3) -> None:
     written = [store_of(engine).counts for engine in engines]
     assert written[0]["written"] > 0 and written[1]["written"] == 0 and written[1]["known"] > 0
     for engine in engines:
-        close(engine)
-
-
-def test_another_model_or_salt_reads_nothing(s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
-    longest = max(filled[0], key=len)
-    for family, salt, reads in (("mpt", "", False), ("llama", "x", False), ("llama", "", True)):
-        engine = open_engine(s3_spec(s3), family)
-        store_of(engine).sync()
-        run_to_completion(engine, [make_request(longest, 4, salt=salt)])
-        assert (store_of(engine).counts["read"] > 0) == reads
         close(engine)
 
 
@@ -251,43 +218,7 @@ def test_bytes_that_come_too_late_land_in_no_page(s3: FakeS3, filled: tuple[Text
     close(engine)
 
 
-def test_damaged_object_is_written_anew_and_serves_engines_again(s3: FakeS3, filled: tuple[Texts, Texts]) -> None:
-    prompts, answers = filled
-    intact = dict(s3.objects)
-    for i, (name, content) in enumerate(intact.items()):
-        place = (100, 4096 + 10)[i % 2]  # in the header, or in the first block
-        s3.put(name, content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
-    engine = open_engine(s3_spec(s3))
-    store_of(engine).sync()
-    assert run_one_by_one(engine, prompts) == answers
-    store_of(engine).sync()
-    num_repaired = sum(s3.objects[name][4096:] == content[4096:] for name, content in intact.items())
-    assert store_of(engine).counts["damaged"] > 0 and num_repaired > 0
-    close(engine)
-    other = open_engine(s3_spec(s3))
-    store_of(other).sync()
-    assert run_one_by_one(other, prompts) == answers
-    assert store_of(other).counts["read"] > 0  # it may meet damage that the first engine never read
-    close(other)
-
-
 # ---- selective loading ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_loading_everything_selectively_changes_no_token(s3: FakeS3) -> None:
-    """Before and after spans are reordered, and in an engine that finds both orders."""
-    prompts = related_prompts(4)
-    expected = run_to_completion(make_engine("llama", backend="cpu"), [make_request(t) for t in prompts])
-    for _ in range(2):
-        engine = open_engine(s3_spec(s3), prefix_cache="selective:ratio=1")
-        store_of(engine).sync()
-        for _ in range(2):
-            clear_pool(engine)
-            assert run_one_by_one(engine, prompts) == expected
-            offloader_of(engine).sync()
-        assert any(span.is_reordered for span in store_of(engine).span_index.spans)
-        close(engine)
 
 
 def test_selective_loads_read_no_byte_twice(s3: FakeS3) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import random
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -17,9 +16,9 @@ from retain.kv.prefix.cache import PrefixCache
 from tests.helpers.disk_faults import FAULTS, Fault
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, row_of, run_to_completion
 from tests.helpers.marks import slow
-from tests.helpers.related_requests import related_prompts, related_requests, run_disturbed
+from tests.helpers.related_requests import related_prompts, related_requests
 from tests.helpers.stored_spans import names_in, span_files, verify
-from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, flip_a_bit, offloader_of
+from tests.helpers.tiers import clear_pool, disk_spec, disk_store_of, offloader_of
 
 Texts = list[list[int]]
 FillStore = Callable[..., tuple[Texts, Texts]]
@@ -49,30 +48,6 @@ def test_engine_after_a_restart_finds_prefixes_on_the_disk(
         engine.cache.prefix_cache.close_offloader()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
-@pytest.mark.parametrize("tier", ["ram", "disk"])
-@pytest.mark.parametrize("prompt_len", [32, 41, 47])
-def test_next_turn_resumes_in_the_last_page_of_an_evicted_answer(
-    family: str, tier: str, prompt_len: int, tmp_path: Path
-) -> None:
-    spec = "ram:capacity=10MB" if tier == "ram" else disk_spec(tmp_path)
-    engine = make_engine(family, backend="cpu", prefix_cache="exact", tiers=[spec])
-    offloader_of(engine).cost_model = AlwaysLoad()
-    turn = make_request([5 + i % 20 for i in range(prompt_len)], max_tokens=20)
-    run_to_completion(engine, [turn])
-    tree, S = engine.cache.prefix_cache.tree, engine.cache.page_size
-    tree.evict(tree.num_evictable_pages)
-    if tier == "disk":
-        disk_store_of(engine).sync()
-    text = [*turn.tokens, 7, 8]
-    next_turn = make_request(text)
-    tokens = run_to_completion(engine, [next_turn])
-    num_known = len(turn.tokens) - 1
-    assert next_turn.stats.num_cached_tokens == num_known // S * S
-    assert tokens == run_to_completion(make_engine(family, backend="cpu"), [make_request(text)])
-    engine.cache.prefix_cache.close_offloader()
-
-
 @pytest.mark.parametrize("window", [1, 2, *slow(16, 17)])
 @pytest.mark.parametrize("prompt_len", [17, 33, *slow(32)])
 def test_windows_of_any_length_go_to_a_tier_and_back(window: int, prompt_len: int) -> None:
@@ -84,38 +59,6 @@ def test_windows_of_any_length_go_to_a_tier_and_back(window: int, prompt_len: in
         assert run_to_completion(engine, [make_request(prompt, 9, policy)]) == expected
         tree = engine.cache.prefix_cache.tree
         tree.evict(tree.num_evictable_pages)
-    engine.cache.prefix_cache.close_offloader()
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tier", ["both", *slow("ram", "disk")])
-def test_requests_together_with_too_few_pages(family: str, tier: str, tmp_path: Path) -> None:
-    """The pool evicts to tiers that are too small, and loads again, with preemption and cancellation."""
-    expected = run_to_completion(make_engine(family, backend="cpu"), related_requests(family, 3, only_full=True))
-    tiers = {"ram": ["ram:capacity=400kB"], "disk": [disk_spec(tmp_path, "600kB")]}
-    tiers["both"] = tiers["ram"] + tiers["disk"]
-    engine = make_engine(
-        family,
-        backend="cpu",
-        prefix_cache="exact",
-        num_pages=160 if family != "gemma3_text" else 64,
-        max_running_requests=8,
-        max_batched_tokens=64,
-        tiers=tiers[tier],
-    )
-    rng = random.Random(5)
-    for _ in range(4):
-        requests = run_disturbed(engine, related_requests(family, 3, only_full=True), rng)
-        assert [r.output_tokens for r in requests] == expected[:4] + expected[5:]
-    stats = offloader_of(engine).stats()
-    assert all(t["bytes"] <= t["capacity"] for t in stats)
-    tree = engine.cache.prefix_cache.tree
-    for text in {tuple(r.prompt) for r in requests}:
-        tree.evict(tree.num_evictable_pages)
-        if tier != "ram":
-            disk_store_of(engine).sync()
-        run_to_completion(engine, [make_request(text)])
-    assert sum(offloader_of(engine).num_loaded_tokens.values()) > 0, stats
     engine.cache.prefix_cache.close_offloader()
 
 
@@ -137,41 +80,6 @@ def fill_store(tmp_path_factory: pytest.TempPathFactory) -> FillStore:
         return prompts, answers
 
     return fill
-
-
-def truncate(path: Path) -> None:
-    for file in span_files(path):
-        os.truncate(file, file.stat().st_size // 2)
-
-
-def unlink(path: Path) -> None:
-    for file in span_files(path):
-        file.unlink()
-
-
-@pytest.mark.parametrize("family", ["gemma3_text", *slow("llama")])
-@pytest.mark.parametrize("damage", [flip_a_bit, truncate, unlink])
-@pytest.mark.parametrize("when", ["before", "while it runs"])
-def test_damaged_spans_are_computed_again(
-    family: str, damage: Callable[[Path], None], when: str, fill_store: FillStore, tmp_path: Path
-) -> None:
-    prompts, answers = fill_store(tmp_path, family)
-    if when == "before":
-        damage(tmp_path)
-    engine = make_engine(family, backend="cpu", prefix_cache="exact", tiers=[disk_spec(tmp_path)])
-    if when != "before":
-        damage(tmp_path)
-    for r in (requests := [make_request(t) for t in prompts]):
-        engine.add(r)
-    for _ in iter_steps(engine):
-        pass
-    assert [r.output_tokens for r in requests] == answers
-    store = disk_store_of(engine)
-    store.sync()
-    assert damage is unlink or store.counts["damaged"] > 0
-    verify(store)  # no request has read all of it
-    assert verify(store) == 0 and len(store.span_index.spans) > 0  # spans that requests needed were stored again
-    engine.cache.prefix_cache.close_offloader()
 
 
 @pytest.mark.parametrize("call", ["preadv", "pwritev", "fsync"])
@@ -215,19 +123,6 @@ def test_engine_starts_on_a_disk_that_cannot_be_written(fault: Fault, fill_store
         requests = [make_request(t) for t in prompts]
         assert [run_to_completion(engine, [r])[0] for r in requests] == answers
         assert disk_store_of(engine).counts["read"] > 0 and sum(r.stats.num_cached_tokens for r in requests) > 0
-        engine.cache.prefix_cache.close_offloader()
-
-
-def test_another_model_salt_or_window_reads_nothing(fill_store: FillStore, tmp_path: Path) -> None:
-    prompts, _ = fill_store(tmp_path)
-    longest = max(prompts, key=len)
-    for family, salt, policy in (("mpt", "", "full"), ("llama", "x", "full"), ("llama", "", "ring:window=50")):
-        engine = make_engine(family, backend="cpu", prefix_cache="exact", tiers=[disk_spec(tmp_path)])
-        run_to_completion(engine, [make_request(longest, 4, policy, salt=salt)])
-        assert disk_store_of(engine).counts["read"] == 0
-        if family == "llama" and not salt:
-            run_to_completion(engine, [make_request(longest, 4)])
-            assert disk_store_of(engine).counts["read"] > 0
         engine.cache.prefix_cache.close_offloader()
 
 

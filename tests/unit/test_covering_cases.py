@@ -1,6 +1,7 @@
 """`make check` runs few cases of a test, which have many of its values; `make test` runs every pair of values."""
 
 import sys
+from collections import Counter
 from itertools import combinations
 from pathlib import Path
 
@@ -23,6 +24,11 @@ def test_product(a, b, c, fixture): ...
 @pytest.mark.parametrize("dtype", range(4))
 @pytest.mark.parametrize("size", range(3))
 def test_many(family, dtype, size): ...
+
+@pytest.mark.checked_cases(4)
+@pytest.mark.parametrize("a", range(6))
+@pytest.mark.parametrize("b", range(3))
+def test_matrix(a, b): ...
 
 @pytest.mark.parametrize("a", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 def test_rows(a): ...
@@ -51,7 +57,7 @@ def test_each_value_stays_in_a_case_and_repetitions_are_slow(
     assert len(items) == 48 + 240 + 3 + 1 and len(params) == 6
     assert {p["a"] for p in params} == {*range(6)} and {p["fixture"] for p in params} == {"x", "y"}
     assert {(p["b"], p["c"]) for p in params} == {(1, 2), (2, 1), (1, 1), (2, 2)}
-    others = [item for item in fast if item.originalname not in ("test_product", "test_many")]
+    others = [item for item in fast if item.originalname not in ("test_product", "test_many", "test_matrix")]
     assert [item.name for item in others] == ["test_rows[1]", "test_rows[2]", "test_plain"]
 
 
@@ -66,7 +72,7 @@ def test_no_test_has_more_fast_cases_than_the_limit(
     params = [item.callspec.params for item in fast if item.originalname == "test_product"]
     assert len(params) == 2 == len({p["a"] for p in params})
     assert {p["fixture"] for p in params} == {"x", "y"} and len({(p["b"], p["c"]) for p in params}) == 2
-    assert len(fast) == 2 + 2 + 2 + 1
+    assert len(fast) == 2 + 2 + 4 + 2 + 1
 
 
 def test_each_pair_of_values_stays_in_a_case(items: list[pytest.Function]) -> None:
@@ -95,3 +101,9 @@ def test_values_of_a_long_parameter_take_turns_with_the_others(items: list[pytes
     assert len(left) == 20 and {p["family"] for p in left} == {*range(20)}
     assert len({(p["dtype"], p["size"]) for p in left}) == 12
     assert {sum(p["dtype"] == dtype for p in left) for dtype in range(4)} <= {4, 5, 6}
+
+
+def test_a_mark_says_how_many_cases_are_checked(items: list[pytest.Function]) -> None:
+    mark_repetitions(items)
+    counts = Counter(item.originalname for item in items if not item.get_closest_marker("slow"))
+    assert (counts["test_matrix"], counts["test_product"]) == (4, covering_cases.MAX_CHECKED_CASES)
