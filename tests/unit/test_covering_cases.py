@@ -54,7 +54,7 @@ def test_each_value_stays_in_a_case_and_repetitions_are_slow(
     mark_repetitions(items)
     fast = [item for item in items if not item.get_closest_marker("slow")]
     params = [item.callspec.params for item in fast if item.originalname == "test_product"]
-    assert len(items) == 48 + 240 + 3 + 1 and len(params) == 6
+    assert len(items) == 48 + 240 + 18 + 3 + 1 and len(params) == 6
     assert {p["a"] for p in params} == {*range(6)} and {p["fixture"] for p in params} == {"x", "y"}
     assert {(p["b"], p["c"]) for p in params} == {(1, 2), (2, 1), (1, 1), (2, 2)}
     others = [item for item in fast if item.originalname not in ("test_product", "test_many", "test_matrix")]
