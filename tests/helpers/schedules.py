@@ -386,4 +386,6 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
     for key, draw in draws.items():
         if key in allowed and rng.random() < 0.3:
             options[key] = draw()
+    if name == "gate" and options.get("prefill") == "stream":
+        options["share"] = "none"  # its default divides a whole prompt's budget
     return options

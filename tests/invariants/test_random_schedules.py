@@ -66,6 +66,7 @@ NEVER_DRAWN = {
     "remote.timeout": "no answer depends on it that is compared",
     "selective.keep": "with selective loading a request does not equal itself alone",
     "selective.ratio": "the same",
+    "reread.prefill": "it reads a whole prompt again, and refuses stream",
     "Config.chat_template": "prompts are tokens",
     "Config.allow_policy": "input processing refuses policies",
     "Config.max_model_len": "input processing refuses longer texts",

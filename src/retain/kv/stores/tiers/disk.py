@@ -78,6 +78,7 @@ class DiskStore(Store):
         if not self.folder.claim():
             return
         num_known = self.catalog.num_damaged
+        self.catalog.unusable.clear()  # a folder that was away has its spans still, also those whose loads failed then
         try:
             self.catalog.update_all()
             if self.catalog.other_version:
