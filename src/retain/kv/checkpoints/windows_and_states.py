@@ -25,7 +25,6 @@ from retain.kv.checkpoints import (
     SpanContent,
 )
 from retain.kv.memory.block_tables import BlockTables
-from retain.kv.memory.page_store import PageStore
 from retain.kv.stores.checkpoint_spans import PageRun
 from retain.kv.stores.span import Span
 from retain.types import Ints
@@ -86,8 +85,8 @@ class WindowsAndStates:
                 first = first_visible_page(position, int(t.window[row, layer]), S)
                 held = pages[:, first - begin : -(-position // S) - begin].copy()
                 num_whole = position // S - first
+                held[:, num_whole:] = t.store.copy_of(held[:, num_whole:], position)
                 t.pool.incref(held[:, :num_whole])
-                held[:, num_whole:] = _copies_before(t.store, held[:, num_whole:], position)
                 t.ring_base[row, layer] = first * S
                 t.pages[row, layer, :, : held.shape[1]] = held
                 t.counts[row, layer] = held.shape[1]
@@ -216,9 +215,12 @@ def capture_rings(groups: Sequence[BlockTables], row: int, end: int) -> WindowsA
     if num_copied and not pool.ensure_free(num_copied):
         pool.free(held)
         return None
-    for (g, pages), i, own in zip(found, overwritten, copied, strict=True):
-        if len(i):
-            pages[:, i] = _copies_before(groups[g].store, own, end)
+    with pool.owned() as owned:
+        owned.append(held)
+        for (g, pages), i, own in zip(found, overwritten, copied, strict=True):
+            if len(i):
+                pages[:, i] = groups[g].store.copy_of(own, end)
+                owned.append(pages[:, i].ravel())
     return WindowsAndStates(
         position=end,
         first_pages=tuple(first_pages),
@@ -227,10 +229,3 @@ def capture_rings(groups: Sequence[BlockTables], row: int, end: int) -> WindowsA
         groups=tuple(g for g, _ in found),
         layers=tuple(int(t.layers[layer]) for _, t, layer in layers),
     )
-
-
-def _copies_before(store: PageStore, pages: Ints, end: int) -> Ints:
-    """Return copies of pages, in which tokens from position `end` on are holes."""
-    copies = store.copy_of(pages)
-    store.punch_from(copies.ravel(), end)
-    return copies

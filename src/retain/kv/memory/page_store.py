@@ -66,11 +66,17 @@ class PageStore:
         k, v = self.backend.read_slots(self.kv, slots.flatten())
         return k.view(*slots.shape, -1), v.view(*slots.shape, -1)
 
-    def copy_of(self, pages: Pages) -> Pages:
-        """Return new pages with the content of these, of the same shape. Raises OutOfPages."""
-        copies: Pages = self.allocate(pages.size).reshape(pages.shape)
-        self.copy(pages.ravel(), copies.ravel())
-        return copies
+    def copy_of(self, pages: Pages, end: int | None = None) -> Pages:
+        """Return new pages with the content of these, of the same shape. Tokens from `end` on are holes in them.
+
+        Raises OutOfPagesError.
+        """
+        with self.pool.owned() as owned:
+            owned.append(copies := self.allocate(pages.size))
+            self.copy(pages.ravel(), copies)
+            if end is not None:
+                self.punch_from(copies, end)
+        return copies.reshape(pages.shape)
 
     def punch_from(self, pages: Pages, position: int) -> None:
         """Turn the slots of pages that hold tokens from a position on into holes."""

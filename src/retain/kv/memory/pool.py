@@ -5,7 +5,8 @@ A page is free, or held by one or more tables. Page 0 is the trash page, which n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -64,6 +65,17 @@ class PagePool:
         freed = pages[self.ref_counts[pages] == 0]
         self.free_list[self.num_free : self.num_free + len(freed)] = freed
         self.num_free += len(freed)
+
+    @contextmanager
+    def owned(self) -> Iterator[list[Pages]]:
+        """Return a list for pages that the caller holds: those in it are freed if the block raises."""
+        held: list[Pages] = []
+        try:
+            yield held
+        except BaseException:
+            for pages in held:
+                self.free(pages)
+            raise
 
     def check(self, table_pages: Pages) -> None:
         """Compare the counts with `table_pages`, which names a page once for each table that holds it.

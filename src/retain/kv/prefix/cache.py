@@ -295,7 +295,9 @@ class PrefixCache:
         if checkpoint is None:
             return None
         link = self.first_link(start.text, start.demand.policy)
-        node = self.tree.insert(link, start.text, start.position, None, {standing.key: checkpoint}).node
+        with self.pool.owned() as owned:
+            owned.append(checkpoint.page_list)
+            node = self.tree.insert(link, start.text, start.position, None, {standing.key: checkpoint}).node
         held = HeldCheckpoint(standing.kind, standing.key, node.checkpoints[standing.key], node)
         begun = self._attach(row, replace(start, stored=(), checkpoints=[held]))
         if begun is None:
@@ -396,27 +398,33 @@ class PrefixCache:
         end = moment.position if self.config.keep == "all" else min(moment.position, row.prompt_len)
         end = end // B * B if moment.is_running else end
         moment = replace(moment, position=end, has_pages=moment.has_pages and end > 0)
-        captured = {k: c for kind in self.kinds.values() for k, c in kind.capture(row, moment).items()}
-        required = self.needs(row.demand.policy, row.demand.seed).required
-        has_pages = moment.has_pages and required <= captured.keys()
-        captured = row.unstored | captured
-        row.unstored = {}
+        captured = row.unstored.copy()
+        row.unstored.clear()
+        required = set(self.needs(row.demand.policy, row.demand.seed).required)
         link = self.first_link(text, row.demand.policy)
         try:
+            for kind in self.kinds.values():
+                captured |= (found := kind.capture(row, moment))
+                required -= found.keys()
+            has_pages = moment.has_pages and not required
             for key in [k for k, c in captured.items() if not c.needs_pages]:
-                self._store_checkpoint(link, text, key, captured.pop(key), begun_at)
+                self._store_checkpoint(link, text, key, captured, begun_at)
             if has_pages:
                 self._store_pages(link, row, text, end)
                 for key in list(captured):
-                    self._store_checkpoint(link, text, key, captured.pop(key), begun_at)
+                    self._store_checkpoint(link, text, key, captured, begun_at)
         finally:
             self.pool.free(np.concatenate([NO_PAGES, *(c.page_list for c in captured.values())]))
             row.unstored = {key: c for key, c in captured.items() if not len(c.page_list)}
         return end if has_pages else 0
 
-    def _store_checkpoint(self, link: bytes, text: Text, key: bytes, checkpoint: TextCheckpoint, begun_at: int) -> None:
-        """Keep a checkpoint, which the tree takes over."""
+    def _store_checkpoint(
+        self, link: bytes, text: Text, key: bytes, captured: dict[bytes, TextCheckpoint], begun_at: int
+    ) -> None:
+        """Keep one of the checkpoints, which the tree takes over."""
+        checkpoint = captured[key]
         self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at)
+        del captured[key]
         if self.tiers:
             hashes = text.block_hashes(link, self.layout.block_size, checkpoint.position)
             self.tiers.on_captured(hashes, text, key, checkpoint)

@@ -17,7 +17,6 @@ from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.span import CorruptionError
 from retain.kv.stores.store import ReadJob, SpanRange, Store
 from retain.kv.text import Text, hash_block
-from retain.types import Ints
 
 
 class Tiers:
@@ -102,15 +101,12 @@ class Tiers:
         if not read or not self.pool.ensure_free(len(read[0].page_list)):
             return None
         numbered, data = read
-        owned: list[Ints] = []
         try:
-            owned = self.spans.allocate(numbered.runs())
-            found = kind.with_pages(numbered, np.concatenate([np.zeros(0, np.int32), *owned]))
-            self.spans.upload(place, found.runs(), data)
-        except BaseException as error:
-            self.pool.free(np.concatenate([np.zeros(0, np.int32), *owned]))
-            if not isinstance(error, Exception):
-                raise
+            with self.pool.owned() as owned:
+                owned += self.spans.allocate(numbered.runs())
+                found = kind.with_pages(numbered, np.concatenate([np.zeros(0, np.int32), *owned]))
+                self.spans.upload(place, found.runs(), data)
+        except Exception as error:
             self.offloader.warnings.warn(f"tier {place.store.name}: a checkpoint could not be loaded", error)
             return None
         if not place.store.write_through:
@@ -133,9 +129,11 @@ class Tiers:
         self, kind: AnyKind, numbered: TextCheckpoint, place: SpanRange, row: CheckpointedRow, position: int
     ) -> dict[int, list[ReadJob]]:
         """Give a checkpoint to a row before its pages are read. Returns the reads, by layer of the model."""
-        pages = np.concatenate([np.zeros(0, np.int32), *self.spans.allocate(numbered.runs())])
-        checkpoint = kind.with_pages(numbered, pages)
-        kind.attach(row, position, checkpoint)
+        with self.pool.owned() as owned:
+            owned += self.spans.allocate(numbered.runs())
+            pages = np.concatenate([np.zeros(0, np.int32), *owned])
+            checkpoint = kind.with_pages(numbered, pages)
+            kind.attach(row, position, checkpoint)
         self.pool.free(pages)  # the row holds them
         runs = checkpoint.runs()
         jobs: dict[int, list[ReadJob]] = {}

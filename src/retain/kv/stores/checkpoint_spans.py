@@ -132,7 +132,10 @@ class CheckpointSpans:
 
     def allocate(self, runs: Sequence[PageRun]) -> list[Ints]:
         """Take pages for each of these runs, which the pool has."""
-        return [self.page_stores[self._pool(run)].allocate(len(run.pages)) for run in runs]
+        with self.page_stores[0].pool.owned() as owned:
+            for run in runs:
+                owned.append(self.page_stores[self._pool(run)].allocate(len(run.pages)))
+        return owned
 
     def upload(self, place: SpanRange, runs: Sequence[PageRun], data: Sequence[Bytes]) -> None:
         """Write the blocks of each run of a span into its pages."""

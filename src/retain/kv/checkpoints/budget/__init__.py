@@ -102,11 +102,14 @@ class CheckpointKind:
             if windows is None:
                 return None
         policy = row.evictors[0].policy
-        parts = tuple(e.capture_state(position) for e in row.evictors)
-        masses = read_masses(self.groups, row.index, position) if policy.score_key and parts[0].is_dense else ()
-        groups = tuple(g for g, t in enumerate(self.groups) if len(t.full_layers(row.index)))
-        found = BudgetCheckpoint(position, policy, parts, groups, windows, masses=masses)
-        self.groups[0].pool.incref(found.own_pages)
+        with self.groups[0].pool.owned() as owned:
+            if windows:
+                owned.append(windows.page_list)
+            parts = tuple(e.capture_state(position) for e in row.evictors)
+            masses = read_masses(self.groups, row.index, position) if policy.score_key and parts[0].is_dense else ()
+            groups = tuple(g for g, t in enumerate(self.groups) if len(t.full_layers(row.index)))
+            found = BudgetCheckpoint(position, policy, parts, groups, windows, masses=masses)
+            self.groups[0].pool.incref(found.own_pages)
         return found
 
     def _copy(self, row: CheckpointedRow, position: int) -> BudgetCheckpoint | None:
@@ -123,9 +126,13 @@ class CheckpointKind:
             return None
         for t in self.groups if held.windows else ():
             t.note_shared_rings(row.index, position)
-        parts = tuple(_copy_part(e, part) for e, part in zip(row.evictors, held.evictors, strict=True))
+        parts = []
+        with pool.owned() as owned:
+            owned.append(held.page_list)
+            for evictor, part in zip(row.evictors, held.evictors, strict=True):
+                parts.append(_copy_part(evictor, part, owned))
         pool.free(held.own_pages)
-        return replace(held, evictors=parts, in_prompt=True)
+        return replace(held, evictors=tuple(parts), in_prompt=True)
 
     # ---- attaching -----------------------------------------------------------------------------------------------
 
@@ -193,14 +200,17 @@ class CheckpointKind:
         return CheckpointShape(self.groups, windows)
 
 
-def _copy_part(evictor: BudgetEvictor, part: EvictorState) -> EvictorState:
+def _copy_part(evictor: BudgetEvictor, part: EvictorState, owned: list[Ints]) -> EvictorState:
+    """Return a state with pages of its own, which are added to `owned`."""
     demoter = part.demoter
     if demoter:
         assert evictor.tables.demoted
         pages = _copy_tables(evictor.tables.demoted.store, demoter.pages, demoter.counts)
+        owned.append(used_pages(pages, demoter.counts))
         scores = None if demoter.scores is None else demoter.scores.clone()
         demoter = replace(demoter, pages=pages, scores=scores)
     pages = _copy_tables(evictor.tables.store, part.pages, part.counts)
+    owned.append(used_pages(pages, part.counts))
     slot_scores, scored_pos = part.scores
     return replace(part, pages=pages, scores=(slot_scores.clone(), scored_pos.clone()), demoter=demoter)
 
