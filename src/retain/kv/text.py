@@ -55,7 +55,8 @@ class Text:
     def first_link(self, windows: Ints, model: bytes = b"") -> bytes:
         """Return the hash that every chain of this salt, these windows [L], this model and this `extra` begins with."""
         key = model + b"\0" + self.salt.encode(errors="surrogatepass") + b"\0" + windows.tobytes()
-        return hash_key(key + b"\0" + self.extra if self.extra else key)
+        link = hash_key(key)
+        return hash_key(link + self.extra) if self.extra else link
 
     def block_hashes(self, first_link: bytes, block_size: int, num_tokens: int | None = None) -> list[bytes]:
         """Return the hashes of the whole blocks of the first `num_tokens` tokens (default: all), in order.
@@ -95,7 +96,7 @@ def iter_end_hashes(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the ends of a text that lie behind its n whole blocks, the last first, and the hash of the text up to each.
 
-    The first of them is the end of these blocks.
+    The last of them is the end of these blocks, of which there is at least one.
     """
     begin = n * block_size
     for end in range(min(begin + block_size - 1, len(tokens)), begin, -1):

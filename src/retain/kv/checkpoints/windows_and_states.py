@@ -160,7 +160,7 @@ class CheckpointKind:
             G = self.groups[g].counts.shape[2]
             S = self.groups[g].page_size
             first_pages.append(position // S - n // G)
-            if not 0 <= first_pages[-1] <= first_visible_page(position, window, S):
+            if first_pages[-1] != first_visible_page(position, window, S):
                 raise ValueError(f"{n} pages are no window")
             pages.append(np.arange(begin, begin + n, dtype=np.int32).reshape(G, -1))
             begin += n

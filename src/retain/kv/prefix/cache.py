@@ -171,7 +171,7 @@ class PrefixCache:
             position=position,
             blocks=match.pages[:, : -(-position // B)],
             shared_length=0 if needs.adds_mass else position,  # such queries write into the slots of their row alone
-            nodes=match.nodes,
+            nodes=[n for n in match.nodes if n.start_block * B < position],
             checkpoints=[held for x in chosen if x and (held := x[1])],
             branch_point=branch_point if branch_point > position and not needs.adds_mass else 0,
             num_shared_pages=num_shared,
@@ -232,7 +232,7 @@ class PrefixCache:
             i * B,
             blocks,
             shared_length=0 if needs.adds_mass else i * B,
-            nodes=match.nodes,
+            nodes=[n for n in match.nodes if n.start_block < blocks.shape[-1]],
             span_ranges=ranges,
             is_selective=bool(offloader.probe_config and ranges),
             stored=stored,
@@ -297,8 +297,12 @@ class PrefixCache:
         link = self.first_link(start.text, start.demand.policy)
         with self.pool.owned() as owned:
             owned.append(checkpoint.page_list)
-            node = self.tree.insert(link, start.text, start.position, None, {standing.key: checkpoint}).node
+            new = {standing.key: checkpoint}
+            required = self.needs(start.demand.policy, start.demand.seed).required
+            node = self.tree.insert(link, start.text, start.position, None, new, required=required).node
         held = HeldCheckpoint(standing.kind, standing.key, node.checkpoints[standing.key], node)
+        if standing.kind.reach(start.demand, held.checkpoint).last != start.position:
+            return None  # the node had another of this key, which does not let this row go on
         begun = self._attach(row, replace(start, stored=(), checkpoints=[held]))
         if begun is None:
             return None
@@ -330,7 +334,8 @@ class PrefixCache:
                     c.kind.attach(row, position, c.checkpoint)
             for kind, numbered, place in incoming:
                 assert self.tiers
-                jobs |= self.tiers.attach(kind, numbered, place, row, position)
+                for layer, further in self.tiers.attach(kind, numbered, place, row, position).items():
+                    jobs.setdefault(layer, []).extend(further)
         finally:
             self.pool.free(held)
         self.tree.touch(start.nodes, [(c.node, c.key) for c in start.checkpoints])
@@ -408,22 +413,29 @@ class PrefixCache:
                 required -= found.keys()
             has_pages = moment.has_pages and not required
             for key in [k for k, c in captured.items() if not c.needs_pages]:
-                self._store_checkpoint(link, text, key, captured, begun_at)
+                self._store_checkpoint(link, row, text, key, captured, begun_at)
             if has_pages:
                 self._store_pages(link, row, text, end)
                 for key in list(captured):
-                    self._store_checkpoint(link, text, key, captured, begun_at)
+                    self._store_checkpoint(link, row, text, key, captured, begun_at)
         finally:
             self.pool.free(np.concatenate([NO_PAGES, *(c.page_list for c in captured.values())]))
             row.unstored = {key: c for key, c in captured.items() if not len(c.page_list)}
         return end if has_pages else 0
 
     def _store_checkpoint(
-        self, link: bytes, text: Text, key: bytes, captured: dict[bytes, TextCheckpoint], begun_at: int
+        self,
+        link: bytes,
+        row: CheckpointedRow,
+        text: Text,
+        key: bytes,
+        captured: dict[bytes, TextCheckpoint],
+        begun_at: int,
     ) -> None:
         """Keep one of the checkpoints, which the tree takes over."""
         checkpoint = captured[key]
-        self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at)
+        required = self.needs(row.demand.policy, row.demand.seed).required
+        self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at, required)
         del captured[key]
         if self.tiers:
             hashes = text.block_hashes(link, self.layout.block_size, checkpoint.position)

@@ -182,7 +182,7 @@ class RadixTree:
         a text that went on from position `begun_at`, checkpoints of these keys before that are dropped, if no other
         text parts there and they are not on the ladder. Texts of this link go on only where all `required` keys are.
 
-        Returns the node at the end of these tokens.
+        Returns the node that holds the last of these tokens; with checkpoints, one that ends there.
         """
         B = self.block_size
         root = self.roots.setdefault(link, Node(0, text.tokens[:0], [], has_pages=True, required=required))
