@@ -31,6 +31,7 @@ from retain.cluster.launch import set_environment
 from retain.kernels import cpu, triton
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
+from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.folders import save_tiny_smollm2
 
 if triton.is_interpreted():
@@ -51,6 +52,15 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Run the test on each instruction set of the cpu backend."""
     with use_isa(request.param):
         yield request.param
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
+    """A server of objects by Amazon's protocol, and the credentials that clients find for it."""
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with serve_fake_s3() as served:
+        yield served
 
 
 @pytest.fixture(scope="session")

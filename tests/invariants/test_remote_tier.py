@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,21 +15,13 @@ from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.remote import RemoteStore
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
-from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.marks import slow
 from tests.helpers.related_requests import related_prompts
 from tests.helpers.tiers import clear_pool, offloader_of
 
 Texts = list[list[int]]
 FAMILIES = ["gemma3_text", *slow("llama", "mpt")]
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    with serve_fake_s3() as served:
-        yield served
 
 
 def s3_spec(s3: FakeS3, timeout: float = 5) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from retain.kv.stores.span import Span, SpanFormat, alloc_aligned
 from retain.kv.stores.store import Store
 from retain.kv.stores.tiers import parse
 from tests.helpers.engines import make_engine, make_request, run_to_completion
-from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.span_reader import ReadSpan, read_span
 from tests.helpers.stored_spans import key_of, span_files
 from tests.helpers.tiers import offloader_of
@@ -26,14 +25,6 @@ ENGINES = {
     "budget": ("llama", "h2o:budget=64", "exact"),
     "importance": ("llama", "full", "selective:ratio=0.5"),
 }
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "x")
-    with serve_fake_s3() as served:
-        yield served
 
 
 def read_place(place: str, path: Path, s3: FakeS3) -> dict[str, bytes]:

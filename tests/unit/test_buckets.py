@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from retain.kv.stores.bucket import Bucket, Memory
 from retain.kv.stores.folder import Folder, LockedFolder
 from retain.kv.stores.object_store import ObjectStore
 from retain.kv.stores.tiers import parse
-from tests.helpers.fake_s3 import serve_fake_s3
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span
 
 NAMES = ["00/ab/one", "00/ab/two", "00/cd/one", "01/ab/one"]
@@ -20,15 +18,11 @@ PAGE = bytes(range(256)) * 16  # folders write whole pages
 
 
 @pytest.fixture(params=["memory", "folder", "locked folder", "object store", "s3"])
-def bucket(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bucket]:
+def bucket(request: pytest.FixtureRequest, tmp_path: Path) -> Bucket:
     if request.param == "s3":
-        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
-        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
-        with serve_fake_s3() as s3:
-            yield ObjectStore("s3://bucket", s3.url, "x", 5)
-        return
+        return ObjectStore("s3://bucket", request.getfixturevalue("s3").url, "x", 5)
     places = {"memory": Memory, "folder": lambda: Folder(tmp_path), "locked folder": lambda: LockedFolder(tmp_path)}
-    yield places.get(request.param, lambda: ObjectStore("memory:///", None, None, 5))()
+    return places.get(request.param, lambda: ObjectStore("memory:///", None, None, 5))()
 
 
 def test_objects_are_put_found_listed_and_deleted(bucket: Bucket) -> None:

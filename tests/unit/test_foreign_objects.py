@@ -16,7 +16,7 @@ from retain.kv.stores.folder import Folder
 from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import parse, remote
 from retain.kv.stores.tiers.remote import RemoteStore
-from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
+from tests.helpers.fake_s3 import FakeS3
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span
 
 FORMAT = SpanFormat(bytes(range(16)), {}, 4608)
@@ -103,14 +103,6 @@ def test_a_place_that_is_taken_costs_the_span_that_belongs_there(tmp_path: Path)
             store.put(*make_span(numbers))
         store.sync()
         assert not store.find(key_of(0)) and store.find(key_of(3)) and not store.breaker.is_open
-
-
-@pytest.fixture
-def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeS3]:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "x")
-    with serve_fake_s3() as served:
-        yield served
 
 
 def test_a_listing_goes_on_where_its_time_ended(s3: FakeS3, monkeypatch: pytest.MonkeyPatch) -> None:
