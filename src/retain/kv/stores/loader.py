@@ -59,6 +59,7 @@ class LayerLoader:
             if len(job.pages) == job.span.num_blocks[job.layer]:
                 self.loaded_spans.add((job.store, job.span))
         try:
+            write_positions(self.offloader.transfers[jobs[0].pool], jobs)
             self.finished_at = perf_counter()
             return self.offloader.transfer.record_event()
         except Exception as error:
@@ -135,7 +136,12 @@ def write_pages(transfer: PageTransfer, job: ReadJob, blocks: Bytes) -> None:
     n, G = job.pages.shape
     size = transfer.page_bytes(job.span.kind)
     transfer.upload(job.pages, blocks[:, : G * size].reshape(n, G, size))
-    if job.start_position is not None:
-        S = transfer.kv.page_size
-        positions = np.arange(job.start_position, job.start_position + n * S, dtype=np.int32)
-        transfer.set_positions(job.pages, positions.reshape(n, 1, S))
+
+
+def write_positions(transfer: PageTransfer, jobs: Sequence[ReadJob]) -> None:
+    """Set the positions of all pages of a layer's jobs at once, where their blocks are of a text."""
+    S = transfer.kv.page_size
+    placed = [(job.pages, job.start_position + S * np.arange(len(job.pages))) for job in jobs if job.span.kind == TEXT]
+    if placed:
+        pages, firsts = map(np.concatenate, zip(*placed, strict=True))
+        transfer.set_positions(pages, (firsts[:, None, None] + np.arange(S)).astype(np.int32))  # [n, 1, S]

@@ -239,7 +239,7 @@ class SpanRange:
 class ReadJob:
     """Blocks of one layer of a span, to be read into pages [blocks, G] of a pool, by its number.
 
-    Those of a text get the positions from `start_position` on. None: their positions are in the blocks, or known later.
+    Those of a text get the positions from `start_position` on. Of others they are in the blocks, or known later.
     """
 
     store: Store
@@ -248,7 +248,7 @@ class ReadJob:
     start_block: int
     pages: Ints
     pool: int = 0
-    start_position: int | None = None
+    start_position: int = 0
 
 
 def _init_writer() -> None:

@@ -30,16 +30,19 @@ class PageTransfer:
 
     def __init__(self, kv: KV):
         self.kv = kv
-        self.views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, kv.pos, kv.mass)]
-        self.ends = list(accumulate(x.shape[1] for x in self.views))
+        views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, kv.pos, kv.mass)]
+        self.ends = list(accumulate(x.shape[1] for x in views))
+        slices = [slice(end - x.shape[1], end) for x, end in zip(views, self.ends, strict=True)]
+        parts = list(zip(map(self._to_view, views), slices, strict=True))
+        self.parts = {end: parts[:i] for i, end in enumerate(self.ends, start=1)}  # what the first bytes of a page are
 
     def page_bytes(self, kind: str) -> int:
         """Return the bytes of a page that spans of a kind hold: those of text have neither positions nor masses."""
         return self.ends[1] if kind == TEXT else self.ends[-1]
 
-    def _parts(self, n: int) -> list[tuple[Tensor, slice]]:
-        """Return what the first n bytes of a page are: views of the pool, each with its place among these bytes."""
-        return [(x, slice(end - x.shape[1], end)) for x, end in zip(self.views, self.ends, strict=True) if end <= n]
+    def _to_view(self, x: Tensor) -> Any:
+        """Return what copies go through: torch would start threads of its own in every thread that calls it."""
+        return x.numpy()
 
     def allocate(self, size: int) -> Bytes:
         """Allocate zeroed memory. Raises OSError or MemoryError."""
@@ -47,13 +50,13 @@ class PageTransfer:
 
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages [...] into `out` [..., n]. The copy is complete on return."""
-        for view, part in self._parts(out.shape[-1]):
-            out[..., part] = view.numpy()[pages]  # torch would start threads of its own in every thread that calls it
+        for view, part in self.parts[out.shape[-1]]:
+            out[..., part] = view[pages]
 
     def upload(self, pages: Ints, data: Bytes) -> None:
         """Copy `data` [..., n] into pages [...]. `data` must not change until an event after it was waited for."""
-        for view, part in self._parts(data.shape[-1]):
-            view.numpy()[pages] = data[..., part]
+        for view, part in self.parts[data.shape[-1]]:
+            view[pages] = data[..., part]
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
         """Set the positions [..., S] of the slots of pages [...]."""
@@ -82,6 +85,9 @@ class DeviceTransfer(PageTransfer):
         if self.is_cuda and stream is None:
             self.stream = torch.cuda.Stream(kv.device)  # type: ignore[no-untyped-call]
 
+    def _to_view(self, x: Tensor) -> Tensor:
+        return x
+
     def allocate(self, size: int) -> Bytes:
         """Allocate zeroed memory, pinned on CUDA."""
         if not self.is_cuda:
@@ -95,7 +101,7 @@ class DeviceTransfer(PageTransfer):
     def download(self, pages: Ints, out: Bytes) -> None:
         """Copy pages out, on the computing stream."""
         index = self.kv.to_index(pages.ravel())
-        data = torch.cat([view.index_select(0, index) for view, _ in self._parts(out.shape[-1])], 1)  # [N, n]
+        data = torch.cat([view.index_select(0, index) for view, _ in self.parts[out.shape[-1]]], 1)  # [N, n]
         torch.from_numpy(out).copy_(data.view(out.shape))
 
     def upload(self, pages: Ints, data: Bytes) -> None:
@@ -103,7 +109,7 @@ class DeviceTransfer(PageTransfer):
         with self._on_stream():
             index = self.kv.to_index(pages.ravel())
             staged = self._to_device(data).view(len(index), -1)
-            for view, part in self._parts(data.shape[-1]):
+            for view, part in self.parts[data.shape[-1]]:
                 view.index_copy_(0, index, staged[:, part])
 
     def set_positions(self, pages: Ints, positions: Ints) -> None:
