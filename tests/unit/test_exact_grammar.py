@@ -9,7 +9,7 @@ from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from retain.processing.grammar import grammar_from_json_schema, grammar_from_lark, lark_json_rule
@@ -166,8 +166,17 @@ candidates = st.recursive(
 )
 
 
+def refer_to_truth(place: str) -> dict[str, Any]:
+    """Return a schema with a reference to a part that is true or false."""
+    member = {"type": "array", "items": {"$ref": place}, "prefixItems": [{"const": BIG}, True]}
+    return {"$defs": {"A": True, "a/b": False}, "anyOf": [member, {"const": [BIG, BIG, BIG]}]}
+
+
 @settings(max_examples=200, deadline=None)
 @given(documents, st.lists(candidates, min_size=5, max_size=12))
+@example(refer_to_truth("#/$defs/A"), [[BIG], [], [BIG, BIG, BIG - 1], BIG])
+@example(refer_to_truth("#/$defs/a~1b"), [[BIG], [], [BIG, BIG, BIG - 1], BIG])
+@example(refer_to_truth("#/anyOf/0/prefixItems/1"), [[BIG], [], [BIG, BIG, BIG - 1], BIG])
 def test_a_grammar_allows_the_values_of_a_schema(document: Any, some: list[Any]) -> None:
     try:
         grammar = grammar_from_json_schema(document)

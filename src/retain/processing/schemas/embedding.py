@@ -28,6 +28,7 @@ class _Embedding:
 
     def __init__(self) -> None:
         self._names: dict[int, str] = {}  # of definitions, by the ids of their parts
+        self._truths: dict[str, bool] = {}  # definitions that are true or false, by name
         self._queue: list[Part] = []
 
     def copy(self, part: Part) -> dict[str, Any]:
@@ -48,7 +49,7 @@ class _Embedding:
 
     def copy_targets(self) -> dict[str, Any]:
         """Return the definitions that copies refer to."""
-        definitions = {}
+        definitions: dict[str, Any] = dict(self._truths)
         while self._queue:
             part = self._queue.pop()
             definitions[self._names[id(part.schema)]] = self.copy(part)
@@ -59,8 +60,12 @@ class _Embedding:
 
     def _refer(self, part: Part, reference: Any) -> str:
         target = part.follow(reference) if isinstance(reference, str) else None
+        truth = part.follow_to_truth(reference) if isinstance(reference, str) else None
+        if truth is not None:
+            self._truths[str(truth)] = truth
+            return f"#/$defs/{truth}"
         if target is None:
-            raise SchemaError(part.place.at("$ref"), "`$ref` leads to no object of the schema")
+            raise SchemaError(part.place.at("$ref"), "`$ref` leads to no schema")
         if id(target.schema) not in self._names:
             self._names[id(target.schema)] = str(len(self._names))
             self._queue.append(target)

@@ -118,7 +118,7 @@ def _is_list_of_texts(value: Any) -> bool:
 def find_reference(part: Part, message: str) -> Problem | None:
     """Find a reference that leads to no schema, or an address that is no such."""
     reference = part.schema.get("$ref")
-    if isinstance(reference, str) and part.follow(reference) is None and not _is_truth(part, reference):
+    if isinstance(reference, str) and part.follow(reference) is None and part.follow_to_truth(reference) is None:
         if reference.startswith("#"):
             return part.place.at("$ref"), "`$ref` leads to no schema"
         return part.place.at("$ref"), "`$ref` leads out of the schema"
@@ -127,16 +127,6 @@ def find_reference(part: Part, message: str) -> Problem | None:
         if isinstance(value, str) and value in message:
             return part.place.at(name), f"`{name}` is not known or not valid"
     return None
-
-
-def _is_truth(part: Part, reference: str) -> bool:
-    """Return whether a reference leads to a schema that is true or false."""
-    names = reference.split("/")
-    outer = part.follow("/".join(names[:-1])) if reference.startswith("#/") else None
-    if outer is None:
-        return False
-    found = outer.schema.get(names[-1])
-    return isinstance(found, bool)
 
 
 def find_circle(part: Part, message: str) -> Problem | None:
