@@ -9,15 +9,16 @@ subtracted. Beside it, in turns: a dot product of vectors with as many bytes as 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from statistics import mean, median
 from time import perf_counter
 
 import torch
 
-from retain.kernels import cpu
-from retain.kernels.api import Program
+from retain.kernels import cpu, ops
 from retain.kernels.kv_cache_spec import LinearStateSpec, LinearTokensSpec
 from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.ops import Buffer, Operation
 from tests.helpers.state_caches import Chunk, StateCaches
 
 HEADS = 16, 16  # of keys and of values
@@ -31,11 +32,11 @@ def build_caches(num_requests: int, has_layer: bool) -> StateCaches:
     params = LinearAttention(*HEADS, SIZE, SIZE, torch.full((HEADS[1],), -0.3), torch.zeros(HEADS[1]))
     rows = torch.randn(num_requests, PROMPT + STEPS, params.qkv_width) / SIZE**0.5
 
-    def emit(program: Program, x: int, out: int) -> None:
-        gates = program.buffer("gates", params.gates_width)
-        program.linear(x, gates, torch.zeros(params.gates_width, params.qkv_width))
+    def emit(x: Buffer, out: Buffer) -> Iterator[Operation]:
+        gates = Buffer("gates", params.gates_width)
+        yield ops.Linear(x, gates, torch.zeros(params.gates_width, params.qkv_width))
         if has_layer:
-            program.linear_attention(x, gates, out, (0, 1), params)
+            yield ops.AttendLinearly(x, gates, out, (0, 1), params)
 
     specs = [LinearTokensSpec(HEADS[1], SIZE, SIZE), LinearStateSpec(HEADS[1], SIZE, SIZE)]
     return StateCaches(cpu, specs, emit, rows, HEADS[1] * SIZE)

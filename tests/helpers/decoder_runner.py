@@ -12,8 +12,11 @@ from torch import Tensor
 from retain import models
 from retain.kernels import reference
 from retain.kernels.api import CPU, KV, NO_WINDOW, Batch, GroupInputs, Tables
-from retain.kernels.reference.program import Attend, ReferenceProgram
+from retain.kernels.ops import Attend
+from retain.kernels.reference.operations import AttendToCache
+from retain.kernels.reference.program import ReferenceProgram
 from retain.models.decoder import Decoder, ModelSpec
+from retain.models.passes.balance import balance
 from retain.models.weights import Weights
 
 
@@ -36,14 +39,11 @@ class ReferenceModel:
     @property
     def key_offsets(self) -> dict[int, Tensor]:
         """The offsets of keys, [G, D], of the layers that have one."""
-        offsets = {}
-        for i in range(self.decoder.num_layers or self.spec.num_layers):
-            a = self.decoder.load_layer(i).attention
-            if a and a.key_offset is not None:
-                offsets[a.layer_idx] = a.key_offset
-        return offsets
+        operations = balance(self.decoder.emit(), self.spec.kv_cache, {})
+        found = {op.cache: op.params.key_offset for op in operations if isinstance(op, Attend)}
+        return {cache: offset for cache, offset in found.items() if offset is not None}
 
-    def compute(self, ids: Tensor, pos: Tensor, attend: Attend) -> Tensor:
+    def compute(self, ids: Tensor, pos: Tensor, attend: AttendToCache) -> Tensor:
         """Return the logits [T, V] of all tokens."""
         return self.program.compute(ids, pos, torch.arange(len(ids)), attend)
 

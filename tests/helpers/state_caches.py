@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, Backend, Batch, GroupInputs, Program, Tables
+from retain.kernels import ops
+from retain.kernels.api import CPU, KV, Backend, Batch, GroupInputs, Tables
 from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.reinterpret import PageFormat, shared_page_bytes
+from tests.helpers.programs import load_program
 
-Emit = Callable[[Program, int, int], None]  # adds the operation from a buffer to another
+Emit = Callable[[Buffer, Buffer], Iterable[Operation]]
 Spec = SlidingWindowSpec | ConvolutionSpec | LinearTokensSpec | LinearStateSpec
 
 
@@ -28,7 +31,7 @@ class Chunk:
 class StateCaches:
     """A program with one operation over caches, and rings of pages of every request, cache and head.
 
-    The program embeds token ids as rows `input_width` wide; `emit(program, x, out)` adds the operation. `run` returns
+    The program embeds token ids as rows `input_width` wide; `emit(x, out)` gives the operations. `run` returns
     the rows that it wrote. The token at position p has the slot p % S of page p // S % ring_pages.
     """
 
@@ -58,15 +61,10 @@ class StateCaches:
             pages.view(self.num_requests, spec.num_kv_heads, ring_pages)
             for pages, spec in zip(free.split(counts), specs, strict=True)
         ]
-        self.program = p = backend.program(torch.float32, device)
-        x = p.buffer("x", table.shape[2])
-        p.embedding(x, torch.cat([table, -table.flip(1)]).flatten(0, 1))
-        out = p.buffer("out", out_width)
-        emit(p, x, out)
-        last = p.buffer("last", out_width)
-        p.gather_rows(out, last)
-        p.linear(last, p.logits_buffer(out_width), torch.eye(out_width))
-        p.finalize()
+        x = Buffer("x", table.shape[2])
+        out = Buffer("out", out_width)
+        embed = ops.Embed(x, torch.cat([table, -table.flip(1)]).flatten(0, 1))
+        self.program = load_program(backend, [embed, *emit(x, out)], out, device)
 
     def run(self, *chunks: Chunk, **hooks: Callable[..., None]) -> list[Tensor]:
         """Compute a step, and reject its drafts. Returns the rows of each request's tokens, without those of drafts.

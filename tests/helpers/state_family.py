@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.api import Program
+from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import (
     ConvolutionSpec,
@@ -26,6 +26,7 @@ from retain.kernels.kv_cache_spec import (
     LinearTokensSpec,
 )
 from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
+from retain.kernels.ops import Buffer, Operation
 from retain.models.decoder import Attention, Decoder, ModelSpec
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
@@ -97,34 +98,35 @@ class StateLayer:
     w: Weights
     key_dim: int
     value_dim: int
-    attention: None = None  # nothing of it is balanced
 
-    def emit(self, program: Program, x: int) -> None:
-        """Write the layer into a program."""
+    def emit(self, x: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer."""
         E = self.spec.hidden_size
-        h = program.buffer("h", E)
-        RMSNorm(self.w["norm.weight"], EPS).emit(program, x, h)
+        h = Buffer("h", E)
+        yield from RMSNorm(self.w["norm.weight"], EPS).emit(x, h)
         if self.kind == "a":
             qkv = load_linear(self.w, "qkv", bias=False)
-            Attention(self.first, self.spec, qkv, load_linear(self.w, "out", bias=False)).emit(program, h, x, add=True)
+            yield from Attention(self.first, self.spec, qkv, load_linear(self.w, "out", bias=False)).emit(
+                h, x, add=True
+            )
             return
         if self.kind == "c":
-            y = program.buffer("convolved", E)
-            program.convolve(h, y, self.first, self.w["conv.weight"].float(), self.w["conv.bias"].float())
+            y = Buffer("convolved", E)
+            yield ops.Convolve(h, y, self.first, self.w["conv.weight"].float(), self.w["conv.bias"].float())
         else:
             rule = Mamba2Rule(self.w["skip"].float(), STEP_LIMITS) if self.kind == "m" else GatedDeltaRule()
             decay, time_bias = -self.w["decay"].float().abs(), self.w["time_bias"].float()
             p = LinearAttention(*HEADS, self.key_dim, self.value_dim, decay, time_bias, rule)
-            qkv = program.buffer("linear qkv", p.qkv_width)
-            gates = program.buffer(f"gates {p.gates_width}", p.gates_width)
-            y = program.buffer("attended", HEADS[1] * self.value_dim)
-            load_linear(self.w, "qkv", bias=False).emit(program, h, qkv)
-            load_linear(self.w, "gates", bias=False).emit(program, h, gates)
+            qkv = Buffer("linear qkv", p.qkv_width)
+            gates = Buffer(f"gates {p.gates_width}", p.gates_width)
+            y = Buffer("attended", HEADS[1] * self.value_dim)
+            yield from load_linear(self.w, "qkv", bias=False).emit(h, qkv)
+            yield from load_linear(self.w, "gates", bias=False).emit(h, gates)
             # The delta rule needs keys of length 1.
             norms = torch.full((2 * HEADS[0], self.key_dim), self.key_dim**-0.5)
-            program.norm(qkv, qkv, norms, None, 1e-6, subtract_mean=False)
-            program.linear_attention(qkv, gates, y, (self.first, self.first + 1), p)
-        load_linear(self.w, "out", bias=False).emit(program, y, x, add=True)
+            yield ops.Norm(qkv, qkv, norms, None, 1e-6, subtract_mean=False)
+            yield ops.AttendLinearly(qkv, gates, y, (self.first, self.first + 1), p)
+        yield from load_linear(self.w, "out", bias=False).emit(y, x, add=True)
 
 
 def build(w: Weights) -> Decoder:

@@ -11,15 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.kernels import cpu, reference
-from retain.kernels.api import CPU, Backend
+from retain.kernels import cpu, ops, reference
+from retain.kernels.api import Backend
 from retain.kernels.experts import Experts, Router
+from retain.kernels.ops import Buffer, WidthError
 from retain.kernels.quantized import Int6, quantize_int4, quantize_int8
 from retain.kernels.reference.experts import ExpertWeights, mix_experts, route
-from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.layerless_batch import make_layerless_batch
+from tests.helpers.programs import load_program
 
 E, I, N = 64, 32, 12
 ROUTERS = {
@@ -98,16 +99,14 @@ class MixtureProgram:
 
     def __init__(self, backend: Backend, experts: Experts, num_tokens: int):
         self.backend = backend
-        self.program = p = backend.program(torch.float32, CPU)
-        x, scores, y = p.buffer("x", E), p.buffer("scores", N), p.buffer("y", E)
-        p.embedding(x, random(num_tokens, E, seed=5))
-        p.embedding(y, random(num_tokens, E, seed=6))
-        p.linear(x, scores, random(N, E, seed=7))
-        p.experts(x, scores, y, experts, add=True)
-        last = p.buffer("last", E)
-        p.gather_rows(y, last)
-        p.linear(last, p.logits_buffer(E), torch.eye(E))
-        p.finalize()
+        x, scores, y = Buffer("x", E), Buffer("scores", N), Buffer("y", E)
+        operations = [
+            ops.Embed(x, random(num_tokens, E, seed=5)),
+            ops.Embed(y, random(num_tokens, E, seed=6)),
+            ops.Linear(x, scores, random(N, E, seed=7)),
+            ops.MixExperts(x, scores, y, experts, add=True),
+        ]
+        self.program = load_program(backend, operations, y)
 
     def run(self, ids: Tensor) -> Tensor:
         """The rows [T, E] of one request; no layer attends."""

@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.kernels import cpu, reference, triton
+from retain.kernels import cpu, ops, reference, triton
 from retain.kernels.api import CPU, Backend, Batch
 from retain.kernels.head_columns import HeadColumns
+from retain.kernels.ops import Buffer, WidthError
 from retain.kernels.quantized import quantize_int4, quantize_int8
-from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.layerless_batch import make_layerless_batch
+from tests.helpers.programs import load_program
 
 H, IN, OUT, WIDTH, OUT_WIDTH = 3, 64, 32, 230, 170
 SOURCE, TARGET = HeadColumns(H, IN, IN + 8, first=5), HeadColumns(H, OUT, OUT + 21, first=7)
@@ -36,16 +37,14 @@ def device_of(backend: Backend) -> torch.device:
 
 def run(backend: Backend, weight: Weight, num_tokens: int, choices: Tensor) -> Tensor:
     """The rows [T, OUT_WIDTH] of a program that multiplies heads of embedded tokens, and copies others."""
-    p = backend.program(torch.float32, device_of(backend))
-    x, y = p.buffer("x", WIDTH), p.buffer("y", OUT_WIDTH)
-    p.embedding(x, random(num_tokens, WIDTH, seed=1))
-    p.embedding(y, random(num_tokens, OUT_WIDTH, seed=2))
-    p.head_linear(x, y, weight, SOURCE, TARGET)
-    p.copy_columns(x, y, COPIED, COPY)
-    last = p.buffer("last", OUT_WIDTH)
-    p.gather_rows(y, last)
-    p.linear(last, p.logits_buffer(OUT_WIDTH), torch.eye(OUT_WIDTH))
-    p.finalize()
+    x, y = Buffer("x", WIDTH), Buffer("y", OUT_WIDTH)
+    operations = [
+        ops.Embed(x, random(num_tokens, WIDTH, seed=1)),
+        ops.Embed(y, random(num_tokens, OUT_WIDTH, seed=2)),
+        ops.HeadLinear(x, y, weight, SOURCE, TARGET),
+        ops.CopyColumns(x, y, COPIED, COPY),
+    ]
+    p = load_program(backend, operations, y, device_of(backend))
     return p.run(make_batch(backend, choices)).cpu().clone()
 
 
@@ -95,14 +94,9 @@ def test_triton_equals_the_reference(kind: str) -> None:
 
 def test_columns_that_nothing_has_written_are_no_numbers() -> None:
     """In the definition, so that every test of a family notices a program that reads them."""
-    p = reference.program(torch.float32, CPU)
-    x, y = p.buffer("x", 16), p.buffer("y", 32)
-    p.embedding(x, torch.ones(4, 16))
-    p.copy_columns(x, y, HeadColumns(1, 16, 16), HeadColumns(1, 16, 16, first=16))
-    last = p.buffer("last", 32)
-    p.gather_rows(y, last)
-    p.linear(last, p.logits_buffer(32), torch.eye(32))
-    p.finalize()
+    x, y = Buffer("x", 16), Buffer("y", 32)
+    copy = ops.CopyColumns(x, y, HeadColumns(1, 16, 16), HeadColumns(1, 16, 16, first=16))
+    p = load_program(reference, [ops.Embed(x, torch.ones(4, 16)), copy], y)
     assert p.run(make_batch(reference, torch.arange(3))).isnan().all()
 
 
@@ -117,14 +111,12 @@ def test_columns_that_nothing_has_written_are_no_numbers() -> None:
     ],
 )
 def test_columns_that_do_not_fit_are_refused(source: HeadColumns, target: HeadColumns, message: str) -> None:
-    p = reference.program(torch.float32, CPU)
-    x, y = p.buffer("x", WIDTH), p.buffer("y", OUT_WIDTH)
+    x, y = Buffer("x", WIDTH), Buffer("y", OUT_WIDTH)
     with pytest.raises(WidthError, match=message):
-        p.head_linear(x, y, make_weight("float32"), source, target)
+        ops.HeadLinear(x, y, make_weight("float32"), source, target).check()
 
 
 def test_outputs_that_fill_no_tile_are_refused() -> None:
-    p = cpu.program(torch.float32, CPU)
-    x, y = p.buffer("x", WIDTH), p.buffer("y", OUT_WIDTH)
+    x, y = Buffer("x", WIDTH), Buffer("y", OUT_WIDTH)
     with pytest.raises(WidthError, match="a linear layer of each head has 24 outputs, not a multiple of 16"):
-        p.head_linear(x, y, torch.zeros(H * 24, IN), SOURCE, HeadColumns(H, 24, 24))
+        ops.HeadLinear(x, y, torch.zeros(H * 24, IN), SOURCE, HeadColumns(H, 24, 24)).check()

@@ -14,10 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from retain.kernels import cpu, reference, triton
-from retain.kernels.api import CPU, Backend, Program
+from retain.kernels import cpu, ops, reference, triton
+from retain.kernels.api import CPU, Backend
 from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
 from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
+from retain.kernels.ops import Buffer, Operation
 from tests.helpers.attention_case import torch_threads
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow
@@ -62,10 +63,10 @@ class Convolution:
         weight = random(C, self.window, seed=1)
         bias = random(C, seed=2) if self.has_bias else None
 
-        def emit(program: Program, x: int, out: int) -> None:
-            program.convolve(x, x if self.in_place else out, 0, weight, bias)
+        def emit(x: Buffer, out: Buffer) -> Iterator[Operation]:
+            yield ops.Convolve(x, x if self.in_place else out, 0, weight, bias)
             if self.in_place:
-                program.linear(x, out, torch.eye(C))
+                yield ops.Linear(x, out, torch.eye(C))
 
         spec = ConvolutionSpec(self.heads, self.k_dim, self.v_dim, self.window)
         table = random(3, LENGTH, C)
@@ -103,10 +104,10 @@ class Linear:
         params = self.params
         table, gate_table = self.tables
 
-        def emit(program: Program, x: int, out: int) -> None:
-            gates = program.buffer("gates", params.gates_width)
-            program.embedding(gates, gate_table)
-            program.linear_attention(x, gates, out, (0, 1), params)
+        def emit(x: Buffer, out: Buffer) -> Iterator[Operation]:
+            gates = Buffer("gates", params.gates_width)
+            yield ops.Embed(gates, gate_table)
+            yield ops.AttendLinearly(x, gates, out, (0, 1), params)
 
         specs = [
             LinearTokensSpec(H, self.k_dim, self.v_dim, self.page_size),

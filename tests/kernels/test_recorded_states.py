@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor
 
-from retain.kernels import reference, triton
-from retain.kernels.api import CPU, Backend, Batch, Program, Tables
+from retain.kernels import ops, reference, triton
+from retain.kernels.api import CPU, Backend, Batch, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
 from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.ops import Buffer, Operation
 from tests.helpers.state_caches import Chunk, StateCaches
 
 pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="the fake device runs the interpreter")
@@ -40,15 +42,15 @@ def build(backend: Backend, device: torch.device = CPU) -> FixedTables:
     table[..., : 2 * D] *= D**-0.5
     gate_table = torch.randn(2 * 3 * LENGTH, 2 * H, generator=rng)
 
-    def emit(program: Program, x: int, out: int) -> None:
-        gates, convolved = program.buffer("gates", 2 * H), program.buffer("convolved", PARAMS.qkv_width)
-        program.embedding(gates, gate_table)
-        qkv, attended = program.buffer("qkv", PARAMS.qkv_width), program.buffer("attended", 3 * V)
-        program.linear(x, qkv, torch.eye(PARAMS.qkv_width))
-        program.attend(qkv, attended, 0, (3, 1, V), AttentionParams(0.25))
-        program.linear(attended, x, projection, add=True)
-        program.convolve(x, convolved, 1, weight)
-        program.linear_attention(convolved, gates, out, (2, 3), PARAMS)
+    def emit(x: Buffer, out: Buffer) -> Iterator[Operation]:
+        gates, convolved = Buffer("gates", 2 * H), Buffer("convolved", PARAMS.qkv_width)
+        qkv, attended = Buffer("qkv", PARAMS.qkv_width), Buffer("attended", 3 * V)
+        yield ops.Embed(gates, gate_table)
+        yield ops.Linear(x, qkv, torch.eye(PARAMS.qkv_width))
+        yield ops.Attend(qkv, attended, 0, (3, 1, V), AttentionParams(0.25))
+        yield ops.Linear(attended, x, projection, add=True)
+        yield ops.Convolve(x, convolved, 1, weight)
+        yield ops.AttendLinearly(convolved, gates, out, (2, 3), PARAMS)
 
     size = PARAMS.qkv_width // 10
     attention = SlidingWindowSpec(1, V, V, 17)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.kernels import cpu, reference, triton
+from retain.kernels import cpu, ops, reference, triton
 from retain.kernels.api import CPU, Backend
+from retain.kernels.ops import Buffer, Operation, WidthError
 from retain.kernels.quantized import quantize_int4, quantize_int8
-from retain.kernels.shape_checks import WidthError
 from retain.kernels.weight import StackedWeight, dense_chunks, stack_rows
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.layerless_batch import make_layerless_batch
@@ -32,15 +32,16 @@ def run(backend: Backend, ids: Tensor, bias: Tensor | None, add: bool, as_logits
     """The rows [T, OUT] of a program with one linear layer, whose output held embedded tokens."""
     device = device_of(backend)
     p = backend.program(torch.float32, device)
-    x = p.buffer("x", IN)
-    y = p.logits_buffer(OUT) if as_logits else p.buffer("y", OUT)
-    p.embedding(x, random(7, IN, seed=1))
+    x = Buffer("x", IN)
+    logits = Buffer(ops.LOGITS, OUT)
+    y = logits if as_logits else Buffer("y", OUT)
+    operations: list[Operation] = [ops.Embed(x, random(7, IN, seed=1))]
     if not as_logits:
-        p.embedding(y, random(7, OUT, seed=2))
-    p.linear(x, y, make_stack(), bias, add)
+        operations.append(ops.Embed(y, random(7, OUT, seed=2)))
+    operations.append(ops.Linear(x, y, make_stack(), bias, add))
     if not as_logits:
-        p.linear(y, p.logits_buffer(OUT), torch.eye(OUT))
-    p.finalize()
+        operations.append(ops.Linear(y, logits, torch.eye(OUT)))
+    p.load(operations)
     batch = make_layerless_batch(backend, ids, torch.arange(len(ids)), device)
     return p.run(batch).cpu().clone()
 
@@ -78,6 +79,6 @@ def test_triton_equals_the_dense_product(bias: Tensor | None, add: bool) -> None
 @pytest.mark.parametrize("width", [OUT - 1, OUT + 1])
 def test_a_stack_fills_its_output(backend: Backend, width: int) -> None:
     p = backend.program(torch.float32, CPU)
-    x, y = p.buffer("x", IN), p.buffer("y", width)
+    operation = ops.Linear(Buffer("x", IN), Buffer("y", width), make_stack())
     with pytest.raises(WidthError, match=f"the output of a linear layer has width {OUT}, but {width}"):
-        p.linear(x, y, make_stack())
+        p.load([operation])

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.kernels import triton
+from retain.kernels import ops, triton
 from retain.kernels.experts import Experts, Router
+from retain.kernels.ops import Buffer
 from retain.kernels.quantized import QuantizedWeight
 from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.experts import mix_experts as mix_in_torch
@@ -113,9 +114,8 @@ def test_programs_count_and_keep_packed_bits(kind: str) -> None:
     """What the host has of the weights is freed once they are on the device."""
     e = replace(make_experts(kind), router=Router(2))
     program = triton.program(torch.bfloat16, DEVICE)
-    x, scores = program.buffer("x", E), program.buffer("scores", N)
-    program.experts(x, scores, x, e)
-    program.finalize()
+    x, scores = Buffer("x", E), Buffer("scores", N)
+    program.load([ops.MixExperts(x, scores, x, e)])
     assert program.weight_bytes == N * (256 * 576 + 640 * 128) * BITS[kind] / 8  # in whole tiles of 128 x 64
     q = ref(e.gate_up.q)
     del e

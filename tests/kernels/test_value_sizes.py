@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from retain.kernels import cpu, reference, triton
-from retain.kernels.api import CPU, NO_WINDOW, Backend, Batch, GroupInputs, Tables
+from retain.kernels import cpu, ops, reference, triton
+from retain.kernels.api import NO_WINDOW, Backend, Batch, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.ops import Buffer
 from tests.helpers.attention_case import assert_close
 from tests.helpers.device_adapter import triton_backend
+from tests.helpers.programs import load_program
 
 H, G, D, V, T = 4, 2, 24, 16, 20
 
@@ -36,13 +38,8 @@ def test_a_program_attends_to_values_of_another_size(name: str) -> None:
     reference.write(kv, slots, k.unflatten(1, (G, D)), v.unflatten(1, (G, V)), pos)
     expected = reference.attend(q.unflatten(1, (H, D)), kv, tables, pos, params).flatten(1)
 
-    program = backend.program(torch.float32, CPU)
-    assert program
-    qkv, o = program.buffer("qkv", rows.shape[1]), program.buffer("o", H * V)
-    program.embedding(qkv, rows)
-    program.attend(qkv, o, 0, (H, G, D), params)
-    program.linear(o, program.logits_buffer(H * V), torch.eye(H * V))
-    program.finalize()
+    qkv, o = Buffer("qkv", rows.shape[1]), Buffer("o", H * V)
+    program = load_program(backend, [ops.Embed(qkv, rows), ops.Attend(qkv, o, 0, (H, G, D), params)], o)
     ours = backend.allocate(1 + 2 * G, 16, D, torch.float32, v_dim=V)
     ours.pos.fill_(-1)
     all_layers = Tables(pages[None], tables.counts[None].contiguous(), tables.windows[None], zero, starts)
@@ -50,4 +47,4 @@ def test_a_program_attends_to_values_of_another_size(name: str) -> None:
     batch = Batch([group], [(0, 0)], pos.long(), pos, logits_indices=pos.long())
     assert_close(program.run(batch), expected)
     with pytest.raises(ValueError, match="q, k and v has width"):
-        program.attend(qkv, program.buffer("wide", H * D), 0, (H, G, D), params)
+        program.load([ops.Attend(qkv, Buffer("wide", H * D), 0, (H, G, D), params)])

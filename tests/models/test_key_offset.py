@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.rope import MEAN_POSITIONS, Rope
-from retain.models.decoder import Attention
+from retain.models.passes.balance import Projection
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceCache, ReferenceModel, build_model, random_tokens
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
@@ -64,7 +64,7 @@ def test_a_model_computes_the_same_with_and_without_the_offset(family: str, monk
     model = build_model(weights)
     logits, keys = compute(model)
     assert sorted(model.key_offsets) == list(range(model.spec.num_layers))
-    monkeypatch.setattr(Attention, "key_offset", None)
+    monkeypatch.setattr(Projection, "key_offset", lambda *args: None)
     without, other_keys = compute(build_model(weights))
     assert not torch.allclose(keys, other_keys, atol=0.1)
     torch.testing.assert_close(logits, without, rtol=1e-3, atol=1e-3)

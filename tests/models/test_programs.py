@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels import cpu, reference, triton
-from retain.kernels.api import ACTIVATIONS, CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
+from retain.kernels import cpu, ops, reference, triton
+from retain.kernels.api import CPU, KV, NO_WINDOW, Backend, Batch, GroupInputs, Program, Tables
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.ops import ACTIVATIONS, Buffer
 from retain.kernels.triton import graphs
 from retain.kv.memory.group_pages import divide_pages, fold_states
 from retain.models.decoder import ModelSpec
@@ -24,6 +25,7 @@ from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import CASES, Changes
 from tests.helpers.layerless_batch import make_layerless_batch
 from tests.helpers.marks import slow
+from tests.helpers.programs import load_program
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, has_states, tiny_checkpoint, tiny_model
 
 needs_triton = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
@@ -263,14 +265,9 @@ def test_activations_of_numbers_that_are_not_finite(backend: Backend, act: str) 
     rows = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 0.0, -3.0, 2.0])[:, None].expand(-1, 32)
 
     def run(backend: Backend) -> Tensor:
-        p = backend.program(torch.float32, CPU)
-        x, y = p.buffer("x", 64), p.buffer("y", 32)
-        p.embedding(x, torch.cat((rows, torch.ones_like(rows)), 1))
-        p.activation(x, y, act, 32, gated=True)
-        last = p.buffer("last", 32)
-        p.gather_rows(y, last)
-        p.linear(last, p.logits_buffer(32), torch.eye(32))
-        p.finalize()
+        x, y = Buffer("x", 64), Buffer("y", 32)
+        embed = ops.Embed(x, torch.cat((rows, torch.ones_like(rows)), 1))
+        p = load_program(backend, [embed, ops.Activate(x, y, act, gated=True)], y)
         ids = torch.arange(len(rows))
         return p.run(make_layerless_batch(backend, ids, ids))
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import StateSpec
+from retain.kernels.ops import Attend, Buffer, Linear, Norm
 from retain.kernels.rope import Rope
-from retain.models import decoder
-from retain.models.layers import Linear, RMSNorm
-from retain.models.qk_balance import find_qk_factors
+from retain.models.passes.balance import Projection
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceCache, ReferenceModel, build_model, random_tokens
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
@@ -30,7 +30,7 @@ def log_probs(model: ReferenceModel, slots: torch.dtype) -> Tensor:
 def without_factors(weights: Weights) -> ReferenceModel:
     """Build a model as its weights say."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decoder, "find_qk_factors", lambda *args: None)
+        patch.setattr(Projection, "find_factors", lambda *args: None)
         return build_model(weights)
 
 
@@ -77,8 +77,11 @@ def test_factors_commute_with_rotation(interleaved: bool, num_freqs: int) -> Non
     rope = Rope(torch.rand(num_freqs, generator=torch.Generator().manual_seed(1)), interleaved)
     weight = torch.randn(4 * 8, 16, generator=torch.Generator().manual_seed(2))
     weight[16:24] *= 2.0 ** torch.arange(8)[:, None]  # the keys
-    factors = find_qk_factors(RMSNorm(torch.ones(16), 1e-5), Linear(weight), None, rope, None, (2, 1, 8))
+    x, qkv = Buffer("x", 16), Buffer("qkv", 32)
+    norm = Norm(x, x, torch.ones(16), None, 1e-5, subtract_mean=False)
+    attend = Attend(qkv, Buffer("o", 16), 0, (2, 1, 8), AttentionParams(1.0), rope)
+    factors = Projection(Linear(x, qkv, weight), norm, [], attend).find_factors()
     assert factors is not None and len(factors.unique()) > 2
     torch.testing.assert_close(factors[2], 1 / factors[0], rtol=0, atol=0)
-    x, angles = torch.randn(5, 3, 8), rope.angles(torch.arange(5), torch.float32)
-    assert torch.equal(rope.apply(x, angles) * factors, rope.apply(x * factors, angles))
+    heads, angles = torch.randn(5, 3, 8), rope.angles(torch.arange(5), torch.float32)
+    assert torch.equal(rope.apply(heads, angles) * factors, rope.apply(heads * factors, angles))

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from retain import models
-from retain.kernels.api import ACTIVATIONS, KV
+from retain.kernels.api import KV
+from retain.kernels.ops import ACTIVATIONS, Buffer, Linear
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
@@ -53,8 +54,9 @@ def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Ch
     model, dense = (build_model(cls(checkpoint, torch.float32, quantization)) for cls in (Weights, DequantizedWeights))
     exact = build_model(Weights(checkpoint, torch.float32))
     assert isinstance(model.decoder.embedding.table, Int8) and isinstance(dense.decoder.embedding.table, Tensor)
-    o_proj = model.decoder.load_layer(1).attention.o_proj
-    assert isinstance(o_proj.weight, Int8 if quantization == "int8" else Int4)
+    operations = model.decoder.load_layer(1).emit(Buffer("x", model.spec.hidden_size))
+    kinds = [type(op.weight) for op in operations if isinstance(op, Linear)]
+    assert (Int8 if quantization == "int8" else Int4) in kinds
     (ours,), (dequantized,), (unquantized,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
     # GPT-2's factor on q goes into the scales, which are rounded to float16.
     tolerance = 4e-3 if "scale_attn_by_inverse_layer_idx" in changes else 1e-4

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 
+from retain.kernels import ops
+from retain.kernels.ops import Buffer
 from tools.gpu_bench.cases import BF16, FP8, INT4, demoted_pages, keyformer_scoring, make_inputs
 
 # D, R, dtype, fresh tokens of each request, with masses, ALiBi instead of rope, with demoted tokens
@@ -115,16 +118,19 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
 
     D, G, T = kv.k_dim, tables.pages.shape[1], int(tables.query_start_loc[-1])
     p = forward.TritonProgram(dtype, torch.device("cpu"))
-    x, y = p.buffer("x", 4096), p.buffer("y", 2048)
-    p.norm(x, x, torch.ones(4096), None, 1e-5, subtract_mean=False)
-    p.norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True)
-    p.activation(x, y, "silu", 2048, gated=True)
-    p.activation(y, y, "gelu_tanh", 2048)
-    scores = p.buffer("scores", 8)
-    p.experts(y, scores, y, Experts(8, torch.ones(8 * 256, 2048), torch.ones(8 * 2048, 128), Router(2), "silu"))
-    qkv, out = p.buffer("qkv", (R + 1) * G * D + G * kv.v_dim), p.buffer("o", R * G * kv.v_dim)
+    x, y, scores = Buffer("x", 4096), Buffer("y", 2048), Buffer("scores", 8)
+    experts = Experts(8, torch.ones(8 * 256, 2048), torch.ones(8 * 2048, 128), Router(2), "silu")
+    qkv, out = Buffer("qkv", (R + 1) * G * D + G * kv.v_dim), Buffer("o", R * G * kv.v_dim)
     rope = Rope(torch.ones(D // 2)) if slopes is None else None
-    p.attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)), rope)
+    operations = [
+        ops.Norm(x, x, torch.ones(4096), None, 1e-5, subtract_mean=False),
+        ops.Norm(x, x, torch.ones(4096), torch.ones(4096), 1e-5, subtract_mean=True),
+        ops.Activate(x, y, "silu", gated=True),
+        ops.Activate(y, y, "gelu_tanh"),
+        ops.MixExperts(y, scores, y, experts),
+        ops.Attend(qkv, out, 0, (R * G, G, D), AttentionParams(0.1, slopes, torch.zeros(G, D)), rope),
+    ]
+    p.load(operations)
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         groups=[GroupInputs(kv, as_single_layer(tables), torch.ones(1, G, T, dtype=torch.int32))],
@@ -135,10 +141,14 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
         positions=pos,
         logits_indices=pos,
     )
-    widths = 4096, (R + 1) * G * D + G * kv.v_dim
-    step.buffers[x], step.buffers[qkv] = (torch.ones(T, n, dtype=dtype) for n in widths)
-    step.buffers[scores] = torch.ones(T, 8, dtype=dtype)
-    for to, compute in p._ops:
+    run_operations(p, step, [x, qkv, scores])
+
+
+def run_operations(p: Any, step: Any, given: Sequence[Buffer]) -> None:
+    """Run what a program has loaded, on given buffers of ones."""
+    for buffer in given:
+        step.buffers[p.operands.buffers[buffer]] = torch.ones(len(step.positions), buffer.width, dtype=p.dtype)
+    for to, compute in p.computes:
         step.buffers[to] = compute(step)
 
 
@@ -180,9 +190,13 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
         tables = Tables(pages, counts, windows, torch.zeros(1).int(), torch.tensor([0, T]).int())
         groups.append(GroupInputs(kv, tables, torch.ones(1, G, T, dtype=torch.int32)))
     p = forward.TritonProgram(dtype, torch.device("cpu"))
-    x, gates, out = p.buffer("x", width), p.buffer("gates", params.gates_width), p.buffer("out", H * v_dim)
-    p.convolve(x, x, 0, torch.ones(width, 4), torch.ones(width))
-    p.linear_attention(x, gates, out, (1, 2), params)
+    x, gates, out = Buffer("x", width), Buffer("gates", params.gates_width), Buffer("out", H * v_dim)
+    p.load(
+        [
+            ops.Convolve(x, x, 0, torch.ones(width, 4), torch.ones(width)),
+            ops.AttendLinearly(x, gates, out, (1, 2), params),
+        ]
+    )
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         groups=groups,
@@ -193,9 +207,7 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
         positions=pos,
         logits_indices=pos,
     )
-    step.buffers[x], step.buffers[gates] = (torch.ones(T, n, dtype=dtype) for n in (width, params.gates_width))
-    for to, compute in p._ops:
-        step.buffers[to] = compute(step)
+    run_operations(p, step, [x, gates])
 
 
 def as_single_layer(tables: Any) -> Any:

@@ -32,7 +32,7 @@ Devices. Tensors lie on the pool's device; "host" tensors are small, to plan lau
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -42,13 +42,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.experts import Experts
-from retain.kernels.head_columns import HeadColumns
-from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.ops import Operation
 from retain.kernels.pending_tokens import PendingTokens
 from retain.kernels.pool_dtypes import dtype_of_tensors
 from retain.kernels.reinterpret import PageFormat
-from retain.kernels.rope import Rope
 from retain.kernels.scoring import AttentionScoring
 from retain.kernels.slot_rule import SlotRule
 from retain.kernels.transfers import to_device
@@ -56,8 +53,6 @@ from retain.kernels.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")
-# Of a program; in C++ and Triton they are numbers, in this order. The last one exists only with gates.
-ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", "sigmoid", "relu2", "swiglu_oai")
 
 
 @dataclass(frozen=True)
@@ -225,118 +220,16 @@ class Batch:
 
 
 class Program(Protocol):
-    """A forward pass as a list of operations over buffers; the model emits them once, `run` executes a step.
+    """A forward pass: operations over buffers (see ops.py), which `run` executes for a step."""
 
-    A buffer is an int and stands for rows of `width` numbers, one row for each fresh token. With `add` an operation
-    adds its result to `out` instead of replacing it. An operation raises ValueError if the widths do not fit.
-    """
+    def load(self, operations: Iterable[Operation]) -> None:
+        """Append all operations of a model, one by one: the next one is asked for when its weights are converted.
 
-    def buffer(self, name: str, width: int) -> int:
-        """Return the buffer of that name; create it at the first call. Layers share buffers by name."""
-
-    def logits_buffer(self, width: int) -> int:
-        """Create and return the buffer that `run` returns, [N, width]."""
-
-    def embedding(self, out: int, table: Weight, factor: float = 1.0) -> None:
-        """Set out = factor * table[input_id]."""
-
-    def position_embedding(self, out: int, table: Weight, offset: int = 0) -> None:
-        """Add table[position + offset] to out."""
-
-    def norm(
-        self,
-        x: int,
-        out: int,
-        weight: Tensor,
-        bias: Tensor | None,
-        eps: float,
-        subtract_mean: bool,
-        add: bool = False,
-        first: int = 0,
-    ) -> None:
-        """Set out = normalized(x) * weight + bias: LayerNorm with `subtract_mean`, RMSNorm without.
-
-        weight [n], or [heads, n] to normalize each of `heads` groups of n numbers separately, from number `first` on.
-        """
-
-    def linear(self, x: int, out: int, weight: Weight, bias: Tensor | None = None, add: bool = False) -> None:
-        """Set out = x weight^T + bias; weight [out width, x width]. Parts of a stack keep their kinds."""
-
-    def head_linear(self, x: int, out: int, weight: Weight, source: HeadColumns, target: HeadColumns) -> None:
-        """Set the target columns of each head in out = its source columns of x, times its own matrix.
-
-        The matrices [target width, source width] lie one below the other: weight [H target width, source width].
-        """
-
-    def copy_columns(self, x: int, out: int, source: HeadColumns, target: HeadColumns) -> None:
-        """Copy the columns of heads to another buffer.
-
-        A program must write the other columns of that buffer, too, before it reads them: they hold any numbers until
-        then, as of an earlier step.
-        """
-
-    def activation(self, x: int, out: int, act: str, n: int, gated: bool = False) -> None:
-        """Set out = act(x[:n]), times x[n : 2 n] if `gated`; `act` is one of ACTIVATIONS.
-
-        "relu2" is relu(x)^2. "swiglu_oai" is that of gpt-oss, where g = min(x[:n], 7) and u = x[n : 2 n] in [-7, 7]:
-        g sigmoid(1.702 g) (u + 1).
-        """
-
-    def experts(self, x: int, scores: int, out: int, experts: Experts, add: bool = False) -> None:
-        """Set out = the weighted sum of the experts that the router chooses by `scores`; see kernels/experts.py."""
-
-    def clip(self, x: int, limit: float) -> None:
-        """Clamp x between -limit and limit, in place."""
-
-    def softcap(self, x: int, limit: float) -> None:
-        """Set x = limit tanh(x / limit)."""
-
-    def multiply(self, x: int, by: int, first: int = 0) -> None:
-        """Multiply the n numbers of x by numbers `first` to `first` + n of another buffer, in place."""
-
-    def scale(self, x: int, factors: Tensor) -> None:
-        """Multiply the first n numbers of x by factors float32 [n], in place."""
-
-    def scale_by_position(self, x: int, n: int, beta: float, period: int) -> None:
-        """Multiply the first n numbers of x by 1 + beta ln(1 + floor(position / period)), in place."""
-
-    def attend(
-        self,
-        qkv: int,
-        out: int,
-        layer: int,
-        heads: tuple[int, int, int],
-        params: AttentionParams,
-        rope: Rope | None = None,
-    ) -> None:
-        """Rotate q and k of rows [q | k | v], write k - key_offset and v into their slots, then attend.
-
-        `heads` is (H, G, D). The rows in `qkv` are undefined afterwards. Rows may be [q] alone: the layer attends to
-        the cache of another one, writes nothing, and changes no mass.
-        """
-
-    def convolve(self, x: int, out: int, layer: int, weight: Tensor, bias: Tensor | None = None) -> None:
-        """Set out = bias + sum_i weight[:, i] x[position - W + 1 + i], with zeros before the text; weight [C, W].
-
-        Write x [C] into slots of the layer, which have C / G numbers in each of G heads: those of K, then those of V.
-        """
-
-    def linear_attention(
-        self, qkv: int, gates: int, out: int, layers: tuple[int, int], params: LinearAttention
-    ) -> None:
-        """Set out = the linear attention of rows [q | k | v] with rows of gates; see kernels/linear_attention.py.
-
-        `layers` are those with the slots of tokens, and with states (`LinearTokensSpec`, `LinearStateSpec`).
+        Raises ValueError where the tensors of an operation do not fit its buffers.
         """
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
-        """Return the sum of factors[i] * w[i]^2 over each row w, float32 [out], within rounding. Emits nothing."""
-
-    def gather_rows(self, x: int, out: int) -> None:
-        """Copy the rows of `logits_indices` to out; all later operations see N rows."""
-
-    def finalize(self) -> None:
-        """End the list of operations, and free what only adding operations needed."""
+        """Return the sum of factors[i] * w[i]^2 over each row w, float32 [out], within rounding."""
 
     def compile_ahead(self, compute: Callable[[], None]) -> None:
         """Compile the kernels that the steps of `compute` need, before any is launched; what it computes means nothing.

@@ -9,15 +9,19 @@ from __future__ import annotations
 import importlib
 import logging
 import re
+from collections.abc import Iterator
 from types import ModuleType
 
 import torch
 
 from retain.files import quote, shorten
 from retain.kernels.api import Program
-from retain.kernels.shape_checks import WidthError
+from retain.kernels.ops import Operation, WidthError
+from retain.kernels.weight import row_energies
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
+from retain.models.passes.balance import Energies, balance
+from retain.models.passes.headless import headless
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
 
@@ -40,7 +44,7 @@ def load_family(model_type: str) -> ModuleType:
 
 
 def build(weights: Weights, program: Program) -> Decoder:
-    """Build the decoder of a checkpoint, and emit it into a program, which checks every shape.
+    """Build the decoder of a checkpoint, and load its operations into a program, which checks every shape.
 
     Without a head the program returns the states that the head would read.
 
@@ -52,8 +56,7 @@ def build(weights: Weights, program: Program) -> Decoder:
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     try:
         decoder: Decoder = family.build(weights)
-        decoder = decoder if weights.has_head else decoder.without_head(weights.dtype)
-        decoder.emit(program)
+        program.load(emit(decoder, weights, program.row_energies))
     except torch.OutOfMemoryError as e:
         raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
     except VALUE_ERRORS as e:
@@ -65,6 +68,12 @@ def build(weights: Weights, program: Program) -> Decoder:
         ignored = family.ignored_tensors(weights.config)
     check_all_tensors_used(weights, ignored)
     return decoder
+
+
+def emit(decoder: Decoder, weights: Weights, energies: Energies = row_energies) -> Iterator[Operation]:
+    """Yield the operations of a decoder behind all passes. `energies` is a program's row_energies."""
+    operations = balance(decoder.emit(), decoder.spec.kv_cache, decoder.key_factors, energies)
+    return operations if weights.has_head else headless(operations, weights.dtype)
 
 
 def check_all_tensors_used(weights: Weights, ignored: tuple[str, ...]) -> None:

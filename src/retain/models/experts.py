@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from retain.kernels.api import Program
+from retain.kernels import ops
 from retain.kernels.experts import Experts, Router
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.weight import concat_rows
 from retain.models.layers import Layer, Linear, resolve_activation
 from retain.models.weights import Weights
@@ -24,20 +26,20 @@ class MixtureOfExperts:
     experts: Experts
     latent: tuple[Linear, Linear] | None = None  # the linear layers before the experts, and behind them
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         n = self.experts.num_experts
-        scores = program.buffer(f"scores {n}", n)
-        self.gate.emit(program, x, scores)
+        scores = Buffer(f"scores {n}", n)
+        yield from self.gate.emit(x, scores)
         if not self.latent:
-            program.experts(x, scores, out, self.experts, add)
+            yield ops.MixExperts(x, scores, out, self.experts, add)
             return
         before, behind = self.latent
         size = before.weight.shape[0]
-        latent, total = (program.buffer(f"{name} {size}", size) for name in ("latent", "sum of experts"))
-        before.emit(program, x, latent)
-        program.experts(latent, scores, total, self.experts)
-        behind.emit(program, total, out, add)
+        latent, total = (Buffer(f"{name} {size}", size) for name in ("latent", "sum of experts"))
+        yield from before.emit(x, latent)
+        yield ops.MixExperts(latent, scores, total, self.experts)
+        yield from behind.emit(total, out, add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,10 +49,10 @@ class SharedExpertMixture:
     mixture: MixtureOfExperts
     shared: Layer
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
-        self.mixture.emit(program, x, out, add)
-        self.shared.emit(program, x, out, add=True)
+        yield from self.mixture.emit(x, out, add)
+        yield from self.shared.emit(x, out, add=True)
 
 
 def load_shared_expert(w: Weights, act: str) -> MixtureOfExperts:

@@ -9,17 +9,18 @@ outputs by W_V behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from retain.kernels.api import Program
+from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.kv_cache_spec import FullAttentionSpec
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.kernels.weight import Weight, select_rows, unpack
 from retain.models.decoder import Attention, ModelSpec
@@ -88,13 +89,13 @@ class LowRankLinear:
     norm: RMSNorm
     up_proj: Linear
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         rank = self.down_proj.weight.shape[0]
-        narrow = program.buffer(f"narrow {rank}", rank)
-        self.down_proj.emit(program, x, narrow)
-        self.norm.emit(program, narrow, narrow)
-        self.up_proj.emit(program, narrow, out, add)
+        narrow = Buffer(f"narrow {rank}", rank)
+        yield from self.down_proj.emit(x, narrow)
+        yield from self.norm.emit(narrow, narrow)
+        yield from self.up_proj.emit(narrow, out, add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,25 +108,25 @@ class LatentProjection:
     kv_norm: RMSNorm  # of the latent
     key_weight: Weight  # [H latent, nope]: W_K^T of each head
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer. Raises ValueError if the output is to be added."""
         if add:
             raise ValueError("rows of q, k and v cannot be added to a buffer")
         s = self.sizes
         H = s.num_heads
-        query = program.buffer(f"heads of q {H * s.query}", H * s.query)
-        latent = program.buffer(f"rotated, latent {s.key}", s.key)
-        self.q_proj.emit(program, x, query)
-        self.kv_proj.emit(program, x, latent)
-        self.kv_norm.emit(program, latent, latent)
+        query = Buffer(f"heads of q {H * s.query}", H * s.query)
+        latent = Buffer(f"rotated, latent {s.key}", s.key)
+        yield from self.q_proj.emit(x, query)
+        yield from self.kv_proj.emit(x, latent)
+        yield from self.kv_norm.emit(latent, latent)
         rotated = HeadColumns(H, s.rope, s.query, first=s.nope)
-        program.copy_columns(query, out, rotated, HeadColumns(H, s.rope, s.key))
+        yield ops.CopyColumns(query, out, rotated, HeadColumns(H, s.rope, s.key))
         absorbed = HeadColumns(H, s.latent, s.key, first=s.rope)
-        program.head_linear(query, out, self.key_weight, HeadColumns(H, s.nope, s.query), absorbed)
+        yield ops.HeadLinear(query, out, self.key_weight, HeadColumns(H, s.nope, s.query), absorbed)
         k = H * s.key
-        program.copy_columns(latent, out, HeadColumns(1, s.key, s.key), HeadColumns(1, s.key, s.key, first=k))
+        yield ops.CopyColumns(latent, out, HeadColumns(1, s.key, s.key), HeadColumns(1, s.key, s.key, first=k))
         value = HeadColumns(1, s.latent, s.latent, first=k + s.key)
-        program.copy_columns(latent, out, HeadColumns(1, s.latent, s.latent, first=s.rope), value)
+        yield ops.CopyColumns(latent, out, HeadColumns(1, s.latent, s.latent, first=s.rope), value)
 
 
 def load_attention(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Attention:

@@ -1,12 +1,13 @@
 """The layers that decoders are made of: linear layers, norms, embeddings, MLPs.
 
-`emit` writes what a layer computes as operations of a program (kernels/api.py), which a backend runs. What an operation
-computes is defined once, by the program of the reference backend.
+`emit` yields what a layer computes as operations (kernels/ops.py), which a backend runs. What an operation computes is
+defined once, by the reference backend.
 Letters: T fresh tokens, E hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,8 +15,9 @@ import torch
 from torch import Tensor
 
 from retain.files import quote
-from retain.kernels.api import ACTIVATIONS, Program
+from retain.kernels import ops
 from retain.kernels.head_columns import HeadColumns
+from retain.kernels.ops import ACTIVATIONS, Buffer, Operation
 from retain.kernels.weight import Weight, select_rows, stack_rows
 from retain.models.weights import Weights
 
@@ -23,8 +25,8 @@ from retain.models.weights import Weights
 class Layer(Protocol):
     """A function of one hidden state to another, applied to each token."""
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
-        """Write the layer into a program: read buffer `x`, write buffer `out`, or add to it."""
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
 
 
 class Linear:
@@ -34,9 +36,9 @@ class Linear:
         self.weight = weight
         self.bias = bias
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
-        program.linear(x, out, self.weight, self.bias, add)
+        yield ops.Linear(x, out, self.weight, self.bias, add)
 
     def select(self, index: Tensor) -> Linear:
         """Return the layer that computes these outputs alone, int64 [n]. Raises IndexError."""
@@ -64,13 +66,13 @@ class HeadLinear:
         """Return H out."""
         return self.weight.shape[0]
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer. Raises ValueError if the output is to be added."""
         if add:
             raise ValueError("the output of a linear layer of each head cannot be added to a buffer")
         H = self.num_heads
         source, target = (HeadColumns(H, n, n) for n in (self.weight.shape[1], self.width // H))
-        program.head_linear(x, out, self.weight, source, target)
+        yield ops.HeadLinear(x, out, self.weight, source, target)
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,12 +82,12 @@ class ClippedLinear:
     linear: Linear
     limit: float
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         if add:
             raise ValueError("the output of a clipped linear layer cannot be added to a buffer")
-        self.linear.emit(program, x, out)
-        program.clip(out, self.limit)
+        yield from self.linear.emit(x, out)
+        yield ops.Clip(out, self.limit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,14 +96,14 @@ class Sequential:
 
     layers: tuple[Linear, ...]
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         *first, last = self.layers
         for i, layer in enumerate(first):
-            hidden = program.buffer(f"chain {i}", layer.weight.shape[0])
-            layer.emit(program, x, hidden)
+            hidden = Buffer(f"chain {i}", layer.weight.shape[0])
+            yield from layer.emit(x, hidden)
             x = hidden
-        last.emit(program, x, out, add)
+        yield from last.emit(x, out, add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,16 +119,16 @@ class Embedding:
     position_offset: int = 0
     projection: Linear | None = None  # [E, E']
 
-    def emit(self, program: Program, out: int) -> None:
-        """Write the layer into a program; it fills buffer `out` for the ids and positions of a step."""
+    def emit(self, out: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which fills buffer `out` for the ids and positions of a step."""
         if self.projection:
-            narrow = program.buffer("narrow", self.table.shape[1])
-            program.embedding(narrow, self.table, self.scale)
-            self.projection.emit(program, narrow, out)
+            narrow = Buffer("narrow", self.table.shape[1])
+            yield ops.Embed(narrow, self.table, self.scale)
+            yield from self.projection.emit(narrow, out)
         else:
-            program.embedding(out, self.table, self.scale)
+            yield ops.Embed(out, self.table, self.scale)
         if self.position_table is not None:
-            program.position_embedding(out, self.position_table, self.position_offset)
+            yield ops.EmbedPosition(out, self.position_table, self.position_offset)
 
 
 class RMSNorm:
@@ -140,9 +142,9 @@ class RMSNorm:
         self.eps = eps
         self.first = first
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer. A weight with a row for each head reads and writes only those heads."""
-        program.norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add, first=self.first)
+        yield ops.Norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add, first=self.first)
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,10 +153,10 @@ class PartNorms:
 
     norms: tuple[RMSNorm, ...]
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         for norm in self.norms:
-            norm.emit(program, x, out, add)
+            yield from norm.emit(x, out, add)
 
 
 class LayerNorm:
@@ -165,9 +167,9 @@ class LayerNorm:
         self.bias = bias
         self.eps = eps
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
-        program.norm(x, out, self.weight, self.bias, self.eps, subtract_mean=True, add=add)
+        yield ops.Norm(x, out, self.weight, self.bias, self.eps, subtract_mean=True, add=add)
 
 
 def load_layer_norm(w: Weights, name: str, eps: float, bias: bool = True) -> LayerNorm:
@@ -184,7 +186,7 @@ ACTIVATION_ALIASES = {
 
 
 def resolve_activation(name: str) -> str:
-    """Return the name of a program's activation for the name in a config. Raises ValueError for an unknown name."""
+    """Return the name of an operation's activation for the name in a config. Raises ValueError for an unknown name."""
     resolved = ACTIVATION_ALIASES.get(name, name)
     if resolved not in ACTIVATIONS or resolved == "swiglu_oai":  # which is a family's own
         raise ValueError(f"activation {quote(name)} is not supported")
@@ -199,13 +201,13 @@ class MLP:
         self.down_proj = down_proj
         self.act = resolve_activation(act)
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         n = self.up_proj.weight.shape[0]
-        wide = program.buffer(f"wide {n}", n)
-        self.up_proj.emit(program, x, wide)
-        program.activation(wide, wide, self.act, n)
-        self.down_proj.emit(program, wide, out, add)
+        wide = Buffer(f"wide {n}", n)
+        yield from self.up_proj.emit(x, wide)
+        yield ops.Activate(wide, wide, self.act)
+        yield from self.down_proj.emit(wide, out, add)
 
 
 class GatedMLP:
@@ -216,14 +218,14 @@ class GatedMLP:
         self.down_proj = down_proj
         self.act = resolve_activation(act)
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         n = self.gate_up_proj.weight.shape[0] // 2
-        gate_up = program.buffer(f"gate, up {n}", 2 * n)
-        wide = program.buffer(f"wide {n}", n)
-        self.gate_up_proj.emit(program, x, gate_up)
-        program.activation(gate_up, wide, self.act, n, gated=True)
-        self.down_proj.emit(program, wide, out, add)
+        gate_up = Buffer(f"gate, up {n}", 2 * n)
+        wide = Buffer(f"wide {n}", n)
+        yield from self.gate_up_proj.emit(x, gate_up)
+        yield ops.Activate(gate_up, wide, self.act, gated=True)
+        yield from self.down_proj.emit(wide, out, add)
 
 
 def load_lm_head(w: Weights, name: str, table: Weight, tied_to: str | None, bias: bool = False) -> Linear:

@@ -6,15 +6,16 @@ Letters: T fresh tokens, E hidden size, C channels of a convolution, W its windo
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from retain.kernels.api import Program
+from retain.kernels import ops
 from retain.kernels.kv_cache_spec import LayerCacheSpec, LinearStateSpec, LinearTokensSpec, convolution_spec
 from retain.kernels.linear_attention import LinearAttention
-from retain.kernels.shape_checks import WidthError
+from retain.kernels.ops import Buffer, Operation, WidthError
 from retain.models.decoder import emit_residual_branch
 from retain.models.layers import Layer, Linear, RMSNorm
 from retain.models.weights import Weights
@@ -31,12 +32,11 @@ class StateLayer:
     mixer: Layer
     norm2: Layer
     mlp: Layer
-    attention: None = None
 
-    def emit(self, program: Program, x: int) -> None:
-        """Write the layer into a program; it updates buffer `x` in place."""
+    def emit(self, x: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         for norm, branch in ((self.norm1, self.mixer), (self.norm2, self.mlp)):
-            emit_residual_branch(program, x, self.hidden_size, norm, branch)
+            yield from emit_residual_branch(x, self.hidden_size, norm, branch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,18 +50,18 @@ class ShortConvolution:
     bias: Tensor | None  # [C]
     out_proj: Linear
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         n = len(self.weight)
-        gates = program.buffer(f"convolution gates {2 * n}", 2 * n)
-        z = program.buffer(f"convolution input {n}", n)
-        y = program.buffer(f"convolution {n}", n)
-        self.gates_proj.emit(program, x, gates)
-        self.in_proj.emit(program, x, z)
-        program.multiply(z, gates)
-        program.convolve(z, y, self.cache, self.weight, self.bias)
-        program.multiply(y, gates, first=n)
-        self.out_proj.emit(program, y, out, add)
+        gates = Buffer(f"convolution gates {2 * n}", 2 * n)
+        z = Buffer(f"convolution input {n}", n)
+        y = Buffer(f"convolution {n}", n)
+        yield from self.gates_proj.emit(x, gates)
+        yield from self.in_proj.emit(x, z)
+        yield ops.Multiply(z, gates)
+        yield ops.Convolve(z, y, self.cache, self.weight, self.bias)
+        yield ops.Multiply(y, gates, first=n)
+        yield from self.out_proj.emit(y, out, add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,20 +82,20 @@ class ConvolvedAttention:
         """Return the numbers of all value heads, H V."""
         return self.params.num_value_heads * self.params.v_dim
 
-    def emit(self, program: Program, x: int, out: int) -> None:
-        """Write the operations into a program; they fill buffer `out` [T, H V]."""
+    def emit(self, x: Buffer, out: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which fills buffer `out` [T, H V]."""
         p = self.params
         C = p.qkv_width
-        inputs = program.buffer(f"linear attention inputs {C}", C)
-        qkv = program.buffer(f"linear attention qkv {C}", C)
-        gates = program.buffer(f"linear attention gates {p.gates_width}", p.gates_width)
-        self.qkv_proj.emit(program, x, inputs)
-        program.convolve(inputs, qkv, self.cache, self.weight, self.bias)
-        program.activation(qkv, qkv, self.act, C)
+        inputs = Buffer(f"linear attention inputs {C}", C)
+        qkv = Buffer(f"linear attention qkv {C}", C)
+        gates = Buffer(f"linear attention gates {p.gates_width}", p.gates_width)
+        yield from self.qkv_proj.emit(x, inputs)
+        yield ops.Convolve(inputs, qkv, self.cache, self.weight, self.bias)
+        yield ops.Activate(qkv, qkv, self.act)
         if self.qk_norm:
-            self.qk_norm.emit(program, qkv, qkv)
-        self.gates_proj.emit(program, x, gates)
-        program.linear_attention(qkv, gates, out, (self.cache + 1, self.cache + 2), p)
+            yield from self.qk_norm.emit(qkv, qkv)
+        yield from self.gates_proj.emit(x, gates)
+        yield ops.AttendLinearly(qkv, gates, out, (self.cache + 1, self.cache + 2), p)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,18 +107,18 @@ class GatedLinearAttention:
     norm: Layer
     out_proj: Linear
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
         n = self.attention.width
-        z = program.buffer(f"linear attention z {n}", n)
-        y = program.buffer(f"linear attention {n}", n)
-        self.attention.emit(program, x, y)
-        self.z_proj.emit(program, x, z)
-        program.activation(z, z, "silu", n)
-        self.emit_gate(program, y, z)
-        self.out_proj.emit(program, y, out, add)
+        z = Buffer(f"linear attention z {n}", n)
+        y = Buffer(f"linear attention {n}", n)
+        yield from self.attention.emit(x, y)
+        yield from self.z_proj.emit(x, z)
+        yield ops.Activate(z, z, "silu")
+        yield from self.emit_gate(y, z)
+        yield from self.out_proj.emit(y, out, add)
 
-    def emit_gate(self, program: Program, y: int, gate: int) -> None:
+    def emit_gate(self, y: Buffer, gate: Buffer) -> Iterator[Operation]:
         """Emit the product of the attention y with the gate, silu(z), and the norm."""
         raise NotImplementedError
 
@@ -126,10 +126,10 @@ class GatedLinearAttention:
 class GatedDeltaNet(GatedLinearAttention):
     """Compute out_proj(norm(attention) * silu(z)). `norm` is one of each value head."""
 
-    def emit_gate(self, program: Program, y: int, gate: int) -> None:
+    def emit_gate(self, y: Buffer, gate: Buffer) -> Iterator[Operation]:
         """See GatedLinearAttention."""
-        self.norm.emit(program, y, y)
-        program.multiply(y, gate)
+        yield from self.norm.emit(y, y)
+        yield ops.Multiply(y, gate)
 
 
 def make_qk_norm(p: LinearAttention) -> RMSNorm:

@@ -6,16 +6,17 @@ Letters: T fresh tokens, E hidden size, C channels of the convolution, W its win
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from retain.files import quote
-from retain.kernels.api import Program
+from retain.kernels import ops
 from retain.kernels.kv_cache_spec import LayerCacheSpec
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
-from retain.kernels.shape_checks import WidthError
+from retain.kernels.ops import Buffer, Operation, WidthError
 from retain.models.layers import RMSNorm, load_linear, resolve_activation
 from retain.models.linear_attention import (
     ConvolvedAttention,
@@ -29,10 +30,10 @@ from retain.models.weights import Weights
 class Mamba2Mixer(GatedLinearAttention):
     """Compute out_proj(norm(attention * silu(z))). Rows of qkv are [C | B | x]; `norm` is one of each group."""
 
-    def emit_gate(self, program: Program, y: int, gate: int) -> None:
+    def emit_gate(self, y: Buffer, gate: Buffer) -> Iterator[Operation]:
         """See GatedLinearAttention."""
-        program.multiply(y, gate)
-        self.norm.emit(program, y, y)
+        yield ops.Multiply(y, gate)
+        yield from self.norm.emit(y, y)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,14 +77,15 @@ def to_c_router(experts: Experts, address: Callable[[Tensor], int]) -> _C.Router
     )  # fmt: skip
 
 
-def linear_attention_args(params: LinearAttention, address: Callable[[Tensor], int]) -> tuple[Any, ...]:
-    """Return the sizes, the gates and the rule of linear attention."""
-    sizes = params.num_key_heads, params.num_value_heads, params.k_dim, params.v_dim
-    gates = address(params.decay), address(params.time_bias)
-    rule = params.rule
+def to_c_linear_attention(params: LinearAttention, address: Callable[[Tensor], int]) -> _C.LinearAttention:
+    """Convert the sizes, the gates and the rule of linear attention."""
+    p = params
+    rule = p.rule
+    found = (_C.UpdateRule.gated_delta, 0, 0.0, 0.0)
     if isinstance(rule, Mamba2Rule):
-        return *sizes, *gates, _C.UpdateRule.mamba2, address(rule.skip), *rule.time_step_limits
-    return *sizes, *gates, _C.UpdateRule.gated_delta, 0, 0.0, 0.0
+        found = (_C.UpdateRule.mamba2, address(rule.skip), *rule.time_step_limits)
+    gates = address(p.decay), address(p.time_bias)
+    return _C.LinearAttention(p.num_key_heads, p.num_value_heads, p.k_dim, p.v_dim, *gates, *found)
 
 
 def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.AttentionScoring:

@@ -13,8 +13,8 @@ from torch import Tensor
 import retain.kernels.cpu._C as _C
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
+from retain.kernels.ops import WidthError
 from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
-from retain.kernels.shape_checks import WidthError
 from retain.kernels.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
 from retain.kernels.weight import StackedWeight, UnpackedWeight, Weight, row_energies, unpack
 

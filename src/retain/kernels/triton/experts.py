@@ -9,8 +9,8 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels.api import ACTIVATIONS
 from retain.kernels.experts import Router
+from retain.kernels.ops import ACTIVATIONS
 from retain.kernels.reference.experts import route
 from retain.kernels.triton import elementwise, expert_kernels
 from retain.kernels.triton.fresh_tokens import tokens_per_program

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Batch, GroupInputs
-from retain.kernels.reference.program import Step
+from retain.kernels.reference.operations import Step
 from retain.kernels.slot_rule import SlotRule
 from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import step_kernels

@@ -6,14 +6,14 @@ tied to the head.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
 from retain.models.families import llama
@@ -67,15 +67,15 @@ class SandwichNormLayer:
     mlp: Layer
     norm4: Layer
 
-    def emit(self, program: Program, x: int) -> None:
+    def emit(self, x: Buffer) -> Iterator[Operation]:
         """See DecoderLayer."""
-        h, y = (program.buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
-        self.norm1.emit(program, x, h)
-        self.attention.emit(program, h, y)
-        self.norm2.emit(program, y, x, add=True)
-        self.norm3.emit(program, x, h)
-        self.mlp.emit(program, h, y)
-        self.norm4.emit(program, y, x, add=True)
+        h, y = (Buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
+        yield from self.norm1.emit(x, h)
+        yield from self.attention.emit(h, y)
+        yield from self.norm2.emit(y, x, add=True)
+        yield from self.norm3.emit(x, h)
+        yield from self.mlp.emit(h, y)
+        yield from self.norm4.emit(y, x, add=True)
 
 
 def load_norm(w: Weights, name: str, eps: float) -> RMSNorm:

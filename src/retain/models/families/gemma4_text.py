@@ -6,17 +6,18 @@ experts beside the MLP. Norms multiply by w; heads of v are normalized, too; sco
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from retain.files import quote
-from retain.kernels.api import Program
+from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts, Router
 from retain.kernels.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, SharedCacheSpec, SlidingWindowSpec
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.kernels.weight import Weight
 from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
@@ -138,15 +139,15 @@ class PerLayerEmbedding(Embedding):
     inputs_projection: Linear  # [L P, E]
     inputs_norm: RMSNorm  # [L, P]
 
-    def emit(self, program: Program, out: int) -> None:
+    def emit(self, out: Buffer) -> Iterator[Operation]:
         """See Embedding."""
-        super().emit(program, out)
+        yield from super().emit(out)
         width = self.inputs_table.shape[1]
-        projected = program.buffer("projected layer inputs", width)
-        inputs = program.buffer("layer inputs", width)
-        self.inputs_projection.emit(program, out, projected)
-        program.embedding(inputs, self.inputs_table, self.inputs_scale)
-        self.inputs_norm.emit(program, projected, inputs, add=True)
+        projected = Buffer("projected layer inputs", width)
+        inputs = Buffer("layer inputs", width)
+        yield from self.inputs_projection.emit(out, projected)
+        yield ops.Embed(inputs, self.inputs_table, self.inputs_scale)
+        yield from self.inputs_norm.emit(projected, inputs, add=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,16 +161,16 @@ class PerLayerInput:
     layer_idx: int
     num_layers: int
 
-    def emit(self, program: Program, x: int, scratch: int) -> None:
-        """Write the layer into a program; it updates buffer `x` in place."""
+    def emit(self, x: Buffer, scratch: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         size = self.gate.weight.shape[0]
-        gate = program.buffer("layer gate", size)
-        inputs = program.buffer("layer inputs", self.num_layers * size)
-        self.gate.emit(program, x, gate)
-        program.activation(gate, gate, self.act, size)
-        program.multiply(gate, inputs, self.layer_idx * size)
-        self.projection.emit(program, gate, scratch)
-        self.norm.emit(program, scratch, x, add=True)
+        gate = Buffer("layer gate", size)
+        inputs = Buffer("layer inputs", self.num_layers * size)
+        yield from self.gate.emit(x, gate)
+        yield ops.Activate(gate, gate, self.act)
+        yield ops.Multiply(gate, inputs, self.layer_idx * size)
+        yield from self.projection.emit(gate, scratch)
+        yield from self.norm.emit(scratch, x, add=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,17 +184,17 @@ class ParallelExperts:
     norm3: RMSNorm
     experts: Experts
 
-    def emit(self, program: Program, x: int, y: int, h: int) -> None:
-        """Write the layer into a program; it updates buffer `y` in place, and uses `h`."""
+    def emit(self, x: Buffer, y: Buffer, h: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which updates buffer `y` in place, and uses `h`."""
         n = self.experts.num_experts
-        scores = program.buffer(f"scores {n}", n)
-        mixed = program.buffer("mixed", self.experts.hidden_size)
-        self.norm1.emit(program, y, y)
-        self.router_norm.emit(program, x, h)
-        self.gate.emit(program, h, scores)
-        self.norm2.emit(program, x, h)
-        program.experts(h, scores, mixed, self.experts)
-        self.norm3.emit(program, mixed, y, add=True)
+        scores = Buffer(f"scores {n}", n)
+        mixed = Buffer("mixed", self.experts.hidden_size)
+        yield from self.norm1.emit(y, y)
+        yield from self.router_norm.emit(x, h)
+        yield from self.gate.emit(h, scores)
+        yield from self.norm2.emit(x, h)
+        yield ops.MixExperts(h, scores, mixed, self.experts)
+        yield from self.norm3.emit(mixed, y, add=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,22 +211,22 @@ class Gemma4Layer:
     layer_input: PerLayerInput | None
     scalar: float
 
-    def emit(self, program: Program, x: int) -> None:
+    def emit(self, x: Buffer) -> Iterator[Operation]:
         """See DecoderLayer."""
         E = self.attention.spec.hidden_size
-        h, y = (program.buffer(name, E) for name in ("h", "y"))
-        self.norm1.emit(program, x, h)
-        self.attention.emit(program, h, y)
-        self.norm2.emit(program, y, x, add=True)
-        self.norm3.emit(program, x, h)
-        self.mlp.emit(program, h, y)
+        h, y = (Buffer(name, E) for name in ("h", "y"))
+        yield from self.norm1.emit(x, h)
+        yield from self.attention.emit(h, y)
+        yield from self.norm2.emit(y, x, add=True)
+        yield from self.norm3.emit(x, h)
+        yield from self.mlp.emit(h, y)
         if self.experts:
-            self.experts.emit(program, x, y, h)
-        self.norm4.emit(program, y, x, add=True)
+            yield from self.experts.emit(x, y, h)
+        yield from self.norm4.emit(y, x, add=True)
         if self.layer_input:
-            self.layer_input.emit(program, x, y)
+            yield from self.layer_input.emit(x, y)
         if self.scalar != 1:
-            program.scale(x, torch.full((E,), self.scalar))
+            yield ops.Scale(x, torch.full((E,), self.scalar))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,10 +236,10 @@ class CappedHead:
     linear: Linear
     limit: float
 
-    def emit(self, program: Program, x: int, out: int, add: bool = False) -> None:
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
-        self.linear.emit(program, x, out, add)
-        program.softcap(out, self.limit)
+        yield from self.linear.emit(x, out, add)
+        yield ops.Softcap(out, self.limit)
 
 
 def load_norm(w: Weights, name: str) -> RMSNorm:

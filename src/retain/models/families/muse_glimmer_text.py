@@ -6,15 +6,15 @@ q and k are normalized without weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from retain.files import quote
-from retain.kernels.api import Program
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
 from retain.models.families import llama
@@ -79,10 +79,10 @@ class NormedEmbedding(Embedding):
 
     norm: RMSNorm
 
-    def emit(self, program: Program, out: int) -> None:
+    def emit(self, out: Buffer) -> Iterator[Operation]:
         """See Embedding."""
-        super().emit(program, out)
-        self.norm.emit(program, out, out)
+        yield from super().emit(out)
+        yield from self.norm.emit(out, out)
 
 
 def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope | None) -> Attention:

@@ -11,7 +11,7 @@ from retain.files import quote
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.kv_cache_spec import LayerCacheSpec, uniform_layers
-from retain.kernels.shape_checks import WidthError
+from retain.kernels.ops import WidthError
 from retain.kernels.weight import concat_rows
 from retain.models.decoder import BranchLayer, Decoder, ModelSpec, scope_base_model
 from retain.models.experts import MixtureOfExperts, SharedExpertMixture
@@ -169,7 +169,7 @@ def load_layer(w: Weights, i: int, layer_type: str, s: ModelSpec) -> BranchLayer
         mixer = load_mamba2(m, first_caches[i], read_mamba2_config(w.config))
     else:
         mixer = load_mlp(m) if layer_type == "mlp" else load_mixture(m)
-    return BranchLayer(s.hidden_size, norm, None, mixer)
+    return BranchLayer(s.hidden_size, norm, mixer)
 
 
 def build(w: Weights) -> Decoder:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from retain.kernels.api import Program
+from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.models.decoder import Attention, Decoder, ModelSpec
 from retain.models.families import llama
@@ -43,16 +43,12 @@ class OutputNormLayer:
     mlp: Layer
     mlp_norm: Layer
 
-    @property
-    def norm1(self) -> None:
-        """See DecoderLayer. Attention reads x as it is."""
-
-    def emit(self, program: Program, x: int) -> None:
+    def emit(self, x: Buffer) -> Iterator[Operation]:
         """See DecoderLayer."""
-        y = program.buffer("y", self.attention.spec.hidden_size)
+        y = Buffer("y", self.attention.spec.hidden_size)
         for branch, norm in ((self.attention, self.attention_norm), (self.mlp, self.mlp_norm)):
-            branch.emit(program, x, y)
-            norm.emit(program, y, x, add=True)
+            yield from branch.emit(x, y)
+            yield from norm.emit(y, x, add=True)
 
 
 def load_wide_qk_norm(w: Weights, i: int, s: ModelSpec) -> PartNorms:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from retain.kernels.api import Program
+from retain.kernels.ops import Buffer, Operation
 from retain.models.decoder import (
     Attention,
     Decoder,
@@ -52,12 +52,12 @@ class PostNormLayer:
     norm2: Layer
     mlp: Layer
 
-    def emit(self, program: Program, x: int) -> None:
+    def emit(self, x: Buffer) -> Iterator[Operation]:
         """See DecoderLayer."""
-        self.attention.emit(program, x, x, add=True)
-        self.norm1.emit(program, x, x)
-        self.mlp.emit(program, x, x, add=True)
-        self.norm2.emit(program, x, x)
+        yield from self.attention.emit(x, x, add=True)
+        yield from self.norm1.emit(x, x)
+        yield from self.mlp.emit(x, x, add=True)
+        yield from self.norm2.emit(x, x)
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec) -> DecoderLayer:

@@ -6,11 +6,10 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "program.h"
+#include "record.h"
 
 namespace nb = nanobind;
 using namespace retain;
-using Address = uintptr_t;
 
 template <class T>
 static T* ptr(Address a) {
@@ -24,19 +23,7 @@ static StridedRows strided_rows(Address data, int64_t token_stride, int64_t head
 }
 
 static PackedWeight packed_weight(Address data, int out, int in, int format) {
-  return {ptr<char>(data), out, in, WeightFormat(format)};
-}
-
-using WeightArgs = std::tuple<Address, int, int, int>;
-
-static PackedWeight packed_weight(const WeightArgs& w) {
-  return packed_weight(std::get<0>(w), std::get<1>(w), std::get<2>(w), std::get<3>(w));
-}
-
-using HeadColumnsArgs = std::tuple<int, int, int, int>;
-
-static HeadColumns head_columns(const HeadColumnsArgs& c) {
-  return {std::get<0>(c), std::get<1>(c), std::get<2>(c), std::get<3>(c)};
+  return retain::packed_weight({data, out, in, format});
 }
 
 static void bind_structs(nb::module_& m) {
@@ -74,6 +61,15 @@ static void bind_structs(nb::module_& m) {
         new (e) Experts{router, packed_weight(gate_up), packed_weight(down), ptr<float>(gate_up_bias),
                         ptr<float>(down_bias), Activation(act), is_gated};
       });
+  nb::enum_<UpdateRule>(m, "UpdateRule")
+      .value("gated_delta", UpdateRule::gated_delta)
+      .value("mamba2", UpdateRule::mamba2);
+  nb::class_<LinearAttention>(m, "LinearAttention")
+      .def("__init__", [](LinearAttention* a, int num_key_heads, int num_value_heads, int k_dim, int v_dim, Address decay,
+                          Address time_bias, UpdateRule rule, Address skip, float min_step, float max_step) {
+        new (a) LinearAttention{num_key_heads, num_value_heads, k_dim, v_dim, ptr<float>(decay), ptr<float>(time_bias),
+                                rule, ptr<float>(skip), min_step, max_step};
+      });
   nb::class_<PageTables>(m, "PageTables")
       .def("__init__", [](PageTables* t) { new (t) PageTables{}; })
       .def("__init__",
@@ -99,71 +95,18 @@ static void bind_program(nb::module_& m) {
   nb::enum_<Products>(m, "Products")
       .value("integers", Products::integers)
       .value("bfloat16", Products::bfloat16);
-  nb::enum_<UpdateRule>(m, "UpdateRule")
-      .value("gated_delta", UpdateRule::gated_delta)
-      .value("mamba2", UpdateRule::mamba2);
   nb::class_<Program>(m, "Program")
       .def(nb::init<>())
       .def_prop_ro_static("LOGITS", [](nb::handle) { return int(Program::LOGITS); })
       .def("buffer", &Program::buffer)
       .def("rope_table",
            [](Program& p, Address freqs, int n, float gain, bool interleaved) {
-             return p.rope_table(ptr<float>(freqs), n, gain, interleaved);
+             return p.add_rope_table(ptr<float>(freqs), n, gain, interleaved);
            })
-      .def("embedding",
-           [](Program& p, int out, Address data, int rows, int in, int format, bool by_position, int offset,
-              float factor, bool add) {
-             p.embedding(out, packed_weight(data, rows, in, format), by_position, offset, factor, add);
-           })
-      .def("norm",
-           [](Program& p, int in, int out, Address weight, Address bias, float eps, bool subtract_mean, int n,
-              int heads, bool add, int first) {
-             p.norm(in, out, {ptr<float>(weight), ptr<float>(bias), eps, subtract_mean}, n, heads, add, first);
-           })
-      .def("linear",
-           [](Program& p, int in, int out, Address data, int rows, int columns, int format, Address bias, bool add,
-              int first) {
-             p.linear(in, out, packed_weight(data, rows, columns, format), ptr<float>(bias), add, first);
-           })
-      .def("activation",
-           [](Program& p, int in, int out, int kind, int n, bool gated) {
-             p.activation(in, out, Activation(kind), n, gated);
-           })
-      .def("head_linear",
-           [](Program& p, int in, int out, WeightArgs weight, HeadColumnsArgs source, HeadColumnsArgs target) {
-             p.head_linear(in, out, packed_weight(weight), head_columns(source), head_columns(target));
-           })
-      .def("copy_columns",
-           [](Program& p, int in, int out, HeadColumnsArgs source, HeadColumnsArgs target) {
-             p.copy_columns(in, out, head_columns(source), head_columns(target));
-           })
-      .def("experts", &Program::experts)
-      .def("clip", &Program::clip)
-      .def("scale",
-           [](Program& p, int buffer, Address factors, int n) { p.scale(buffer, ptr<float>(factors), n); })
-      .def("scale_by_position", &Program::scale_by_position)
-      .def("rope", &Program::rope)
-      .def("attend",
-           [](Program& p, int qkv, int out, int layer, int H, int G, int k_dim, int v_dim, bool has_kv,
-              const AttentionParams& params) { p.attend(qkv, out, layer, {H, G, k_dim, v_dim, has_kv}, params); })
-      .def("convolve",
-           [](Program& p, int in, int out, int layer, Address weight, Address bias, int channels, int window) {
-             p.convolve(in, out, layer, {ptr<float>(weight), ptr<float>(bias), channels, window});
-           })
-      .def("linear_attention",
-           [](Program& p, int qkv, int gates, int out, std::pair<int, int> layers, int num_key_heads,
-              int num_value_heads, int k_dim, int v_dim, Address decay, Address time_bias, UpdateRule rule,
-              Address skip, float min_step, float max_step) {
-             p.linear_attention(qkv, gates, out, layers.first, layers.second,
-                                {num_key_heads, num_value_heads, k_dim, v_dim, ptr<float>(decay),
-                                 ptr<float>(time_bias), rule, ptr<float>(skip), min_step, max_step});
-           })
-      .def("gather_rows", &Program::gather_rows)
+      .def("add", [](Program& p, const std::string& name, nb::dict fields) { add_operation(p, name, Record(fields)); })
       .def("buffer_address",
            [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })
       .def("num_ops", &Program::num_ops)
-      .def("softcap", &Program::softcap)
-      .def("multiply", &Program::multiply)
       .def(
           "run",
           [](Program& p, const std::vector<GroupArgs>& groups, const std::vector<std::pair<int, int>>& layers,

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <functional>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -46,35 +47,85 @@ struct QkvLayout {
   bool has_kv;
 };
 
+// How the rows of a step multiply.
+struct RowParts {
+  std::vector<RowPart> quantized;  // rows with quantized weights
+  std::vector<RowPart> whole;      // rows with others, as one part
+  std::vector<RowPart> gathered;   // those that `gather_rows` leaves
+
+  explicit RowParts(const StepArgs&);
+};
+
+// Whether an operation has `run`, `run_rows` or `check`.
+template <class T, class = void>
+constexpr bool has_run = false;
+template <class T>
+constexpr bool has_run<T, std::void_t<decltype(&T::run)>> = true;
+template <class T, class = void>
+constexpr bool has_run_rows = false;
+template <class T>
+constexpr bool has_run_rows<T, std::void_t<decltype(&T::run_rows)>> = true;
+
+template <class T, class = void>
+constexpr bool has_check = false;
+template <class T>
+constexpr bool has_check<T, std::void_t<decltype(&T::check)>> = true;
+
 class Program {
  public:
   static constexpr int LOGITS = -1;  // the buffer that belongs to the caller
 
+  // A step as an operation sees it.
+  struct StepState {
+    const StepArgs& step;
+    Program& program;
+    const RowParts& parts;
+    int rows = step.T;  // N after `gather_rows`
+    bool is_gathered = false;
+
+    void gather_rows() {
+      rows = step.N;
+      is_gathered = true;
+    }
+    const std::vector<RowPart>& parts_for(const PackedWeight& w) const {
+      return is_gathered ? parts.gathered : w.is_quantized() ? parts.quantized : parts.whole;
+    }
+
+    float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
+    int width(int buffer) const { return program.widths_[buffer]; }
+    int row_width(int buffer) const { return buffer == LOGITS ? program.logits_width_ : width(buffer); }
+  };
+  struct RopeTable {
+    const float* freqs;
+    int n;
+    float gain;
+    bool interleaved;
+    int buffer;
+  };
+
   // Adds a buffer with rows of `width` numbers and returns its number.
   int buffer(int width);
   // Adds a RoPE table that each step computes, and returns its number. The caller keeps `freqs` [n] alive.
-  int rope_table(const float* freqs, int n, float gain, bool interleaved);
+  int add_rope_table(const float* freqs, int n, float gain, bool interleaved);
 
-  // Each of these appends an operation. The caller keeps weights, biases, factors and the tensors of AttentionParams alive.
-  void embedding(int out, const PackedWeight&, bool by_position, int offset, float factor, bool add);
-  void norm(int in, int out, const NormParams&, int n, int heads, bool add, int first);
-  // `first` is the column of `out` at which the outputs begin.
-  void linear(int in, int out, const PackedWeight&, const float* bias, bool add, int first);
-  void head_linear(int in, int out, const PackedWeight&, const HeadColumns& source, const HeadColumns& target);
-  void copy_columns(int in, int out, const HeadColumns& source, const HeadColumns& target);
-  void activation(int in, int out, Activation, int n, bool gated);
-  // Rows of `hidden` have k 2 I numbers, those of `y` k E: see ExpertsArgs.
-  void experts(int in, int scores, int out, int hidden, int y, const Experts&, bool add);
-  void clip(int buffer, float limit);
-  void softcap(int buffer, float limit);
-  void multiply(int buffer, int by, int first);
-  void scale(int buffer, const float* factors, int n);
-  void scale_by_position(int buffer, int n, float beta, int period);
-  void rope(int buffer, int table, int heads, int D);
-  void attend(int qkv, int out, int layer, QkvLayout, const AttentionParams&);
-  void convolve(int in, int out, int layer, const Convolution&);
-  void linear_attention(int qkv, int gates, int out, int tokens_layer, int states_layer, const LinearAttention&);
-  void gather_rows(int in, int out);  // keeps the rows of logits_indices; later operations run on these only
+  // Appends an operation (operations.cpp). The caller keeps the tensors that it names alive.
+  template <class T>
+  void push(const T& op);
+  // Makes room for the prepared activations of a row; `bfloat16_bytes` only in steps with rows in bfloat16.
+  void reserve_prepared(int64_t bytes, int64_t bfloat16_bytes = 0) {
+    max_prepared_row_bytes_ = std::max(max_prepared_row_bytes_, bytes);
+    max_bfloat16_row_bytes_ = std::max(max_bfloat16_row_bytes_, bfloat16_bytes);
+  }
+  // Says that rows of logits have at least so many numbers.
+  void reserve_logits(int width) { logits_width_ = std::max(logits_width_, width); }
+
+  // Returns memory for the prepared activations of `row` and following ones. It starts on a cache line.
+  char* prepared(int row) { return prepared_.data() + row * prepared_row_bytes_; }
+  int64_t prepared_row_bytes() const { return prepared_row_bytes_; }
+  const RopeTable& rope_table(int table) const { return rope_tables_[table]; }
+  AttentionWorkspace& attention() { return attention_; }
+  ExpertsWorkspace& experts() { return experts_; }
+  StateWorkspace& states() { return states_; }
 
   // Returns the rows of a buffer after the last `run`. They are valid until the next `run` that begins at 0.
   const float* buffer_address(int buffer) const { return buffers_.at(buffer); }
@@ -87,48 +138,15 @@ class Program {
   void run(const StepArgs&, int begin, int end);
 
  private:
-  struct StepState;
-  struct EmbeddingOp;
-  struct NormOp;
-  struct LinearOp;
-  struct HeadLinearOp;
-  struct CopyColumnsOp;
-  struct ActivationOp;
-  struct ExpertsOp;
-  struct ClipOp;
-  struct SoftcapOp;
-  struct MultiplyOp;
-  struct ScaleOp;
-  struct ScaleByPositionOp;
-  struct RopeOp;
-  struct AttentionOp;
-  struct ConvolutionOp;
-  struct LinearAttentionOp;
-  struct GatherRowsOp;
-  struct RopeTable {
-    const float* freqs;
-    int n;
-    float gain;
-    bool interleaved;
-    int buffer;
-  };
-
   struct Operation {
     std::function<void(StepState&, ThreadTeam::Member&)> run;
     std::function<void(const StepState&, int begin, int end)> run_rows;  // empty if rows need others
   };
 
   void reserve(const StepArgs&);
-  // Returns memory for the prepared activations of `row` and following ones. It starts on a cache line.
-  char* prepared(int row) { return prepared_.data() + row * prepared_row_bytes_; }
   int end_of_row_ops(const StepState&, int begin, int end, int threads) const;
   void run_row_blocks(const StepState&, int begin, int end, ThreadTeam::Member&);
   void compute_rope_tables(const StepArgs&, ThreadTeam::Member&);
-  template <class T>
-  void push(const T& op);
-  template <class T>
-  void push_checked(const T& op);
-
   std::vector<int> widths_;
   std::vector<RopeTable> rope_tables_;
   std::vector<Operation> ops_;
@@ -145,5 +163,21 @@ class Program {
   ExpertsWorkspace experts_;
   StateWorkspace states_;
 };
+
+template <class T>
+void Program::push(const T& op) {
+  Operation to;
+  if constexpr (has_run_rows<T>)
+    to.run_rows = [op](const StepState& state, int begin, int end) { op.run_rows(state, begin, end); };
+  if constexpr (has_run<T>) {
+    to.run = [op](StepState& state, ThreadTeam::Member& member) { op.run(state, member); };
+  } else {
+    to.run = [op](StepState& state, ThreadTeam::Member& member) {
+      member.parallel_for(state.rows, [&](int begin, int end) { op.run_rows(state, begin, end); });
+    };
+  }
+  if constexpr (has_check<T>) checks_.push_back([op](const StepState& state) { op.check(state); });
+  ops_.push_back(std::move(to));
+}
 
 }  // namespace retain

@@ -1,0 +1,49 @@
+// The fields of an operation that Python hands over.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
+
+#include <string>
+#include <tuple>
+
+#include "program.h"
+
+namespace retain {
+
+using Address = uintptr_t;
+using WeightArgs = std::tuple<Address, int, int, int>;  // data, outputs, inputs, format
+
+inline PackedWeight packed_weight(const WeightArgs& w) {
+  const auto [data, out, in, format] = w;
+  return {reinterpret_cast<char*>(data), out, in, WeightFormat(format)};
+}
+
+// A dictionary by the names of fields. Buffers are numbers, tensors are addresses (0: none).
+class Record {
+ public:
+  explicit Record(nanobind::dict fields) : fields_(std::move(fields)) {}
+
+  template <class T>
+  T as(const char* name) const {
+    return nanobind::cast<T>(fields_[name]);
+  }
+  int get(const char* name) const { return as<int>(name); }
+  float real(const char* name) const { return as<float>(name); }
+  bool flag(const char* name) const { return as<bool>(name); }
+  const float* numbers(const char* name) const { return reinterpret_cast<float*>(as<Address>(name)); }
+  PackedWeight weight(const char* name) const { return packed_weight(as<WeightArgs>(name)); }
+  HeadColumns columns(const char* name) const {
+    const auto [H, width, stride, first] = as<std::tuple<int, int, int, int>>(name);
+    return {H, width, stride, first};
+  }
+
+ private:
+  nanobind::dict fields_;
+};
+
+// Appends an operation. Raises std::invalid_argument for a name that no operation has.
+void add_operation(Program&, const std::string& name, const Record&);
+
+}  // namespace retain

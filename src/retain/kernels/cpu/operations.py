@@ -1,0 +1,165 @@
+"""What the C++ program gets for each operation: a name of csrc/operations.cpp, and fields that are numbers.
+
+A record has the fields of its operation, converted. Only what C++ reads otherwise stands here. Weights are packed in
+tiles (csrc/packed_gemm.h).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import astuple
+from typing import Any
+
+from torch import Tensor
+
+import retain.kernels.cpu._C as _C
+from retain.kernels import ops
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.cpu import ffi
+from retain.kernels.cpu.memory import Arena
+from retain.kernels.cpu.packing import PackedWeight, pack_weight
+from retain.kernels.experts import Experts
+from retain.kernels.head_columns import HeadColumns
+from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.rope import Rope
+from retain.kernels.weight import ConvertedWeights, Weight, split_stack
+
+Record = tuple[str, dict[str, Any]]
+
+
+class Operands:
+    """What the fields of operations are converted to, and the memory that C++ reads."""
+
+    def __init__(self, program: _C.Program):
+        self.program = program
+        self.buffers = ops.Buffers(self._create_buffer)
+        self.weights = ConvertedWeights(self._pack_weight)
+        self.owned_tensors: list[Tensor] = []  # tensors whose addresses C++ holds
+        self.logits_width = 0
+        self._ropes: dict[Rope, int] = {}  # their ids in C++
+        self._arena = Arena()
+
+    def record(self, op: ops.Operation, **changes: object) -> Record:
+        """Return an operation as C++ gets it, with some fields changed or added."""
+        fields = vars(op) | changes
+        return type(op).__name__, {name: self._to_c(value) for name, value in fields.items()}
+
+    def rope_table(self, rope: Rope) -> int:
+        """Return the number of a rope's table."""
+        if rope not in self._ropes:
+            freqs = self.address(rope.freqs)
+            args = len(rope.freqs), rope.attention_factor, rope.interleaved
+            self._ropes[rope] = self.program.rope_table(freqs, *args)
+        return self._ropes[rope]
+
+    def address(self, x: Tensor | None) -> int:
+        """Copy a tensor to float32, own the copy, and return its address; 0 for None."""
+        if x is None:
+            return 0
+        x = x.float().clone()  # a copy, so that a mapped file can be closed
+        self.owned_tensors.append(x)
+        return x.data_ptr()
+
+    def weight(self, weight: Weight) -> tuple[int, int, int, int]:
+        """Return a packed matrix as C++ gets it."""
+        return self.weights.get(weight).c_args
+
+    def _create_buffer(self, buffer: ops.Buffer) -> int:
+        if buffer.name == ops.LOGITS:
+            self.logits_width = buffer.width
+            return int(_C.Program.LOGITS)
+        return self.program.buffer(buffer.width)
+
+    def _pack_weight(self, weight: Weight) -> PackedWeight:
+        packed = pack_weight(weight, self._arena)
+        self.owned_tensors.append(packed.data)
+        return packed
+
+    def _to_c(self, value: object) -> object:
+        if isinstance(value, ops.Buffer):
+            return self.buffers[value]
+        if value is None or isinstance(value, Tensor):
+            return self.address(value)
+        if isinstance(value, HeadColumns):
+            return astuple(value)
+        if isinstance(value, AttentionParams):
+            return ffi.to_c_params(value, self.address)
+        if isinstance(value, LinearAttention):
+            return ffi.to_c_linear_attention(value, self.address)
+        return value
+
+
+def embed(o: Operands, op: ops.Embed | ops.EmbedPosition) -> Iterator[Record]:
+    """Pack the table."""
+    yield o.record(op, table=o.weight(op.table))
+
+
+def norm(o: Operands, op: ops.Norm) -> Iterator[Record]:
+    """Add sizes."""
+    yield o.record(op, n=op.weight.shape[-1], heads=op.heads)
+
+
+def linear(o: Operands, op: ops.Linear) -> Iterator[Record]:
+    """Make an operation of each matrix of a stack."""
+    for part, first, bias in split_stack(op.weight, op.bias):
+        yield o.record(op, weight=o.weight(part), bias=bias, first=first)
+
+
+def head_linear(o: Operands, op: ops.HeadLinear) -> Iterator[Record]:
+    """Pack the matrices."""
+    yield o.record(op, weight=o.weight(op.weight))
+
+
+def activate(o: Operands, op: ops.Activate) -> Iterator[Record]:
+    """Add the size; the activation is a number."""
+    yield o.record(op, act=ops.ACTIVATIONS.index(op.act), n=op.out.width)
+
+
+def mix_experts(o: Operands, op: ops.MixExperts) -> Iterator[Record]:
+    """Add buffers for what each expert of a token computes."""
+    e = op.experts
+    k = e.router.top_k
+    hidden = ops.Buffer(f"hidden of experts {k * e.inner_size}", k * e.inner_size)
+    outputs = ops.Buffer(f"outputs of experts {k}", k * e.hidden_size)
+    yield o.record(op, hidden=hidden, outputs=outputs, experts=_to_c_experts(o, e))
+
+
+def _to_c_experts(o: Operands, e: Experts) -> _C.Experts:
+    return _C.Experts(
+        ffi.to_c_router(e, o.address), o.weight(e.gate_up), o.weight(e.down), o.address(e.gate_up_bias),
+        o.address(e.down_bias), ops.ACTIVATIONS.index(e.act), e.is_gated,
+    )  # fmt: skip
+
+
+def scale(o: Operands, op: ops.Scale) -> Iterator[Record]:
+    """Add the size."""
+    yield o.record(op, n=len(op.factors))
+
+
+def attend(o: Operands, op: ops.Attend) -> Iterator[Record]:
+    """Rotate by an operation of its own."""
+    H, G, D = op.heads
+    if op.rope:
+        fields = {"out": o.buffers[op.qkv], "table": o.rope_table(op.rope), "heads": H, "head_dim": D}
+        yield "Rotate", fields | ({"heads": H + G} if op.has_kv else {})
+    yield o.record(op, rope=None, v_dim=op.v_dim, has_kv=op.has_kv)
+
+
+def convolve(o: Operands, op: ops.Convolve) -> Iterator[Record]:
+    """Transpose the weight, and add its sizes."""
+    channels, window = op.weight.shape
+    yield o.record(op, weight=op.weight.T.contiguous(), channels=channels, window=window)
+
+
+LOWERINGS: Mapping[type[ops.Operation], Callable[[Operands, Any], Iterator[Record]]] = {
+    ops.Embed: embed,
+    ops.EmbedPosition: embed,
+    ops.Norm: norm,
+    ops.Linear: linear,
+    ops.HeadLinear: head_linear,
+    ops.Activate: activate,
+    ops.MixExperts: mix_experts,
+    ops.Scale: scale,
+    ops.Attend: attend,
+    ops.Convolve: convolve,
+}

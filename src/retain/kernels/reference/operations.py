@@ -1,0 +1,306 @@
+"""What each operation computes, in torch: the definition that every backend equals.
+
+A function takes an operation and returns how a step computes the new rows of its `out`. It writes nothing in place, so
+a step can be differentiated. Rows have the program's dtype; a quantized weight is multiplied in float32. What is
+returned does not hold the operation: its matrices may be freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from math import nan
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from retain.kernels import ops
+from retain.kernels.api import CPU, GroupInputs
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.reference.experts import ExpertWeights, mix_experts
+from retain.kernels.reference.linear_attention import attend_linearly, convolve
+from retain.kernels.reference.rows import (
+    activate,
+    join_columns,
+    linear,
+    linear_by_head,
+    replace_columns,
+    rms_norm,
+    select_indices,
+    split_heads,
+)
+from retain.kernels.rope import Angles, Rope
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+
+# (cache, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
+# offset. k and v have no heads where the layer attends to a cache that an earlier one has written.
+AttendToCache = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """A step as the operations of a program see it."""
+
+    input_ids: Tensor  # int64 [T]
+    positions: Tensor  # [T]
+    logits_indices: Tensor  # int64 [N]
+    buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReferenceStep(Step):
+    """A step, and how its tokens attend."""
+
+    attend: AttendToCache
+    use_cache: Callable[[int], GroupInputs]  # of a layer without attention
+    angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
+
+
+Compute = Callable[[Any], Tensor]  # the new rows of a buffer, of a step
+
+
+class Operands:
+    """What the operations of a program are converted to: numbers of buffers, and weights in the program's own form."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU):
+        self.dtype = dtype
+        self.device = device
+        self.buffers = ops.Buffers(lambda buffer: next(self._numbers))
+        self._numbers = count()
+        self.weights = ConvertedWeights(self.convert)
+        self.weight_bytes = 0
+
+    def convert(self, weight: Weight) -> UnpackedWeight:
+        """Return a weight as operations read it. Called once for each."""
+        matrix = unpack(weight)
+        matrix = matrix.to(self.device, self.dtype) if isinstance(matrix, Tensor) else matrix
+        tensors = [matrix] if isinstance(matrix, Tensor) else vars(matrix).values()
+        self.weight_bytes += sum(x.nbytes for x in tensors)
+        return matrix
+
+    def to_dtype(self, x: Tensor | None) -> Tensor | None:
+        """Return a tensor of the program's dtype and device."""
+        return None if x is None else x.to(self.device, self.dtype)
+
+    def clear(self) -> None:
+        """Forget which weights were converted; the operations keep what they use."""
+        self.weights.clear()
+
+
+def embed(o: Operands, op: ops.Embed) -> Compute:
+    """Look up rows by token id. Of a quantized table only the rows of the given ids are dequantized."""
+    weight = o.weights.get(op.table)
+    factor = op.factor
+    if factor == 1:
+        return lambda s: look_up(s.input_ids, weight, o.dtype)
+    return lambda s: look_up(s.input_ids, weight, o.dtype) * factor
+
+
+def embed_position(o: Operands, op: ops.EmbedPosition) -> Compute:
+    """Look up rows by position."""
+    weight = o.weights.get(op.table)
+    offset = op.offset
+    return added(o, op, lambda s: look_up((s.positions + offset).clamp(min=0), weight, o.dtype))
+
+
+def norm(o: Operands, op: ops.Norm) -> Compute:
+    """Normalize rows: by LayerNorm in the program's dtype, or by RMSNorm in float32."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    n = op.weight.shape[-1]
+    w = op.weight.to(o.dtype) if op.subtract_mean else op.weight.float()
+    b = o.to_dtype(op.bias)
+    columns = slice(op.first, op.first + op.heads * n)
+
+    def compute(s: Step) -> Tensor:
+        rows = split_heads(s.buffers[x][:, columns], op.heads) if op.is_by_head else s.buffers[x]
+        y = F.layer_norm(rows, (n,), w, b, op.eps) if op.subtract_mean else rms_norm(rows, w, op.eps)
+        y = s.buffers[out][:, columns] + y.flatten(1) if op.add else y.flatten(1)
+        return replace_columns(s.buffers[out], y, op.first) if op.is_by_head else y
+
+    return compute
+
+
+def multiply_matrix(o: Operands, op: ops.Linear) -> Compute:
+    """Multiply rows with each matrix of a stack."""
+    x = o.buffers[op.x]
+    parts = [(o.weights.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
+    return added(o, op, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), op.add)
+
+
+def multiply_heads(o: Operands, op: ops.HeadLinear) -> Compute:
+    """Multiply the columns of each head with its matrix."""
+    weight = o.weights.get(op.weight)
+    return map_columns(o, op, lambda heads: linear_by_head(heads, weight))
+
+
+def copy_columns(o: Operands, op: ops.CopyColumns) -> Compute:
+    """Copy the columns of each head."""
+    return map_columns(o, op, lambda heads: heads)
+
+
+def compute_activation(o: Operands, op: ops.Activate) -> Compute:
+    """Apply an activation function."""
+    x = o.buffers[op.x]
+    return lambda s: activate(s.buffers[x], op.act, op.out.width, op.gated)
+
+
+def compute_experts(o: Operands, op: ops.MixExperts) -> Compute:
+    """Add up the experts that the router chooses."""
+    x = o.buffers[op.x]
+    scores = o.buffers[op.scores]
+    e = op.experts
+    router = e.router.map_tensors(lambda x: x.to(o.device, torch.float32))
+    matrices = o.weights.get(e.gate_up), o.weights.get(e.down)
+    mixture = ExpertWeights(replace(e, router=router), *matrices, o.to_dtype(e.gate_up_bias), o.to_dtype(e.down_bias))
+    return added(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], mixture), op.add)
+
+
+def clip(o: Operands, op: ops.Clip) -> Compute:
+    """Clamp rows."""
+    out = o.buffers[op.out]
+    return lambda s: s.buffers[out].clamp(-op.limit, op.limit)
+
+
+def softcap(o: Operands, op: ops.Softcap) -> Compute:
+    """Bound rows smoothly."""
+    out = o.buffers[op.out]
+    return lambda s: op.limit * torch.tanh(s.buffers[out] / op.limit)
+
+
+def multiply(o: Operands, op: ops.Multiply) -> Compute:
+    """Multiply rows with columns of others."""
+    out = o.buffers[op.out]
+    by = o.buffers[op.by]
+    columns = slice(op.first, op.first + op.out.width)
+    return lambda s: s.buffers[out] * s.buffers[by][:, columns]
+
+
+def scale(o: Operands, op: ops.Scale) -> Compute:
+    """Multiply the first columns with factors."""
+    out = o.buffers[op.out]
+    n = len(op.factors)
+    factors = op.factors.to(o.device, o.dtype)
+    return lambda s: replace_columns(s.buffers[out], s.buffers[out][:, :n] * factors)
+
+
+def scale_by_position(o: Operands, op: ops.ScaleByPosition) -> Compute:
+    """Multiply the first columns with a factor of the position."""
+    out = o.buffers[op.out]
+
+    def compute(s: Step) -> Tensor:
+        periods = s.positions.clamp(min=0) // op.period
+        factors = (1 + op.beta * torch.log1p(periods.float())).to(o.dtype)
+        return replace_columns(s.buffers[out], s.buffers[out][:, : op.n] * factors[:, None])
+
+    return compute
+
+
+def gather_rows(o: Operands, op: ops.GatherRows) -> Compute:
+    """Select the rows whose logits the caller needs."""
+    x = o.buffers[op.x]
+    return lambda s: select_indices(s.buffers[x], s.logits_indices)
+
+
+def attend(o: Operands, op: ops.Attend) -> Compute:
+    """Rotate q and k, and attend as the step says."""
+    qkv = o.buffers[op.qkv]
+    H, G, D = op.heads
+    num_written = G if op.has_kv else 0
+    rope = op.rope
+
+    def compute(s: ReferenceStep) -> Tensor:
+        qk, v = torch.split(s.buffers[qkv], [(H + num_written) * D, num_written * op.v_dim], dim=1)
+        qk = split_heads(qk, H + num_written)
+        if rope:
+            if rope not in s.angles:
+                s.angles[rope] = rope.angles(s.positions, qk.dtype)
+            qk = rope.apply(qk, s.angles[rope])
+        q, k = torch.split(qk, [H, num_written], dim=1)
+        if op.params.key_offset is not None:
+            k = (k.float() - op.params.key_offset).to(k.dtype)
+        v = v.view(len(v), num_written, op.v_dim)
+        return s.attend(op.cache, q, k, v, op.params).flatten(1)
+
+    return compute
+
+
+def compute_convolution(o: Operands, op: ops.Convolve) -> Compute:
+    """Convolve rows with those of earlier tokens."""
+    x = o.buffers[op.x]
+    w = op.weight.float()
+    b = None if op.bias is None else op.bias.float()
+
+    def compute(s: ReferenceStep) -> Tensor:
+        return convolve(s.buffers[x], s.use_cache(op.cache), s.positions, w, b)
+
+    return compute
+
+
+def compute_linear_attention(o: Operands, op: ops.AttendLinearly) -> Compute:
+    """Attend linearly, by slots and states."""
+    qkv = o.buffers[op.qkv]
+    gates = o.buffers[op.gates]
+    params = op.params.map_tensors(Tensor.float)
+
+    def compute(s: ReferenceStep) -> Tensor:
+        tokens, states = map(s.use_cache, op.caches)
+        return attend_linearly(s.buffers[qkv], s.buffers[gates], tokens, states, s.positions, params)
+
+    return compute
+
+
+def added(o: Operands, op: ops.Operation, compute: Compute, add: bool = True) -> Compute:
+    """Return how to add rows to those of `out`; without `add` they replace them."""
+    out = o.buffers[op.out]
+    return (lambda s: s.buffers[out] + compute(s)) if add else compute
+
+
+def map_columns(o: Operands, op: ops.HeadLinear | ops.CopyColumns, function: Callable[[Tensor], Tensor]) -> Compute:
+    """Return how to put a function of the source columns [T, H, n] into the target columns."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    width = op.out.width
+    source = op.source
+    target = op.target
+
+    def compute(s: Step) -> Tensor:
+        rows = s.buffers[x]
+        earlier = s.buffers[out] if out in s.buffers else rows.new_full((len(rows), width), nan)
+        return target.replace(earlier, function(source.view(rows)))
+
+    return compute
+
+
+def look_up(index: Tensor, weight: UnpackedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the rows of a table."""
+    return F.embedding(index, weight) if isinstance(weight, Tensor) else weight.select_rows(index).dequantize(dtype)
+
+
+Lowerings = Mapping[type[ops.Operation], Callable[[Any, Any], Compute]]
+# Triton has these, or its own in their place. Those that read caches are the reference's alone.
+OF_ROWS: Lowerings = {
+    ops.Embed: embed,
+    ops.EmbedPosition: embed_position,
+    ops.Norm: norm,
+    ops.Linear: multiply_matrix,
+    ops.HeadLinear: multiply_heads,
+    ops.CopyColumns: copy_columns,
+    ops.Activate: compute_activation,
+    ops.MixExperts: compute_experts,
+    ops.Clip: clip,
+    ops.Softcap: softcap,
+    ops.Multiply: multiply,
+    ops.Scale: scale,
+    ops.ScaleByPosition: scale_by_position,
+    ops.GatherRows: gather_rows,
+}
+OPERATIONS: Lowerings = {
+    **OF_ROWS,
+    ops.Attend: attend,
+    ops.Convolve: compute_convolution,
+    ops.AttendLinearly: compute_linear_attention,
+}

@@ -1,0 +1,289 @@
+"""What each operation launches: kernels of this folder where torch would launch several, else what the reference does.
+
+Operations write in place where that saves a launch. Rows and weights have the program's dtype. Quantized weights of
+linear layers, experts and embeddings stay in their bits (packed_weight.py); those of heads become dense, because no
+kernel here reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from retain.kernels import ops
+from retain.kernels.reference.operations import OF_ROWS, Compute, Lowerings, Operands, added
+from retain.kernels.reference.rows import join_columns, split_heads
+from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
+from retain.kernels.triton.experts import DeviceExperts, mix_experts
+from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
+from retain.kernels.triton.packed_weight import PackedExperts, PackedMatrix
+from retain.kernels.triton.step_inputs import DeviceStep
+from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+
+
+class DeviceOperands(Operands):
+    """Numbers of buffers, and weights on the device."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device):
+        super().__init__(dtype, device)
+        self.matrices = ConvertedWeights(self._pack)  # of linear layers and embeddings
+
+    def convert(self, weight: Weight) -> UnpackedWeight:
+        """Return a dense weight, of heads or of positions."""
+        matrix = unpack(weight)
+        packed = self._pack(matrix if isinstance(matrix, Tensor) else matrix.dequantize(self.dtype))
+        assert isinstance(packed, Tensor)
+        return packed
+
+    def pack_experts(self, weight: Weight, num_experts: int) -> Tensor | PackedExperts:
+        """Return a copy of the matrices of experts on the device."""
+        packed = packed_weight.pack_experts(weight, num_experts, self.dtype, self.device)
+        self.weight_bytes += packed.nbytes
+        return packed
+
+    def to_float32(self, x: Tensor) -> Tensor:
+        """Return a copy in float32 on the device."""
+        return x.to(self.device, torch.float32).clone().contiguous()
+
+    def clear(self) -> None:
+        """Forget which weights were converted; the operations keep what they use."""
+        super().clear()
+        self.matrices.clear()
+
+    def _pack(self, weight: Weight) -> Tensor | PackedMatrix:
+        """Return a copy of a weight on the device, so a mapped file can be closed."""
+        packed = packed_weight.pack_weight(weight, self.dtype, self.device)
+        self.weight_bytes += packed.nbytes
+        return packed
+
+
+def norm(o: DeviceOperands, op: ops.Norm) -> Compute:
+    """Normalize in float32, with the addition in the same kernel."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    heads = op.heads
+    first = op.first
+    n = op.weight.shape[-1]
+    w = o.to_float32(op.weight)
+    b = None if op.bias is None else o.to_float32(op.bias)
+    keeps_rows = op.add or out == x or op.is_by_head
+    constants = {"SUBTRACT_MEAN": op.subtract_mean, "BIAS": b is not None, "ADD": op.add}
+    eps = op.eps
+
+    def compute(s: DeviceStep) -> Tensor:
+        rows = s.buffers[x]
+        to = s.buffers[out] if keeps_rows else torch.empty_like(rows)
+        T = len(rows)
+        block_t = tokens_per_program(T, 8 if n <= 256 else 1)
+        if T:
+            elementwise.norm[(triton.cdiv(T, block_t), heads)](
+                rows[:, first:], rows.stride(0), to[:, first:], to.stride(0), w, w if b is None else b, T, n, eps,
+                T=block_t, BLOCK=triton.next_power_of_2(n), **constants, num_warps=8 if n > 2048 else 4,
+            )  # fmt: skip
+        return to
+
+    return compute
+
+
+def embed(o: DeviceOperands, op: ops.Embed) -> Compute:
+    """Look up rows by token id. Of a packed table only the rows of the given ids are made dense."""
+    table = o.matrices.get(op.table)
+    factor = op.factor
+    if factor == 1:
+        return lambda s: packed_weight.look_up(s.input_ids, table, o.dtype)
+    return lambda s: packed_weight.look_up(s.input_ids, table, o.dtype) * factor
+
+
+def linear(o: DeviceOperands, op: ops.Linear) -> Compute:
+    """Multiply with a matrix, with the addition in the same kernel, in place, where there is no bias."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    add = op.add
+    parts = [(o.matrices.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
+    if len(parts) > 1:
+        return added(o, op, lambda s: join_columns([_multiply(s.buffers[x], w, b) for w, b in parts]), add)
+    ((w, b),) = parts
+    if isinstance(w, PackedMatrix):
+        return lambda s: packed_weight.linear(s.buffers[x], w, b, s.buffers[out] if add else None)
+    if add and b is None:
+        return lambda s: s.buffers[out].addmm_(s.buffers[x], w.T)
+    return added(o, op, lambda s: F.linear(s.buffers[x], w, b), add)
+
+
+def head_linear(o: DeviceOperands, op: ops.HeadLinear) -> Compute:
+    """Multiply the columns of all heads in one batch of products."""
+    weight = o.weights.get(op.weight)
+    assert isinstance(weight, Tensor)
+    H = op.source.num_heads
+    matrices = weight.view(H, -1, op.source.width).mT
+    return map_columns(o, op, lambda heads: torch.bmm(heads.transpose(0, 1), matrices).transpose(0, 1))
+
+
+def copy_columns(o: DeviceOperands, op: ops.CopyColumns) -> Compute:
+    """Copy the columns of each head in place."""
+    return map_columns(o, op, lambda heads: heads)
+
+
+def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
+    """Add up the experts that the router chooses."""
+    x = o.buffers[op.x]
+    scores = o.buffers[op.scores]
+    e = op.experts
+    gate_up, down = (o.pack_experts(w, e.num_experts) for w in (e.gate_up, e.down))
+    on_device = DeviceExperts(
+        num_experts=e.num_experts,
+        intermediate_size=e.intermediate_size,
+        router=e.router.map_tensors(o.to_float32),
+        act=e.act,
+        is_gated=e.is_gated,
+        gate_up=gate_up,
+        down=down,
+        gate_up_bias=o.to_dtype(e.gate_up_bias),
+        down_bias=o.to_dtype(e.down_bias),
+    )
+    return added(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], on_device), op.add)
+
+
+def activate(o: DeviceOperands, op: ops.Activate) -> Compute:
+    """Apply an activation function, with the product of a gated one in the same kernel."""
+    x = o.buffers[op.x]
+    n = op.out.width
+    gated = op.gated
+    kind = ops.ACTIVATIONS.index(op.act)
+    block = min(triton.next_power_of_2(n), 1024)
+
+    def compute(s: DeviceStep) -> Tensor:
+        rows = s.buffers[x]
+        T = len(rows)
+        block_t = tokens_per_program(T, 1)
+        to = rows.new_empty(T, n)
+        if T:
+            elementwise.activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
+                rows, rows.stride(0), to, T, n, T=block_t, BLOCK=block, ACT=kind, GATED=gated
+            )
+        return to
+
+    return compute
+
+
+def scale(o: DeviceOperands, op: ops.Scale) -> Compute:
+    """Multiply the first columns with factors, in place."""
+    out = o.buffers[op.out]
+    n = len(op.factors)
+    factors = op.factors.to(o.device, o.dtype)
+
+    def compute(s: DeviceStep) -> Tensor:
+        s.buffers[out][:, :n].mul_(factors)
+        return s.buffers[out]
+
+    return compute
+
+
+def attend(o: DeviceOperands, op: ops.Attend) -> Compute:
+    """Attend. One kernel rotates, and writes K and V, where slots are plain."""
+    qkv = o.buffers[op.qkv]
+    out = o.buffers[op.out]
+    H, G, D = op.heads
+    v_dim = op.v_dim
+    has_kv = op.has_kv
+    cache = op.cache
+    rope = replace(op.rope, freqs=o.to_float32(op.rope.freqs)) if op.rope else None
+    params = op.params.map_tensors(o.to_float32)
+
+    def compute(s: DeviceStep) -> Tensor:
+        q = split_heads(s.buffers[qkv][:, : H * D], H)
+        rotates_first = not has_kv or s.before_attention is not None  # which wants rotated queries
+        if rope and rotates_first and len(q):
+            q = rotate(q, s.positions, rope)
+        plan = s.plan(cache)
+        inputs = s.use_cache(cache, q)
+        if has_kv:
+            k, v = torch.split(s.buffers[qkv][:, H * D :], [G * D, G * v_dim], dim=1)
+            keys = split_heads(k, G)
+            values = split_heads(v, G)
+            to = inputs.kv, inputs.slot_mapping
+            offset = params.key_offset
+            if rope and not rotates_first:
+                q = fresh_tokens.rotate_and_write(*to, (q, keys, values), s.positions, rope, offset)
+            else:
+                fresh_tokens.write(*to, keys, values, s.positions, rope, offset)
+        else:
+            plan = plan.without_masses()
+        # Rows of padding requests are not written: they are 0 in the first layer, and so finite in all others.
+        earlier = s.buffers[out].view(len(q), H, v_dim) if out in s.buffers else None
+        held = inputs.kv, inputs.tables
+        return attention.attend(q, *held, plan, s.positions, params, cache, earlier).flatten(1)
+
+    return compute
+
+
+def convolve(o: DeviceOperands, op: ops.Convolve) -> Compute:
+    """Convolve by one kernel, and write the rows by another."""
+    x = o.buffers[op.x]
+    cache = op.cache
+    w = o.to_float32(op.weight)
+    b = None if op.bias is None else o.to_float32(op.bias)
+
+    def compute(s: DeviceStep) -> Tensor:
+        return linear_attention.convolve(s.buffers[x], s.use_cache(cache), s.requests, s.positions, w, b)
+
+    return compute
+
+
+def attend_linearly(o: DeviceOperands, op: ops.AttendLinearly) -> Compute:
+    """Attend linearly by one kernel, and write by another what the first one's programs must not overwrite."""
+    qkv = o.buffers[op.qkv]
+    gates = o.buffers[op.gates]
+    caches = op.caches
+    params = op.params.map_tensors(o.to_float32)
+
+    def compute(s: DeviceStep) -> Tensor:
+        tokens, states = map(s.use_cache, caches)
+        rows = s.buffers[qkv], s.buffers[gates]
+        return linear_attention.attend_linearly(*rows, tokens, states, s.requests, s.positions, params)
+
+    return compute
+
+
+def map_columns(
+    o: DeviceOperands, op: ops.HeadLinear | ops.CopyColumns, function: Callable[[Tensor], Tensor]
+) -> Compute:
+    """Return how to put a function of the source columns [T, H, n] into the target columns, in place."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    width = op.out.width
+    source = op.source
+    target = op.target
+
+    def compute(s: DeviceStep) -> Tensor:
+        rows = s.buffers[x]
+        to = s.buffers[out] if out in s.buffers else rows.new_empty(len(rows), width)
+        target.view(to).copy_(function(source.view(rows)))
+        return to
+
+    return compute
+
+
+def _multiply(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else packed_weight.linear(x, weight, bias)
+
+
+OPERATIONS: Lowerings = {
+    **OF_ROWS,
+    ops.Norm: norm,
+    ops.Embed: embed,
+    ops.Linear: linear,
+    ops.HeadLinear: head_linear,
+    ops.CopyColumns: copy_columns,
+    ops.MixExperts: mix,
+    ops.Activate: activate,
+    ops.Scale: scale,
+    ops.Attend: attend,
+    ops.Convolve: convolve,
+    ops.AttendLinearly: attend_linearly,
+}
