@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from retain import models
+from retain.kernels import ops
 from retain.kernels.api import KV
-from retain.kernels.ops import ACTIVATIONS, Buffer, Linear
+from retain.kernels.ops import ACTIVATIONS, Buffer
 from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
@@ -55,7 +56,7 @@ def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Ch
     exact = build_model(Weights(checkpoint, torch.float32))
     assert isinstance(model.decoder.embedding.table, Int8) and isinstance(dense.decoder.embedding.table, Tensor)
     operations = model.decoder.load_layer(1).emit(Buffer("x", model.spec.hidden_size))
-    kinds = [type(op.weight) for op in operations if isinstance(op, Linear)]
+    kinds = [type(op.weight) for op in operations if isinstance(op, ops.Linear)]
     assert (Int8 if quantization == "int8" else Int4) in kinds
     (ours,), (dequantized,), (unquantized,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
     # GPT-2's factor on q goes into the scales, which are rounded to float16.
