@@ -50,7 +50,9 @@ def build_parser() -> CommandParser:
     """Build the parser of every command. Options that are not given are absent: dataclasses hold the defaults."""
     parser = CommandParser(prog="retain", description="An LLM inference engine whose subject is the KV cache.")
     commands = parser.add_subparsers(
-        dest="command", required=True, metavar="run | chat | serve | cluster | bench | tune | fit | cache | cachecheck"
+        dest="command",
+        required=True,
+        metavar="run | chat | serve | cluster | bench | tune | fit | model | cache | cachecheck",
     )
     engine, sampling, logging, quiet = (CommandParser(add_help=False) for _ in range(4))
     add_arguments(engine, Config)
@@ -86,6 +88,11 @@ def build_parser() -> CommandParser:
     add_arguments(fit, Config, include=("model",))
     add_arguments(fit, FitConfig)
     fit.add_argument("--json", action="store_true", help="print one JSON object")
+    model = commands.add_parser("model", parents=[quiet], help="print what a model computes and caches")
+    model.add_argument("model", metavar="MODEL", help="as --model of other commands")
+    add_arguments(model, Config, include=("weights", "dtype", "max_model_len"))
+    model.add_argument("--run", metavar="TEXT", help="compute a text, and print how large each output is")
+    model.add_argument("--json", action="store_true", help="print one JSON object")
     cache = commands.add_parser("cache", help="look after the store of a tier, and explain prefix misses")
     _add_cache_actions(cache, quiet)
     cachecheck = commands.add_parser(

@@ -9,18 +9,19 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable
 from types import ModuleType
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from retain.files import quote, shorten
-from retain.kernels.api import Program
 from retain.kernels.ops import Operation, WidthError
-from retain.kernels.weight import row_energies
+from retain.kernels.weight import Weight
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
-from retain.models.passes.balance import Energies, balance
+from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
@@ -43,7 +44,17 @@ def load_family(model_type: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.families.{model_type}")
 
 
-def build(weights: Weights, program: Program) -> Decoder:
+class Target(Protocol):
+    """The part of a `Program` that a model is loaded into."""
+
+    def load(self, operations: Iterable[Operation]) -> None:
+        """Append all operations of a model."""
+
+    def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
+        """Return the sum of factors[i] * w[i]^2 over each row w."""
+
+
+def build(weights: Weights, program: Target) -> Decoder:
     """Build the decoder of a checkpoint, and load its operations into a program, which checks every shape.
 
     Without a head the program returns the states that the head would read.
@@ -56,7 +67,8 @@ def build(weights: Weights, program: Program) -> Decoder:
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     try:
         decoder: Decoder = family.build(weights)
-        program.load(emit(decoder, weights, program.row_energies))
+        operations = balance(decoder.emit(), decoder.spec.kv_cache, decoder.key_factors, program.row_energies)
+        program.load(operations if weights.has_head else headless(operations, weights.dtype))
     except torch.OutOfMemoryError as e:
         raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
     except VALUE_ERRORS as e:
@@ -68,12 +80,6 @@ def build(weights: Weights, program: Program) -> Decoder:
         ignored = family.ignored_tensors(weights.config)
     check_all_tensors_used(weights, ignored)
     return decoder
-
-
-def emit(decoder: Decoder, weights: Weights, energies: Energies = row_energies) -> Iterator[Operation]:
-    """Yield the operations of a decoder behind all passes. `energies` is a program's row_energies."""
-    operations = balance(decoder.emit(), decoder.spec.kv_cache, decoder.key_factors, energies)
-    return operations if weights.has_head else headless(operations, weights.dtype)
 
 
 def check_all_tensors_used(weights: Weights, ignored: tuple[str, ...]) -> None:

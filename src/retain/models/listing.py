@@ -1,0 +1,128 @@
+"""A model as a table: its operations, with shapes, formats and bytes of weights, and what its layers cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from gguf.constants import GGMLQuantizationType
+from torch import Tensor
+
+from retain.kernels.kv_cache_spec import KVCacheSpec
+from retain.kernels.ops import Buffer, Operation
+from retain.kernels.quantized import Kind, QuantizedWeight
+from retain.kernels.stored_weight import BlockRows, StoredWeight
+from retain.kernels.weight import StackedWeight, Weight, row_energies
+
+Row = dict[str, Any]
+
+
+class Listing:
+    """The part of a `Program` that a model is loaded into: it notes what it would compute."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+
+    def load(self, operations: Iterable[Operation]) -> None:
+        """Note operations."""
+        for op in operations:
+            op.check()
+            self.rows.append(describe(op))
+
+    def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
+        """Return the energies of rows."""
+        return row_energies(weight, factors)
+
+
+def describe(op: Operation) -> Row:
+    """Return an operation without its numbers: a weight is a shape, a format and bytes."""
+    row: Row = {"op": type(op).__name__, "buffers": {}, "weights": {}, "constants": {}}
+    for name, value in vars(op).items():
+        if isinstance(value, Buffer):
+            row["buffers"][name] = [value.name, value.width]
+        elif name in ("cache", "caches"):
+            row[name] = value
+        else:
+            _add(row, name, value)
+    return row
+
+
+def _add(row: Row, name: str, value: object) -> None:
+    """Add a field, and the fields of a record that it is, to the weights or the constants."""
+    if isinstance(value, Tensor | StoredWeight | StackedWeight | QuantizedWeight):
+        shape = list(value.shape)
+        row["weights"][name] = {"shape": shape, "format": format_of(value), "bytes": bytes_of(value)}
+    elif is_dataclass(value):
+        for field in fields(value):
+            _add(row, f"{name}.{field.name}", getattr(value, field.name))
+    elif value is not None:
+        row["constants"][name] = value
+
+
+def format_of(weight: Weight) -> str:
+    """Return the name of a weight's format: of a GGUF file's blocks as there, of others as programs compute them."""
+    if isinstance(weight, StackedWeight):
+        return " + ".join(dict.fromkeys(map(format_of, weight.parts)))
+    if isinstance(weight, StoredWeight):
+        names = [
+            GGMLQuantizationType(part.ggml_type).name if isinstance(part, BlockRows) else _name(weight.kind)
+            for part in weight.parts
+        ]
+        return " + ".join(dict.fromkeys(names))
+    return _name(weight.dtype if isinstance(weight, Tensor) else type(weight))
+
+
+def _name(kind: Kind) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
+
+
+def bytes_of(weight: Weight) -> int:
+    """Return the bytes of a weight in that format."""
+    if isinstance(weight, StackedWeight):
+        return sum(map(bytes_of, weight.parts))
+    if isinstance(weight, StoredWeight):
+        return sum(
+            part.raw.nbytes
+            if isinstance(part, BlockRows)
+            else part.shape[0] * bytes_of(part.convert(0, 1, weight.kind))
+            for part in weight.parts
+        )
+    return weight.nbytes if isinstance(weight, Tensor) else sum(x.nbytes for x in vars(weight).values())
+
+
+def list_caches(spec: KVCacheSpec) -> Iterator[Row]:
+    """Yield what each cache holds: its kind, its sizes, its window, and the cache that it shares."""
+    for i in range(len(spec.caches)):
+        own = spec.cached_layer(i)
+        held = spec.caches[own]
+        row = {"cache": i, "layer": spec.layer_numbers[i], "kind": type(held).__name__.removesuffix("Spec")}
+        sizes = {f.name: getattr(held, f.name) for f in fields(held)}
+        yield row | sizes | ({} if own == i else {"shares": own})
+
+
+def count_parameters(rows: Iterable[Row]) -> int:
+    """Return the numbers of all weights. Those that several operations use, as tied embeddings, count each time."""
+    return sum(math.prod(w["shape"]) for row in rows for w in row["weights"].values())
+
+
+def find_repeats(rows: Sequence[Row], longest: int = 400) -> Iterator[tuple[int, int, int]]:
+    """Yield (begin, length, times) for parts of a list that cover it: a part of `length` rows that comes `times` times.
+
+    Rows are equal if they differ in their caches alone.
+    """
+    keys = [repr({k: v for k, v in row.items() if k not in ("cache", "caches")}) for row in rows]
+    begin = 0
+    while begin < len(keys):
+        best = (1, 1)  # times and length
+        for length in range(1, min(longest, (len(keys) - begin) // 2) + 1):
+            times = 1
+            part = keys[begin : begin + length]
+            while keys[begin + times * length : begin + (times + 1) * length] == part:
+                times += 1
+            if (times - 1) * length > (best[0] - 1) * best[1]:
+                best = (times, length)
+        times, length = best
+        yield begin, length, times
+        begin += times * length
