@@ -10,6 +10,7 @@ import pytest
 
 from retain.cli.args import build_parser
 from retain.kernels.api import Backend
+from retain.models import list_families
 from tools.reference import outdated
 
 ROOT = Path(__file__).parents[2]
@@ -137,6 +138,11 @@ def test_python_compiles(page: Path) -> None:
             compile(
                 "\n".join(line[1:] for line in body.splitlines() if re.match(r"\+(?!\+\+)", line)), str(page), "exec"
             )
+
+
+def test_readme_counts_the_families() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(list_families())} families](docs/reference/models.md)" in text
 
 
 def test_contributing_names_the_contract_of_a_backend() -> None:
