@@ -16,7 +16,6 @@ from tools.reference import outdated
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG"))]
 CHANGES = ROOT / "CHANGELOG.md"
-HISTORY = ROOT / "docs" / "log" / "house.md"  # names old paths and options
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -41,7 +40,7 @@ def test_relative_links_exist(page: Path) -> None:
     assert not [t for t in targets if t and not (page.parent / t).exists()]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != HISTORY], ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_exist(page: Path) -> None:
     paths = re.findall(
         r"(?<![\w/.-])(?:src|tests|tools|docs|deploy|examples)/[\w./-]*\w", page.read_text(encoding="utf-8")
@@ -86,7 +85,7 @@ def words_of_sources() -> set[str]:
     return {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != CHANGES], ids=name)
 def test_named_classes_exist(page: Path) -> None:
     """Classes in the text, with their members, are words of the sources."""
     named = re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
@@ -120,7 +119,7 @@ def known_options(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != CHANGES], ids=name)
 def test_options_exist(page: Path) -> None:
     """Options that the text names are those of a command, or of a program that pages name in full."""
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
