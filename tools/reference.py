@@ -1,4 +1,4 @@
-"""Write docs/reference/ from the code: options, configuration, plug-ins, the Python API and the HTTP API.
+"""Write docs/reference/ from the code: options, configuration, plug-ins, the APIs of Python and HTTP, models, files.
 
     python -m tools.reference            write the pages
     python -m tools.reference --check    list the pages that are not up to date, exit code 1 if there are any
@@ -22,6 +22,7 @@ from typing import Any
 from retain.cli.args import build_parser
 from retain.options import option_fields, option_values
 from retain.plugins import plugin_names
+from tools.reference_files import files_page
 from tools.reference_http import http_page
 from tools.reference_models import models_page
 from tools.reference_text import NOTE, ROOT, code, find, sentence, table
@@ -227,8 +228,16 @@ def _docstring(thing: object) -> str:
 
 def pages() -> dict[Path, str]:
     """Return every page with its text."""
-    made = {"cli": cli_page, "configuration": configuration_page, "plugins": plugins_page, "python": python_page}
-    return {PAGES / f"{name}.md": make() for name, make in {**made, "http": http_page, "models": models_page}.items()}
+    made = {
+        "cli": cli_page,
+        "configuration": configuration_page,
+        "plugins": plugins_page,
+        "python": python_page,
+        "http": http_page,
+        "models": models_page,
+        "files": files_page,
+    }
+    return {PAGES / f"{name}.md": make() for name, make in made.items()}
 
 
 def outdated() -> list[str]:

@@ -10,12 +10,12 @@ import pytest
 
 from retain.cli.args import build_parser
 from retain.kernels.api import Backend
+from retain.models import list_families
 from tools.reference import outdated
 
 ROOT = Path(__file__).parents[2]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG"))]
 CHANGES = ROOT / "CHANGELOG.md"
-HISTORY = ROOT / "docs" / "log" / "house.md"  # names old paths and options
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
 
@@ -40,7 +40,7 @@ def test_relative_links_exist(page: Path) -> None:
     assert not [t for t in targets if t and not (page.parent / t).exists()]
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p != HISTORY], ids=name)
+@pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_exist(page: Path) -> None:
     paths = re.findall(
         r"(?<![\w/.-])(?:src|tests|tools|docs|deploy|examples)/[\w./-]*\w", page.read_text(encoding="utf-8")
@@ -85,7 +85,7 @@ def words_of_sources() -> set[str]:
     return {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != CHANGES], ids=name)
 def test_named_classes_exist(page: Path) -> None:
     """Classes in the text, with their members, are words of the sources."""
     named = re.findall(r"`([A-Z]\w*[a-z]\w*(?:\.\w+)*)`", FENCE.sub("", page.read_text(encoding="utf-8")))
@@ -105,7 +105,7 @@ def command_lines(page: Path) -> list[str]:
 def test_commands_parse(page: Path) -> None:
     for line in command_lines(page):
         words = shlex.split(line, comments=True)[1:]
-        if (words[0] == "bench" and len(words) == 2) or page.name == "cli.md":
+        if (words[0] == "bench" and len(words) == 2) or page.name in ("cli.md", "files.md"):
             continue
         parser().parse_args(words[: words.index("|")] if "|" in words else words)
 
@@ -119,7 +119,7 @@ def known_options(parser: argparse.ArgumentParser) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("page", [p for p in PAGES if p not in (HISTORY, CHANGES)], ids=name)
+@pytest.mark.parametrize("page", [p for p in PAGES if p != CHANGES], ids=name)
 def test_options_exist(page: Path) -> None:
     """Options that the text names are those of a command, or of a program that pages name in full."""
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
@@ -137,6 +137,11 @@ def test_python_compiles(page: Path) -> None:
             compile(
                 "\n".join(line[1:] for line in body.splitlines() if re.match(r"\+(?!\+\+)", line)), str(page), "exec"
             )
+
+
+def test_readme_counts_the_families() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"[{len(list_families())} families](docs/reference/models.md)" in text
 
 
 def test_contributing_names_the_contract_of_a_backend() -> None:

@@ -122,7 +122,7 @@ class TimedRunner:
         self.seconds = 0.0
 
     def forward(self, batch: Batch) -> Tensor:
-        """See Runner.forward."""
+        """Run a batch, and add its time."""
         started = self.clock()
         logits = self.runner.forward(batch)
         self.seconds += self.clock() - started

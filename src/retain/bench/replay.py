@@ -40,18 +40,18 @@ class ForcedAnswer:
         self.error = ""
 
     def mask_logits(self, logits: Tensor, drafts: Sequence[int]) -> None:
-        """See Grammar.mask_logits."""
+        """Forbid every token but the answer's next one, in place."""
         logits.fill_(-inf)
         logits[:, self.answer[self.num_accepted]] = 0
 
     def accept_token(self, token: int) -> bool:
-        """See Grammar.accept_token."""
+        """Go one token further. Every token may follow."""
         self.num_accepted += 1
         return True
 
     @property
     def is_complete(self) -> bool:
-        """See Grammar.is_complete."""
+        """Whether the answer was given to its end."""
         return self.num_accepted == len(self.answer)
 
 

@@ -26,5 +26,5 @@ class ProgramRunner:
         self.program = program
 
     def forward(self, batch: Batch) -> Tensor:
-        """See Runner.forward."""
+        """Return the logits of a batch, as the program computes them."""
         return self.program.run(batch)

@@ -108,7 +108,7 @@ class RandomCheckpoint:
             raise ValueError(f"{path}: no weights can be generated: config.json: {shorten(e)}") from None
 
     def names(self) -> Set[str]:
-        """See Checkpoint."""
+        """Return the names of all tensors of the shape."""
         return self._shapes.keys()
 
     def read(self, name: str) -> Tensor:

@@ -66,17 +66,17 @@ class SafetensorsCheckpoint:
         self._names = frozenset((names_left - parts) | self._parts.keys())
 
     def names(self) -> frozenset[str]:
-        """See Checkpoint."""
+        """Return the names of all tensors, quantized ones by their matrix."""
         return self._names
 
     def read(self, name: str) -> Tensor:
-        """See Checkpoint. Raises ValueError for a tensor of integers, too."""
+        """Read a tensor, dequantized. Raises ValueError where it is damaged, or of integers."""
         if name in self._parts:
             return replace(self._open_quantized(name), kind=torch.float32).dequantize()
         return self._read_dense(name)
 
     def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
-        """See Checkpoint. Stacked matrices [n, out, in] are one below the other: [n out, in]."""
+        """Return a matrix as it is stored. Stacked ones [n, out, in] are one below the other: [n out, in]."""
         if name in self._parts:
             return self._open_quantized(name)
         tensor = self._read_dense(name)

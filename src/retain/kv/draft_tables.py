@@ -95,7 +95,7 @@ class DraftTables:
         self.counts[index, layers] = n
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
-        """See KVCacheManager.build_tables: there is one group."""
+        """Return the tables of these rows for a batch: one, as there is one group."""
         return [self.on_device.build_tables(rows, query_start_loc)]
 
     def _attends_in_full(self, row: Row) -> bool:

@@ -139,7 +139,7 @@ class KVCacheManager:
         return self.planner.effective_policy(policy.resolve(prompt_len, num_system_tokens))
 
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
-        """See CapacityPlanner.pages_needed."""
+        """Return the pages that a request owns at most on the way to `length` tokens."""
         return self.planner.pages_needed(policy, length, num_uncomputed_tokens)
 
     @property
@@ -270,7 +270,7 @@ class KVCacheManager:
         self.pool.check(np.concatenate([in_tables, *self._pages_beside_tables().values(), tree.all_pages]))
 
     def classify_pages(self) -> tuple[PageStates, Ints]:
-        """See stats.pool.classify_pages; between two steps."""
+        """Return the state of every page, and the row that holds it; between two steps."""
         evicting = {index for index, row in self.rows.items() if row.evictors}
         num_holders = self.prefix_cache.tree.num_holders
         return classify_pages(self.slots.tables, num_holders, self._pages_beside_tables(), evicting)

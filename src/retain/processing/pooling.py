@@ -45,11 +45,11 @@ class LastReader:
         self._last = torch.zeros(0)
 
     def __call__(self, rows: Tensor) -> None:
-        """See Reader."""
+        """Keep the last of these states."""
         self._last = rows[-1].float().cpu().clone()
 
     def state(self) -> Tensor:
-        """See StateReader."""
+        """Return the state of the last token, float32 [E]."""
         return self._last
 
 
@@ -63,12 +63,12 @@ class MeanReader:
         self._num_rows = 0
 
     def __call__(self, rows: Tensor) -> None:
-        """See Reader."""
+        """Add these states."""
         self._total = self._total + rows.float().sum(0).cpu()
         self._num_rows += len(rows)
 
     def state(self) -> Tensor:
-        """See StateReader."""
+        """Return the mean of the states, float32 [E]."""
         return self._total / self._num_rows
 
 
@@ -83,7 +83,7 @@ class ChoiceReader:
         self.probability = 0.0  # of `chosen`, among both
 
     def __call__(self, rows: Tensor) -> None:
-        """See Reader."""
+        """Read how likely one token is rather than the other, from the last row."""
         logits = rows[-1].float()
         self.probability = float(torch.sigmoid(logits[self.chosen] - logits[self.other]))
 

@@ -53,18 +53,18 @@ class GGUFCheckpoint:
             self._tensor_infos = self._map_names()
 
     def names(self) -> frozenset[str]:
-        """See Checkpoint."""
+        """Return the names of all tensors, as Hugging Face has them."""
         return self._names
 
     def read(self, name: str) -> Tensor:
-        """See Checkpoint. float16 and bfloat16 stay as stored, every other type becomes float32."""
+        """Read a tensor. float16 and bfloat16 stay as stored, every other type becomes float32."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
             tensor = self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
             return tensor if (factor := self._factors.get(name)) is None else tensor * factor
 
     def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
-        """See Checkpoint. The order of rows that llama.cpp's converter chose is undone."""
+        """Return a matrix in its blocks, if it has any, with the row order of llama.cpp's converter undone."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
             is_matrix = len(info.shape) == (3 if stem in self._arch.stacked else 2)

@@ -67,11 +67,11 @@ class SplitReader:
                 raise ValueError(f"its parts have {len(self.tensors)} tensors, not {quote(expected)}")
 
     def tensor_bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """See GGUFReader."""
+        """Return the bytes of a tensor, mapped from the part that holds it."""
         return self._parts[info.part].tensor_bytes(info)
 
     def block_rows(self, name: str, info: TensorInfo) -> BlockRows:
-        """See GGUFReader."""
+        """Return a matrix as it lies in its part."""
         return self._parts[info.part].block_rows(name, info)
 
     def _other_paths(self, count: int) -> list[Path]:

@@ -59,7 +59,7 @@ class Masses:
 
 
 class CheckpointKind:
-    """See the protocol CheckpointKind in __init__.py."""
+    """Leave the attention that tokens of a prompt received, and give it to rows that score alike."""
 
     needs_pages = True
 

@@ -97,7 +97,7 @@ class WindowsAndStates:
 
 
 class CheckpointKind:
-    """See the protocol CheckpointKind in __init__.py."""
+    """Leave the rings of windows and states at a position, and give them to rows that go on there."""
 
     needs_pages = True
 

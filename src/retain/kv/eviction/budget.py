@@ -58,7 +58,7 @@ class BudgetPolicy(EvictionPolicy):
     # ---- resolving -----------------------------------------------------------------------------------------------
 
     def resolve(self, prompt_len: int, system_len: int = 0) -> Self:
-        """See EvictionPolicy.resolve."""
+        """Return the policy with its amounts in tokens, for a prompt of this length."""
         modes = self.modes
         system_len = system_len if modes.protect == "system" else 0
         sinks = max(self.sinks, system_len)
@@ -86,7 +86,7 @@ class BudgetPolicy(EvictionPolicy):
         return replace(self, interval=min(self.interval, behind_prompt), modes=modes)
 
     def with_instruction(self, token_ids: Sequence[int], special_ids: Set[int] = frozenset()) -> Self:
-        """See EvictionPolicy.with_instruction."""
+        """Return the policy with the ids of its instruction, and those that separate messages."""
         return replace(self, instruction_ids=tuple(token_ids), special_ids=frozenset(special_ids))
 
     def halved(self) -> Self | None:
@@ -120,7 +120,7 @@ class BudgetPolicy(EvictionPolicy):
 
     @cached_property
     def plan(self) -> RowPlan:
-        """See EvictionPolicy.plan."""
+        """How a row carries out the budget; resolved."""
         return RowPlan(
             prompt_len=self.prompt_len,
             budget=self.budget_tokens,
@@ -190,7 +190,7 @@ class BudgetPolicy(EvictionPolicy):
 
     @property
     def max_skippable_tokens(self) -> int:
-        """See EvictionPolicy: the tokens before the first query that adds mass."""
+        """The tokens before the first query that adds mass: a prefix hit may supply them."""
         if self.modes.is_streamed:
             return 0
         weighed = self.query_weights(np.arange(self.prompt_len, dtype=np.int32), 1)
@@ -204,7 +204,7 @@ class PositionPolicy(BudgetPolicy):
 
     @property
     def ranked_by(self) -> str | None:
-        """See BudgetPolicy.ranked_by."""
+        """What ranks slots: "position", but None for a class with a `priority` of its own."""
         return "position" if type(self).priority is PositionPolicy.priority else None
 
     def priority(self, view: CacheView) -> Tensor:
@@ -238,7 +238,7 @@ class AttentionScoredPolicy(BudgetPolicy):
 
     @property
     def ragged(self) -> bool:
-        """See BudgetPolicy.ragged."""
+        """Whether heads keep different numbers of tokens, as they do where they are ranked in union."""
         return super().ragged or self.heads == "union"
 
     @property
@@ -248,7 +248,7 @@ class AttentionScoredPolicy(BudgetPolicy):
 
     @property
     def ranked_by(self) -> str | None:
-        """See BudgetPolicy.ranked_by."""
+        """What ranks slots: "mass" where it is the plain sum of a head's masses; else None."""
         is_sum = (self.heads, self.scope, self.value) == ("kv-sum", "layer", "none") and not self.scores_slots
         own = (type(self).priority, type(self).reduce_heads)
         is_plain = own == (AttentionScoredPolicy.priority, AttentionScoredPolicy.reduce_heads)

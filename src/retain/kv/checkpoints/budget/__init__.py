@@ -29,7 +29,7 @@ from retain.types import Ints
 
 
 class CheckpointKind:
-    """See the protocol CheckpointKind in checkpoints/__init__.py."""
+    """Leave what a budget has kept, and go on from it: a checkpoint that stands in for pages."""
 
     needs_pages = False
 

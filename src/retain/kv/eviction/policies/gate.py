@@ -45,7 +45,7 @@ class Policy(BudgetPolicy):
 
     @property
     def weights_fingerprint(self) -> bytes:
-        """See EvictionPolicy."""
+        """Identify the numbers of the gate; empty without one."""
         return self.weights.fingerprint if self.weights else b""
 
     def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:

@@ -49,17 +49,17 @@ class Policy(AttentionScoredPolicy):
 
     @property
     def instruction(self) -> str:
-        """See EvictionPolicy."""
+        """The message that asks to repeat the prompt; "" where it is read again without."""
         return self.REPEAT if self.ask == "repeat" else ""
 
     @property
     def scoring_chunk(self) -> int:
-        """See BudgetPolicy."""
+        """Tokens of a second reading that are in the cache at a time."""
         return self.rereads
 
     @property
     def scoring_room(self) -> int:
-        """See EvictionPolicy. With less, each instruction would be followed by few tokens to repeat."""
+        """Tokens of context behind the prompt. With less, few tokens to repeat would follow each instruction."""
         least = SHORTEST_TEXT + 2 * len(self.instruction_ids)
         return min(self.plan.scoring_tokens, least) if self.prompt_len > self.budget_tokens else 0
 
@@ -80,7 +80,7 @@ class Policy(AttentionScoredPolicy):
 
     @property
     def eviction_delay(self) -> int:
-        """See BudgetPolicy."""
+        """Tokens of the answer before the budget begins: their attention counts."""
         return self.first if self.prompt_len > self.budget_tokens else 0
 
     @property
