@@ -34,7 +34,7 @@ def build_caches(num_requests: int, has_layer: bool) -> StateCaches:
 
     def emit(x: Buffer, out: Buffer) -> Iterator[Operation]:
         gates = Buffer("gates", params.gates_width)
-        yield ops.Linear(x, gates, torch.zeros(params.gates_width, params.qkv_width))
+        yield ops.MatMul(x, gates, torch.zeros(params.gates_width, params.qkv_width))
         if has_layer:
             yield ops.AttendLinearly(x, gates, out, (0, 1), params)
 

@@ -25,5 +25,5 @@ def return_rows(buffer: Buffer) -> list[Operation]:
     last = Buffer("last", buffer.width)
     return [
         ops.GatherRows(buffer, last),
-        ops.Linear(last, Buffer(ops.LOGITS, buffer.width), torch.eye(buffer.width)),
+        ops.MatMul(last, Buffer(ops.LOGITS, buffer.width), torch.eye(buffer.width)),
     ]

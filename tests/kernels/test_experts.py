@@ -103,7 +103,7 @@ class MixtureProgram:
         operations = [
             ops.Embed(x, random(num_tokens, E, seed=5)),
             ops.Embed(y, random(num_tokens, E, seed=6)),
-            ops.Linear(x, scores, random(N, E, seed=7)),
+            ops.MatMul(x, scores, random(N, E, seed=7)),
             ops.MixExperts(x, scores, y, experts, add=True),
         ]
         self.program = load_program(backend, operations, y)

@@ -41,7 +41,7 @@ def run(backend: Backend, weight: Weight, num_tokens: int, choices: Tensor) -> T
     operations = [
         ops.Embed(x, random(num_tokens, WIDTH, seed=1)),
         ops.Embed(y, random(num_tokens, OUT_WIDTH, seed=2)),
-        ops.HeadLinear(x, y, weight, SOURCE, TARGET),
+        ops.HeadMatMul(x, y, weight, SOURCE, TARGET),
         ops.CopyColumns(x, y, COPIED, COPY),
     ]
     p = load_program(backend, operations, y, device_of(backend))
@@ -113,10 +113,10 @@ def test_columns_that_nothing_has_written_are_no_numbers() -> None:
 def test_columns_that_do_not_fit_are_refused(source: HeadColumns, target: HeadColumns, message: str) -> None:
     x, y = Buffer("x", WIDTH), Buffer("y", OUT_WIDTH)
     with pytest.raises(WidthError, match=message):
-        ops.HeadLinear(x, y, make_weight("float32"), source, target).check()
+        ops.HeadMatMul(x, y, make_weight("float32"), source, target).check()
 
 
 def test_outputs_that_fill_no_tile_are_refused() -> None:
     x, y = Buffer("x", WIDTH), Buffer("y", OUT_WIDTH)
     with pytest.raises(WidthError, match="a linear layer of each head has 24 outputs, not a multiple of 16"):
-        ops.HeadLinear(x, y, torch.zeros(H * 24, IN), SOURCE, HeadColumns(H, 24, 24)).check()
+        ops.HeadMatMul(x, y, torch.zeros(H * 24, IN), SOURCE, HeadColumns(H, 24, 24)).check()

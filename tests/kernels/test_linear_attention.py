@@ -66,7 +66,7 @@ class Convolution:
         def emit(x: Buffer, out: Buffer) -> Iterator[Operation]:
             yield ops.Convolve(x, x if self.in_place else out, 0, weight, bias)
             if self.in_place:
-                yield ops.Linear(x, out, torch.eye(C))
+                yield ops.MatMul(x, out, torch.eye(C))
 
         spec = ConvolutionSpec(self.heads, self.k_dim, self.v_dim, self.window)
         table = random(3, LENGTH, C)

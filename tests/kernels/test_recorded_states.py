@@ -46,9 +46,9 @@ def build(backend: Backend, device: torch.device = CPU) -> FixedTables:
         gates, convolved = Buffer("gates", 2 * H), Buffer("convolved", PARAMS.qkv_width)
         qkv, attended = Buffer("qkv", PARAMS.qkv_width), Buffer("attended", 3 * V)
         yield ops.Embed(gates, gate_table)
-        yield ops.Linear(x, qkv, torch.eye(PARAMS.qkv_width))
+        yield ops.MatMul(x, qkv, torch.eye(PARAMS.qkv_width))
         yield ops.Attend(qkv, attended, 0, (3, 1, V), AttentionParams(0.25))
-        yield ops.Linear(attended, x, projection, add=True)
+        yield ops.MatMul(attended, x, projection, add=True)
         yield ops.Convolve(x, convolved, 1, weight)
         yield ops.AttendLinearly(convolved, gates, out, (2, 3), PARAMS)
 

@@ -38,9 +38,9 @@ def run(backend: Backend, ids: Tensor, bias: Tensor | None, add: bool, as_logits
     operations: list[Operation] = [ops.Embed(x, random(7, IN, seed=1))]
     if not as_logits:
         operations.append(ops.Embed(y, random(7, OUT, seed=2)))
-    operations.append(ops.Linear(x, y, make_stack(), bias, add))
+    operations.append(ops.MatMul(x, y, make_stack(), bias, add))
     if not as_logits:
-        operations.append(ops.Linear(y, logits, torch.eye(OUT)))
+        operations.append(ops.MatMul(y, logits, torch.eye(OUT)))
     p.load(operations)
     batch = make_layerless_batch(backend, ids, torch.arange(len(ids)), device)
     return p.run(batch).cpu().clone()
@@ -79,6 +79,6 @@ def test_triton_equals_the_dense_product(bias: Tensor | None, add: bool) -> None
 @pytest.mark.parametrize("width", [OUT - 1, OUT + 1])
 def test_a_stack_fills_its_output(backend: Backend, width: int) -> None:
     p = backend.program(torch.float32, CPU)
-    operation = ops.Linear(Buffer("x", IN), Buffer("y", width), make_stack())
+    operation = ops.MatMul(Buffer("x", IN), Buffer("y", width), make_stack())
     with pytest.raises(WidthError, match=f"the output of a linear layer has width {OUT}, but {width}"):
         p.load([operation])

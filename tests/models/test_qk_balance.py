@@ -8,7 +8,7 @@ from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import StateSpec
-from retain.kernels.ops import Attend, Buffer, Linear, Norm
+from retain.kernels.ops import Attend, Buffer, MatMul, Norm
 from retain.kernels.rope import Rope
 from retain.models.passes.balance import Projection
 from retain.models.weights import Weights
@@ -80,7 +80,7 @@ def test_factors_commute_with_rotation(interleaved: bool, num_freqs: int) -> Non
     x, qkv = Buffer("x", 16), Buffer("qkv", 32)
     norm = Norm(x, x, torch.ones(16), None, 1e-5, subtract_mean=False)
     attend = Attend(qkv, Buffer("o", 16), 0, (2, 1, 8), AttentionParams(1.0), rope)
-    factors = Projection(Linear(x, qkv, weight), norm, [], attend).find_factors()
+    factors = Projection(MatMul(x, qkv, weight), norm, [], attend).find_factors()
     assert factors is not None and len(factors.unique()) > 2
     torch.testing.assert_close(factors[2], 1 / factors[0], rtol=0, atol=0)
     heads, angles = torch.randn(5, 3, 8), rope.angles(torch.arange(5), torch.float32)

@@ -56,7 +56,7 @@ def test_quantized_model_equals_its_dequantized_weights(family: str, changes: Ch
     exact = build_model(Weights(checkpoint, torch.float32))
     assert isinstance(model.decoder.embedding.table, Int8) and isinstance(dense.decoder.embedding.table, Tensor)
     operations = model.decoder.load_layer(1).emit(Buffer("x", model.spec.hidden_size))
-    kinds = [type(op.weight) for op in operations if isinstance(op, ops.Linear)]
+    kinds = [type(op.weight) for op in operations if isinstance(op, ops.MatMul)]
     assert (Int8 if quantization == "int8" else Int4) in kinds
     (ours,), (dequantized,), (unquantized,) = (run_decoder(m, texts, steps) for m in (model, dense, exact))
     # GPT-2's factor on q goes into the scales, which are rounded to float16.

@@ -117,7 +117,7 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True, eq=False)
-class Linear(Operation):
+class MatMul(Operation):
     """Set out = x weight^T + bias. Parts of a stack of matrices keep their kinds."""
 
     x: Buffer
@@ -135,7 +135,7 @@ class Linear(Operation):
 
 
 @dataclass(frozen=True, eq=False)
-class HeadLinear(Operation):
+class HeadMatMul(Operation):
     """Set the target columns of each head in out = its source columns of x, times its own matrix.
 
     The matrices [target width, source width] lie one below the other.

@@ -22,6 +22,7 @@ class QuantizedWeight:
     """A matrix w = scale * number(q), of a kind. q takes one byte a number here."""
 
     GROUP: ClassVar[int] = GROUP_SIZE  # adjacent inputs that share a scale
+    BITS: ClassVar[int] = 8  # of q where it is packed
 
     q: Tensor  # int8 or uint8 [out, in]
     scale: Tensor  # float16 [out, in / GROUP]
@@ -68,15 +69,20 @@ class ShiftedWeight(QuantizedWeight):
 class Int4(ShiftedWeight):
     """A matrix w = scale * q + shift; q is uint8, 0 to 15."""
 
+    BITS = 4
+
 
 class Int5(ShiftedWeight):
     """A matrix w = scale * q + shift of a file; q is uint8, 0 to 31. Nothing is quantized to it here."""
+
+    BITS = 5
 
 
 class Int6(QuantizedWeight):
     """A matrix w = scale * q of a file; q is int8, -32 to 31. Nothing is quantized to it here."""
 
     GROUP = 16
+    BITS = 6
 
 
 class Int8(QuantizedWeight):
@@ -86,6 +92,7 @@ class Int8(QuantizedWeight):
 class Codebook4(QuantizedWeight):
     """A matrix w = scale * CODEBOOK[q] of a file; q is uint8, 0 to 15. Nothing is quantized to it here."""
 
+    BITS = 4
     CODEBOOK: ClassVar[tuple[int, ...]]
 
     def numbers(self) -> Tensor:

@@ -122,7 +122,7 @@ class LatentProjection:
         rotated = HeadColumns(H, s.rope, s.query, first=s.nope)
         yield ops.CopyColumns(query, out, rotated, HeadColumns(H, s.rope, s.key))
         absorbed = HeadColumns(H, s.latent, s.key, first=s.rope)
-        yield ops.HeadLinear(query, out, self.key_weight, HeadColumns(H, s.nope, s.query), absorbed)
+        yield ops.HeadMatMul(query, out, self.key_weight, HeadColumns(H, s.nope, s.query), absorbed)
         k = H * s.key
         yield ops.CopyColumns(latent, out, HeadColumns(1, s.key, s.key), HeadColumns(1, s.key, s.key, first=k))
         value = HeadColumns(1, s.latent, s.latent, first=k + s.key)

@@ -38,7 +38,7 @@ class Linear:
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """See Layer."""
-        yield ops.Linear(x, out, self.weight, self.bias, add)
+        yield ops.MatMul(x, out, self.weight, self.bias, add)
 
     def select(self, index: Tensor) -> Linear:
         """Return the layer that computes these outputs alone, int64 [n]. Raises IndexError."""
@@ -72,7 +72,7 @@ class HeadLinear:
             raise ValueError("the output of a linear layer of each head cannot be added to a buffer")
         H = self.num_heads
         source, target = (HeadColumns(H, n, n) for n in (self.weight.shape[1], self.width // H))
-        yield ops.HeadLinear(x, out, self.weight, source, target)
+        yield ops.HeadMatMul(x, out, self.weight, source, target)
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,7 +89,9 @@ def bytes_of(weight: Weight) -> int:
             else part.shape[0] * bytes_of(part.convert(0, 1, weight.kind))
             for part in weight.parts
         )
-    return weight.nbytes if isinstance(weight, Tensor) else sum(x.nbytes for x in vars(weight).values())
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return weight.q.numel() * weight.BITS // 8 + sum(x.nbytes for name, x in vars(weight).items() if name != "q")
 
 
 def list_caches(spec: KVCacheSpec) -> Iterator[Row]:

@@ -17,7 +17,7 @@ import retain.kernels.cpu._C as _C
 from retain.kernels import ops
 from retain.kernels.api import Batch
 from retain.kernels.cpu import ffi
-from retain.kernels.cpu.operations import LOWERINGS, Operands
+from retain.kernels.cpu.operations import LOWERINGS, CppOperands
 from retain.kernels.cpu.packing import block_row_energies
 from retain.kernels.shape_checks import check_batch
 from retain.kernels.weight import Weight
@@ -39,7 +39,7 @@ class CpuProgram:
 
     def __init__(self) -> None:
         self._program = _C.Program()
-        self.operands = Operands(self._program)
+        self.operands = CppOperands(self._program)
         self.lowerings = dict(LOWERINGS)
         self._cache_ops: list[CacheOp] = []
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]

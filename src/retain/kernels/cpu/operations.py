@@ -27,7 +27,7 @@ from retain.kernels.weight import ConvertedWeights, Weight, split_stack
 Record = tuple[str, dict[str, Any]]
 
 
-class Operands:
+class CppOperands:
     """What the fields of operations are converted to, and the memory that C++ reads."""
 
     def __init__(self, program: _C.Program):
@@ -89,33 +89,33 @@ class Operands:
         return value
 
 
-def embed(o: Operands, op: ops.Embed | ops.EmbedPosition) -> Iterator[Record]:
+def embed(o: CppOperands, op: ops.Embed | ops.EmbedPosition) -> Iterator[Record]:
     """Pack the table."""
     yield o.record(op, table=o.weight(op.table))
 
 
-def norm(o: Operands, op: ops.Norm) -> Iterator[Record]:
+def norm(o: CppOperands, op: ops.Norm) -> Iterator[Record]:
     """Add sizes."""
     yield o.record(op, n=op.weight.shape[-1], heads=op.heads)
 
 
-def linear(o: Operands, op: ops.Linear) -> Iterator[Record]:
+def linear(o: CppOperands, op: ops.MatMul) -> Iterator[Record]:
     """Make an operation of each matrix of a stack."""
     for part, first, bias in split_stack(op.weight, op.bias):
         yield o.record(op, weight=o.weight(part), bias=bias, first=first)
 
 
-def head_linear(o: Operands, op: ops.HeadLinear) -> Iterator[Record]:
+def head_linear(o: CppOperands, op: ops.HeadMatMul) -> Iterator[Record]:
     """Pack the matrices."""
     yield o.record(op, weight=o.weight(op.weight))
 
 
-def activate(o: Operands, op: ops.Activate) -> Iterator[Record]:
+def activate(o: CppOperands, op: ops.Activate) -> Iterator[Record]:
     """Add the size; the activation is a number."""
     yield o.record(op, act=ops.ACTIVATIONS.index(op.act), n=op.out.width)
 
 
-def mix_experts(o: Operands, op: ops.MixExperts) -> Iterator[Record]:
+def mix_experts(o: CppOperands, op: ops.MixExperts) -> Iterator[Record]:
     """Add buffers for what each expert of a token computes."""
     e = op.experts
     k = e.router.top_k
@@ -124,19 +124,19 @@ def mix_experts(o: Operands, op: ops.MixExperts) -> Iterator[Record]:
     yield o.record(op, hidden=hidden, outputs=outputs, experts=_to_c_experts(o, e))
 
 
-def _to_c_experts(o: Operands, e: Experts) -> _C.Experts:
+def _to_c_experts(o: CppOperands, e: Experts) -> _C.Experts:
     return _C.Experts(
         ffi.to_c_router(e, o.address), o.weight(e.gate_up), o.weight(e.down), o.address(e.gate_up_bias),
         o.address(e.down_bias), ops.ACTIVATIONS.index(e.act), e.is_gated,
     )  # fmt: skip
 
 
-def scale(o: Operands, op: ops.Scale) -> Iterator[Record]:
+def scale(o: CppOperands, op: ops.Scale) -> Iterator[Record]:
     """Add the size."""
     yield o.record(op, n=len(op.factors))
 
 
-def attend(o: Operands, op: ops.Attend) -> Iterator[Record]:
+def attend(o: CppOperands, op: ops.Attend) -> Iterator[Record]:
     """Rotate by an operation of its own."""
     H, G, D = op.heads
     if op.rope:
@@ -145,18 +145,18 @@ def attend(o: Operands, op: ops.Attend) -> Iterator[Record]:
     yield o.record(op, rope=None, v_dim=op.v_dim, has_kv=op.has_kv)
 
 
-def convolve(o: Operands, op: ops.Convolve) -> Iterator[Record]:
+def convolve(o: CppOperands, op: ops.Convolve) -> Iterator[Record]:
     """Transpose the weight, and add its sizes."""
     channels, window = op.weight.shape
     yield o.record(op, weight=op.weight.T.contiguous(), channels=channels, window=window)
 
 
-LOWERINGS: Mapping[type[ops.Operation], Callable[[Operands, Any], Iterator[Record]]] = {
+LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Record]]] = {
     ops.Embed: embed,
     ops.EmbedPosition: embed,
     ops.Norm: norm,
-    ops.Linear: linear,
-    ops.HeadLinear: head_linear,
+    ops.MatMul: linear,
+    ops.HeadMatMul: head_linear,
     ops.Activate: activate,
     ops.MixExperts: mix_experts,
     ops.Scale: scale,

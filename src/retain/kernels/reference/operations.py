@@ -124,14 +124,14 @@ def norm(o: Operands, op: ops.Norm) -> Compute:
     return compute
 
 
-def multiply_matrix(o: Operands, op: ops.Linear) -> Compute:
+def multiply_matrix(o: Operands, op: ops.MatMul) -> Compute:
     """Multiply rows with each matrix of a stack."""
     x = o.buffers[op.x]
     parts = [(o.weights.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
     return added(o, op, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), op.add)
 
 
-def multiply_heads(o: Operands, op: ops.HeadLinear) -> Compute:
+def multiply_heads(o: Operands, op: ops.HeadMatMul) -> Compute:
     """Multiply the columns of each head with its matrix."""
     weight = o.weights.get(op.weight)
     return map_columns(o, op, lambda heads: linear_by_head(heads, weight))
@@ -259,7 +259,7 @@ def added(o: Operands, op: ops.Operation, compute: Compute, add: bool = True) ->
     return (lambda s: s.buffers[out] + compute(s)) if add else compute
 
 
-def map_columns(o: Operands, op: ops.HeadLinear | ops.CopyColumns, function: Callable[[Tensor], Tensor]) -> Compute:
+def map_columns(o: Operands, op: ops.HeadMatMul | ops.CopyColumns, function: Callable[[Tensor], Tensor]) -> Compute:
     """Return how to put a function of the source columns [T, H, n] into the target columns."""
     x = o.buffers[op.x]
     out = o.buffers[op.out]
@@ -286,8 +286,8 @@ OF_ROWS: Lowerings = {
     ops.Embed: embed,
     ops.EmbedPosition: embed_position,
     ops.Norm: norm,
-    ops.Linear: multiply_matrix,
-    ops.HeadLinear: multiply_heads,
+    ops.MatMul: multiply_matrix,
+    ops.HeadMatMul: multiply_heads,
     ops.CopyColumns: copy_columns,
     ops.Activate: compute_activation,
     ops.MixExperts: compute_experts,

@@ -99,7 +99,7 @@ def embed(o: DeviceOperands, op: ops.Embed) -> Compute:
     return lambda s: packed_weight.look_up(s.input_ids, table, o.dtype) * factor
 
 
-def linear(o: DeviceOperands, op: ops.Linear) -> Compute:
+def linear(o: DeviceOperands, op: ops.MatMul) -> Compute:
     """Multiply with a matrix, with the addition in the same kernel, in place, where there is no bias."""
     x = o.buffers[op.x]
     out = o.buffers[op.out]
@@ -115,7 +115,7 @@ def linear(o: DeviceOperands, op: ops.Linear) -> Compute:
     return added(o, op, lambda s: F.linear(s.buffers[x], w, b), add)
 
 
-def head_linear(o: DeviceOperands, op: ops.HeadLinear) -> Compute:
+def head_linear(o: DeviceOperands, op: ops.HeadMatMul) -> Compute:
     """Multiply the columns of all heads in one batch of products."""
     weight = o.weights.get(op.weight)
     assert isinstance(weight, Tensor)
@@ -251,7 +251,7 @@ def attend_linearly(o: DeviceOperands, op: ops.AttendLinearly) -> Compute:
 
 
 def map_columns(
-    o: DeviceOperands, op: ops.HeadLinear | ops.CopyColumns, function: Callable[[Tensor], Tensor]
+    o: DeviceOperands, op: ops.HeadMatMul | ops.CopyColumns, function: Callable[[Tensor], Tensor]
 ) -> Compute:
     """Return how to put a function of the source columns [T, H, n] into the target columns, in place."""
     x = o.buffers[op.x]
@@ -277,8 +277,8 @@ OPERATIONS: Lowerings = {
     **OF_ROWS,
     ops.Norm: norm,
     ops.Embed: embed,
-    ops.Linear: linear,
-    ops.HeadLinear: head_linear,
+    ops.MatMul: linear,
+    ops.HeadMatMul: head_linear,
     ops.CopyColumns: copy_columns,
     ops.MixExperts: mix,
     ops.Activate: activate,

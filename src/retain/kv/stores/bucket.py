@@ -66,7 +66,7 @@ class LocalBucket(Bucket, Protocol):
 
 
 @dataclass(frozen=True)
-class Buffer:
+class HeldObject:
     """The bytes of an object."""
 
     data: Bytes
@@ -86,9 +86,9 @@ class Memory:
     url = "memory"
 
     def __init__(self) -> None:
-        self.objects: dict[str, Buffer] = {}
+        self.objects: dict[str, HeldObject] = {}
 
-    def open(self, name: str) -> Buffer:
+    def open(self, name: str) -> HeldObject:
         """Return an object."""
         try:
             return self.objects[name]
@@ -104,7 +104,7 @@ class Memory:
         if name in self.objects and not overwrite:
             return False
         buffers = [np.frombuffer(part, np.uint8) for part in parts if len(part)]
-        self.objects[name] = Buffer(buffers[0] if len(buffers) == 1 else np.concatenate(buffers), time())
+        self.objects[name] = HeldObject(buffers[0] if len(buffers) == 1 else np.concatenate(buffers), time())
         return True
 
     def find(self, name: str) -> ObjectInfo | None:

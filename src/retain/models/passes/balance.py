@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.kv_cache_spec import KVCacheSpec
-from retain.kernels.ops import Attend, Buffer, Clip, Linear, Norm, Operation, Scale
+from retain.kernels.ops import Attend, Buffer, Clip, MatMul, Norm, Operation, Scale
 from retain.kernels.rope import Rope
 from retain.kernels.weight import Weight, dense_chunks, row_energies
 
@@ -46,7 +46,7 @@ def balance(
     norms: dict[Buffer, Norm] = {}  # of whole rows, by the buffer that still holds their output
     held: list[Operation] = []  # a linear layer, and what follows it: at an attention that reads it, its projection
     for op in operations:
-        if isinstance(op, Linear):
+        if isinstance(op, MatMul):
             yield from held
             held = [op]
         elif isinstance(op, Attend):
@@ -82,7 +82,7 @@ def _is_shared(caches: KVCacheSpec, cache: int) -> bool:
 class Projection:
     """The linear layer that gives an attention its q, k and v, and what is around it."""
 
-    linear: Linear
+    linear: MatMul
     input_norm: Norm | None  # without one all inputs are taken to be equally large
     between: list[Operation]  # from the linear layer to the attention
     attention: Attend
@@ -90,7 +90,7 @@ class Projection:
     @classmethod
     def find(cls, held: list[Operation], attention: Attend, norms: dict[Buffer, Norm]) -> Projection | None:
         """Return the projection; None if q, k and v come from elsewhere."""
-        if not held or not isinstance(held[0], Linear) or held[0].out != attention.qkv:
+        if not held or not isinstance(held[0], MatMul) or held[0].out != attention.qkv:
             return None
         return cls(held[0], norms.get(held[0].x), held[1:], attention)
 
@@ -148,7 +148,7 @@ def _normalize(energy: Tensor, norm: Norm) -> Tensor:
     return torch.cat((row[: norm.first], after.flatten(), row[end:])).view(energy.shape)
 
 
-def _output_moments(linear: Linear, norm: Norm | None, energies: Energies) -> tuple[Tensor, Tensor]:
+def _output_moments(linear: MatMul, norm: Norm | None, energies: Energies) -> tuple[Tensor, Tensor]:
     """Return variances and means of a linear layer's outputs behind a norm, if any, float64 [out].
 
     Inputs, normalized ones before their weights, are taken to be independent, with mean 0 and variance 1.

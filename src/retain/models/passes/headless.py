@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from retain.kernels.ops import LOGITS, Buffer, GatherRows, Linear, Operation
+from retain.kernels.ops import LOGITS, Buffer, GatherRows, MatMul, Operation
 
 
 def headless(operations: Iterable[Operation], dtype: torch.dtype) -> Iterator[Operation]:
@@ -24,4 +24,4 @@ def headless(operations: Iterable[Operation], dtype: torch.dtype) -> Iterator[Op
         if op.out.name == LOGITS and last.width > op.out.width:
             raise ValueError(f"a model with more hidden numbers ({last.width}) than tokens cannot embed: see --pooling")
     assert last is not None
-    yield Linear(last, Buffer(LOGITS, last.width), torch.eye(last.width, dtype=dtype))
+    yield MatMul(last, Buffer(LOGITS, last.width), torch.eye(last.width, dtype=dtype))

@@ -348,14 +348,14 @@ struct GatherRowsOp {
   }
 };
 
-static void add_linear(Program& p, const Record& r) {
+static void add_matmul(Program& p, const Record& r) {
   const LinearOp op = {r.get("x"), r.get("out"), r.weight("weight"), r.numbers("bias"), r.flag("add"), r.get("first")};
   p.reserve_prepared(max_activation_bytes(op.weight), max_activation_bytes(op.weight.with(Products::bfloat16)));
   if (op.out == Program::LOGITS) p.reserve_logits(op.first + op.weight.out);
   p.push(op);
 }
 
-static void add_head_linear(Program& p, const Record& r) {
+static void add_head_matmul(Program& p, const Record& r) {
   const HeadLinearOp op = {r.get("x"), r.get("out"), r.weight("weight"), r.columns("source"), r.columns("target")};
   p.reserve_prepared(op.source.H * max_activation_bytes(op.weight));
   p.push(op);
@@ -404,8 +404,8 @@ static const std::unordered_map<std::string, Add> OPERATIONS = {
        p.push(EmbeddingOp{r.get("out"), r.weight("table"), true, r.get("offset"), 1, true});
      }},
     {"Norm", add_norm},
-    {"Linear", add_linear},
-    {"HeadLinear", add_head_linear},
+    {"MatMul", add_matmul},
+    {"HeadMatMul", add_head_matmul},
     {"CopyColumns",
      [](Program& p, const Record& r) {
        p.push(CopyColumnsOp{r.get("x"), r.get("out"), r.columns("source"), r.columns("target")});

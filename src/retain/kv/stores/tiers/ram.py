@@ -11,7 +11,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
-from retain.kv.stores.bucket import Buffer, Memory
+from retain.kv.stores.bucket import HeldObject, Memory
 from retain.kv.stores.reader import SpanReader
 from retain.kv.stores.span import UNKNOWN_FORMAT, Span, SpanFormat
 from retain.kv.stores.store import Store
@@ -60,5 +60,5 @@ class RamStore(Store):
     def open(self, span: Span, deadline: float = inf) -> SpanReader:
         """Open a span for reading, also one that was evicted since it was found, to make room for its own load."""
         assert span.data is not None
-        opened = Buffer(span.data, span.last_used_at)
+        opened = HeldObject(span.data, span.last_used_at)
         return SpanReader(span, partial(self._read, opened.read), opened.close)
