@@ -157,7 +157,7 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
     benches = bench.add_subparsers(
         dest="bench",
         required=True,
-        metavar="speed | budget | precision | quality | speculate | prefix | agent",
+        metavar="speed | budget | precision | quality | speculate | prefix",
     )
 
     def add(name: str, config: type, help: str, json_help: str, parents: list[CommandParser]) -> None:
@@ -184,7 +184,6 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
         "a JSON line for each workload and method",
         [engine],
     )
-    add("agent", c.AgentBenchConfig, "sessions of a coding agent", "a JSON line for each method and size", [engine])
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
