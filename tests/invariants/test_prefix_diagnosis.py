@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from prefix_doctor.explanations import decode_parting, explain
 
 from retain import LLM, SamplingParams
 from retain.kv.prefix.cache import PrefixCache
@@ -126,7 +128,7 @@ MISSES = [
         "a policy that scores the prompt",
         text(QUESTION),
         text(QUESTION),
-        "policy",
+        "own_policy",
         "own policy scores",
         second_options={"kv_policy": "h2o:budget=64"},
     ),
@@ -183,8 +185,12 @@ def test_the_right_cause_of_a_constructed_miss(miss: Miss, tmp_path: Path) -> No
     if tier:
         with closing(LLM("random:tiny", **(options | tier | {"dtype": "bfloat16"}))) as llm:
             found = ask(llm, second)
-    assert (found["cause"], found["is_miss"]) == (miss.cause, True), found
-    assert miss.words in found["explanation"]
+    nearest = np.array([*first, *answer.token_ids], np.int32)
+    at = found["common_tokens"]
+    texts = PrefixDiagnosis(np.array(second, np.int32), at, nearest=nearest, common_length=at)
+    explained = explain(found, decode_parting(texts, llm.tokenizer))
+    assert found["is_miss"] and found["cause"] in (miss.cause, "diverged")
+    assert explained["cause"] == miss.cause and miss.words in explained["explanation"], explained
     parts_at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     if parts_at is not None:
         assert found["common_tokens"] == found["cached_tokens"] == parts_at
@@ -467,7 +473,7 @@ def test_the_debug_log_has_the_cause_and_none_of_the_text(llm: LLM, caplog: pyte
         for day in ("Monday", "Tuesday"):
             (output,) = llm.generate(f"The shop on {day}. {RULES}", THREE_TOKENS)
             assert output.prefix is None  # only the log was asked for
-    (line,) = [r.getMessage() for r in caplog.records if "date_or_id" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "diverged" in r.getMessage()]
     assert "12 of" in line and "day" not in line and "shop" not in line
 
 

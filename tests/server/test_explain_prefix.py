@@ -28,7 +28,7 @@ def test_every_choice_says_why_no_more_was_cached(tiny_server):
     complete(tiny_server, STORY.format(day=26))
     found = prefixes(tiny_server, STORY.format(day=27), n=2)
     assert found[0] == found[1] and len(found) == 2
-    assert found[0]["cause"] == "date_or_id" and found[0]["is_miss"]
+    assert found[0]["cause"] == "diverged" and found[0]["is_miss"]
     assert found[0]["common_tokens"] == STORY.index("{") + 1
     assert found[0]["prompt_text"].startswith("7. Once") and found[0]["nearest_text"].startswith("6. Once")
     assert prefixes(tiny_server, STORY.format(day=27))[0]["cause"] == "complete"
@@ -41,7 +41,7 @@ def test_a_stream_says_it_with_its_usage(tiny_server):
         fields = {"stream": True, "stream_options": {"include_usage": True}, "explain_prefix": True}
         events = complete(tiny_server, "A stream. " + STORY.format(day=day), **fields).text.split("\n\n")
     last = json.loads(events[-3].removeprefix("data: "))
-    assert last["retain"][0]["prefix"]["cause"] == "date_or_id"
+    assert last["retain"][0]["prefix"]["cause"] == "diverged"
 
 
 def test_an_answer_never_has_text_of_another_key_or_salt(secured_server):

@@ -145,6 +145,11 @@ def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
                 help="remove what is older",
             )
     why = actions.add_parser("why", parents=[quiet], help="say what a cache would have of recorded requests, and why")
+    add_why_arguments(why)
+
+
+def add_why_arguments(why: argparse.ArgumentParser) -> None:
+    """Add the arguments of `retain cache why`, which the package prefix_doctor has, too."""
     why.add_argument(
         "files", nargs="+", metavar="FILE", help="JSON bodies of requests, one or one a line, in order; or a text"
     )

@@ -176,6 +176,10 @@ class Tokenizer:
         """Return the text of some tokens without special tokens. Broken characters become U+FFFD."""
         return self._token_bytes.decode(b"".join(self._token_bytes[i] for i in ids))
 
+    def decode_raw(self, ids: Iterable[int]) -> str:
+        """Return the text of some tokens, special ones included. Broken characters become U+FFFD."""
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode(errors="replace")
+
     @cached_property
     def max_token_bytes(self) -> int:
         """Return the number of bytes of the longest token."""

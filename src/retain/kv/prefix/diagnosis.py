@@ -93,27 +93,6 @@ def _tiers_keep(block_size: int) -> str:
     return f"tiers keep whole blocks of {block_size} tokens"
 
 
-def explain_from_history(history: PrefixHistory, start: Start, link: bytes) -> PrefixDiagnosis:
-    """Diagnose a prompt for a cache that keeps every text of the history, and never evicts."""
-    prompt = start.text.tokens
-    absent = [t for t in history.of_salt(start.text.salt) if t.link != link or not t.num_stored_tokens]
-    text, common = history.nearest_text(start.text.salt, prompt, besides=absent) or (None, 0)
-    usable = min(common, start.demand.max_length)
-    num_cached = min(common, _max_skipped(start))
-    nearest = text.tokens if text else NO_TOKENS
-    begun = PrefixDiagnosis(prompt, num_cached, MissReason.COMPLETE, nearest, common, common)
-    if num_cached >= start.demand.max_length:
-        return begun
-    if num_cached < usable:
-        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(start.demand.policy))
-    other, known = history.nearest_text(start.text.salt, prompt) or (None, 0)
-    if other and min(known, start.demand.max_length) > usable:
-        return _explain_seen(replace(begun, known_length=known), other, link, start.demand.policy)
-    if text is None:
-        return replace(begun, reason=MissReason.FIRST_TEXT)
-    return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
-
-
 def _standing_keys(cache: PrefixCache, start: Start) -> list[Key]:
     """Return the keys of the checkpoints that would stand in for pages."""
     return [key for kind in cache.kinds.values() if not kind.needs_pages for key in kind.keys(start.demand)]
