@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from prefix_doctor.causes import Parting
 from prefix_doctor.explanations import decode_parting, explain
 
 from retain import LLM, SamplingParams
@@ -18,7 +19,9 @@ from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import Text
+from retain.processing.output import describe_prefix
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.tokenizers import open_tokenizer
 
 THREE_TOKENS = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 OPTIONS = {"kv_memory": "2MiB", "page_size": 16, "max_model_len": 1024, "max_running_requests": 2, "dtype": "float32"}
@@ -301,7 +304,7 @@ INSIDE = "more tokens are known, inside a block of 32"
         (20, 20, 9, MissReason.DIVERGED, 0, f"20 {INSIDE}"),
         (70, 70, 0, MissReason.COMPLETE, 69, ""),
         (70, 75, 60, MissReason.DIVERGED, 75, ""),
-        (120, 50, 60, MissReason.NO_SNAPSHOT, 0, "none between 0 and 50 tokens"),
+        (120, 50, 60, MissReason.NO_SNAPSHOT, 0, ""),
     ],
 )
 def test_what_is_inside_a_block_is_said(
@@ -396,7 +399,8 @@ def test_streamed_budgets_say_between_where_no_state_is(at: int) -> None:
     run_to_completion(engine, [second])
     found = diagnosis_of(second)
     assert (found.reason, found.num_cached_tokens, found.known_length) == (MissReason.NO_STATE, 0, at)
-    assert found.detail == f"none between 0 and {at} tokens"
+    said = explain(describe_prefix(found, open_tokenizer("smollm2")), Parting("", "", ""))
+    assert found.common_length == at and f"(none between 0 and {at} tokens)" in said["explanation"]
 
 
 def test_followers_of_an_equal_prompt_have_the_diagnosis_of_their_leader() -> None:

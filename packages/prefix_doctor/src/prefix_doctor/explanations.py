@@ -47,6 +47,9 @@ def explain(prefix: Mapping[str, Any], parting: Parting) -> dict[str, Any]:
     words = EXPLANATIONS[cause]
     if prefix["age_s"] is not None:
         words += f" {prefix['age_s']:.0f} s ago"
+    if cause in (MissReason.NO_SNAPSHOT, MissReason.NO_STATE):
+        usable = min(prefix["common_tokens"], prefix["cached_tokens"] + prefix["computed_tokens"] - 1)
+        words += f" (none between {prefix['cached_tokens']} and {usable} tokens)"
     if prefix["detail"]:
         words += f" ({prefix['detail']})"
     return {**prefix, "reason": reason, "cause": cause.value, "explanation": words}

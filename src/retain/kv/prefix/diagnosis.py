@@ -50,8 +50,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
         begun = state_text
         usable = min(begun.common_length, start.demand.max_length)
     elif usable >= next_place:
-        detail = f"none between {num_cached_tokens} and {usable} tokens" if slides else ""
-        return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES, detail=detail)
+        return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES)
     ends_block = num_cached_tokens > 0 and num_cached_tokens % B == 0
     least = max(usable, next_place - 1 if ends_block else num_cached_tokens)
     found = _find_elsewhere(cache, history, start, begun, own)
@@ -62,8 +61,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
         is_short = first.reason is MissReason.EVICTED and cache.offloader and first.known_length < next_place
         return replace(first, detail=_tiers_keep(B)) if is_short else first
     if begun is state_text and usable > num_cached_tokens:
-        detail = f"none between {num_cached_tokens} and {usable} tokens"
-        return replace(begun, reason=MissReason.NO_STATE, detail=detail)
+        return replace(begun, reason=MissReason.NO_STATE)
     if num_cached_tokens > begun.common_length:  # it is in a tier
         near = history.nearest_text(start.text.salt, begun.prompt, [own] if own else ())
         if near:
@@ -155,12 +153,7 @@ def _find_elsewhere(
         seen = _explain_seen(replace(begun, known_length=known), text, link, start.demand.policy)
         if seen.reason is MissReason.EVICTED:
             seen = replace(seen, age=_evicted_age(cache, history, text))
-        elif (
-            seen.reason is MissReason.NOT_STORED
-            and cache.config
-            and cache.config.keep == "prompt"
-            and not text.policy.has_budget
-        ):
+        elif seen.reason is MissReason.NOT_STORED and _keeps_prompts(cache) and not text.policy.has_budget:
             seen = replace(seen, detail="keep=prompt")
         yield seen
     yield from _find_under_other_policies(cache, history, start, begun)
