@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from prefix_doctor.causes import Parting
 from prefix_doctor.explanations import decode_parting, explain
-
 from retain import LLM, SamplingParams
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefix_doctor.__main__ import main
 
+from prefix_doctor.__main__ import main
 from tests.helpers.cli import assert_one_line_error, run_cli
 
 

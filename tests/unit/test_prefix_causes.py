@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from prefix_doctor.causes import Cause, find_tools
 from prefix_doctor.explanations import EXPLANATIONS, decode_parting, explain
-
 from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.processing.output import describe_prefix
 from tests.helpers.tokenizers import open_tokenizer
