@@ -2,6 +2,8 @@
 
 import json
 
+from prefix_doctor.__main__ import main
+from tests.helpers.cli import run_cli
 from tests.server.conftest import API_KEYS, HTTP
 
 STORY = (
@@ -34,6 +36,19 @@ def test_every_choice_says_why_no_more_was_cached(tiny_server):
     assert prefixes(tiny_server, STORY.format(day=27))[0]["cause"] == "complete"
     for fields in ({}, {"explain_prefix": False}):
         assert "prefix" not in complete(tiny_server, STORY.format(day=28), **fields).json()["retain"][0]
+
+
+def test_the_doctor_explains_what_an_answer_says(tiny_server, tmp_path, capsys):
+    """Both choices, without a model: the texts that an answer shows are enough for a date."""
+    complete(tiny_server, "The doctor. " + STORY.format(day=16))
+    answer = complete(tiny_server, "The doctor. " + STORY.format(day=17), explain_prefix=True, n=2)
+    file = tmp_path / "answers.jsonl"
+    file.write_text(answer.text)
+    result = run_cli(capsys, file, "--json", main=main)
+    found = [json.loads(line) for line in result.out.splitlines()]
+    assert [f["cause"] for f in found] == ["date_or_id"] * 2, result
+    said = answer.json()["retain"][0]["prefix"]
+    assert found[0] == said | {k: found[0][k] for k in ("cause", "reason", "explanation", "request", "nearest")}
 
 
 def test_a_stream_says_it_with_its_usage(tiny_server):
