@@ -91,7 +91,7 @@ MAX_ATTRIBUTES = 16
 # stores 2,150.
 MAX_ROOM_LINES = {
     **{"bench": 1692, "cli": 991, "processing": 2843},
-    **{"kv": 8159, "prefix": 1519, "checkpoints": 799, "stores": 2393, "eviction": 1611, "memory": 825},
+    **{"kv": 8158, "prefix": 1518, "checkpoints": 799, "stores": 2393, "eviction": 1611, "memory": 825},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
