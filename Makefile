@@ -27,13 +27,13 @@ fast-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not slow"
 
 lint: .venv/installed-dev
-	$(BIN)/ruff check src tests tools examples
-	$(BIN)/ruff format --check src tests tools examples
+	$(BIN)/ruff check src packages tests tools examples
+	$(BIN)/ruff format --check src packages tests tools examples
 	$(BIN)/mypy
 
 fmt: .venv/installed-dev
-	$(BIN)/ruff check --fix src tests tools examples
-	$(BIN)/ruff format src tests tools examples
+	$(BIN)/ruff check --fix src packages tests tools examples
+	$(BIN)/ruff format src packages tests tools examples
 
 bench: .venv/installed
 	$(BIN)/retain bench speed --model smollm2
@@ -67,6 +67,7 @@ docs: .venv/installed-docs
 
 .venv/installed-dev: .venv/installed
 	$(PIP) install -e '.[dev]' -C cmake.define.RETAIN_EMULATE_AMX=ON
+	$(PIP) install --no-deps -e packages/prefix_doctor
 	@touch $@
 
 .venv/installed-docs: .venv/installed-serve

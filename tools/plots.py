@@ -2,7 +2,7 @@
 
 retain bench quality ... --json > quality.jsonl; python -m tools.plots quality.jsonl OUT      a picture a metric
 retain bench speculate ... --json > lines.jsonl; python -m tools.plots lines.jsonl OUT        over k, over the context
-retain bench agent ... --json > agent.jsonl; python -m tools.plots agent.jsonl OUT        sessions, and KL
+python -m tools.agent_bench ... --json > agent.jsonl; python -m tools.plots agent.jsonl OUT    sessions, and KL
 retain tune ... --json > tune.json;              python -m tools.plots tune.json OUT
 retain fit ... --json > fit.json;                python -m tools.plots fit.json OUT
 python -m tools.plots --kept PROMPT.txt OUT --model smollm2 --policies "h2o:budget=25% sinks:budget=25%"

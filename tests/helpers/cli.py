@@ -1,10 +1,11 @@
 """The command line, in this process."""
 
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 
-from retain.cli.main import main
+from retain.cli.main import main as retain_main
 
 
 class Result(NamedTuple):
@@ -15,8 +16,10 @@ class Result(NamedTuple):
     err: str
 
 
-def run_cli(capsys: pytest.CaptureFixture[str], *args: object) -> Result:
-    """Run a command."""
+def run_cli(
+    capsys: pytest.CaptureFixture[str], *args: object, main: Callable[[Sequence[str]], int] = retain_main
+) -> Result:
+    """Run a command of `retain`, or of a tool with a `main` of its own."""
     try:
         code = main([str(a) for a in args])
     except SystemExit as stop:

@@ -86,8 +86,12 @@ MAX_ROW_MEMBERS = 10  # that the engine uses
 MAX_PUBLIC_METHODS = 30
 MAX_ATTRIBUTES = 16
 
-# Lines of code of kv and of its rooms. Wanted: kv 7,100, prefix 920, checkpoints 640, stores 2,150.
-MAX_ROOM_LINES = {"kv": 8181, "prefix": 1541, "checkpoints": 799, "stores": 2393, "eviction": 1611, "memory": 825}
+# Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
+# stores 2,150.
+MAX_ROOM_LINES = {
+    **{"bench": 1692, "cli": 1093, "processing": 2843},
+    **{"kv": 8158, "prefix": 1518, "checkpoints": 799, "stores": 2393, "eviction": 1611, "memory": 825},
+}
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
 MAX_STEP_LINES = 25
@@ -241,13 +245,14 @@ def test_no_files_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
-def test_no_room_of_the_cache_grows():
+def test_no_room_grows():
     """A room may outgrow its figure only with a line in docs/log/house.md that says what was cut elsewhere."""
     lines = Counter()
-    for path in (PACKAGE / "kv").rglob("*.py"):
-        parts = path.relative_to(PACKAGE / "kv").parts
-        lines["kv"] += num_code_lines(path)
-        lines[parts[0] if len(parts) > 1 else "files"] += num_code_lines(path)
+    for path in FILES:
+        room, *inner = path.relative_to(PACKAGE).parts
+        lines[room] += num_code_lines(path)
+        if room == "kv" and len(inner) > 1:
+            lines[inner[0]] += num_code_lines(path)
     assert {room: n for room, n in lines.items() if n > MAX_ROOM_LINES.get(room, n)} == {}
 
 

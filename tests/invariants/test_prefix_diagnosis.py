@@ -9,14 +9,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from prefix_doctor.causes import Parting
+from prefix_doctor.explanations import decode_parting, explain
 from retain import LLM, SamplingParams
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import Text
+from retain.processing.output import describe_prefix
 from tests.helpers.engines import AlwaysLoad, iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.tokenizers import open_tokenizer
 
 THREE_TOKENS = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
 OPTIONS = {"kv_memory": "2MiB", "page_size": 16, "max_model_len": 1024, "max_running_requests": 2, "dtype": "float32"}
@@ -126,7 +131,7 @@ MISSES = [
         "a policy that scores the prompt",
         text(QUESTION),
         text(QUESTION),
-        "policy",
+        "own_policy",
         "own policy scores",
         second_options={"kv_policy": "h2o:budget=64"},
     ),
@@ -183,8 +188,12 @@ def test_the_right_cause_of_a_constructed_miss(miss: Miss, tmp_path: Path) -> No
     if tier:
         with closing(LLM("random:tiny", **(options | tier | {"dtype": "bfloat16"}))) as llm:
             found = ask(llm, second)
-    assert (found["cause"], found["is_miss"]) == (miss.cause, True), found
-    assert miss.words in found["explanation"]
+    nearest = np.array([*first, *answer.token_ids], np.int32)
+    at = found["common_tokens"]
+    texts = PrefixDiagnosis(np.array(second, np.int32), at, nearest=nearest, common_length=at)
+    explained = explain(found, decode_parting(texts, llm.tokenizer))
+    assert found["is_miss"] and found["cause"] in (miss.cause, "diverged")
+    assert explained["cause"] == miss.cause and miss.words in explained["explanation"], explained
     parts_at = next((i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
     if parts_at is not None:
         assert found["common_tokens"] == found["cached_tokens"] == parts_at
@@ -295,7 +304,7 @@ INSIDE = "more tokens are known, inside a block of 32"
         (20, 20, 9, MissReason.DIVERGED, 0, f"20 {INSIDE}"),
         (70, 70, 0, MissReason.COMPLETE, 69, ""),
         (70, 75, 60, MissReason.DIVERGED, 75, ""),
-        (120, 50, 60, MissReason.NO_SNAPSHOT, 0, "none between 0 and 50 tokens"),
+        (120, 50, 60, MissReason.NO_SNAPSHOT, 0, ""),
     ],
 )
 def test_what_is_inside_a_block_is_said(
@@ -390,7 +399,8 @@ def test_streamed_budgets_say_between_where_no_state_is(at: int) -> None:
     run_to_completion(engine, [second])
     found = diagnosis_of(second)
     assert (found.reason, found.num_cached_tokens, found.known_length) == (MissReason.NO_STATE, 0, at)
-    assert found.detail == f"none between 0 and {at} tokens"
+    said = explain(describe_prefix(found, open_tokenizer("smollm2")), Parting("", "", ""))
+    assert found.common_length == at and f"(none between 0 and {at} tokens)" in said["explanation"]
 
 
 def test_followers_of_an_equal_prompt_have_the_diagnosis_of_their_leader() -> None:
@@ -467,7 +477,7 @@ def test_the_debug_log_has_the_cause_and_none_of_the_text(llm: LLM, caplog: pyte
         for day in ("Monday", "Tuesday"):
             (output,) = llm.generate(f"The shop on {day}. {RULES}", THREE_TOKENS)
             assert output.prefix is None  # only the log was asked for
-    (line,) = [r.getMessage() for r in caplog.records if "date_or_id" in r.getMessage()]
+    (line,) = [r.getMessage() for r in caplog.records if "diverged" in r.getMessage()]
     assert "12 of" in line and "day" not in line and "shop" not in line
 
 

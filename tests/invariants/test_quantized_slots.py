@@ -171,7 +171,7 @@ def test_a_store_of_another_precision_is_not_read(other_dtype: str, tmp_path: Pa
             return llm.generate(prompt, params, explain_prefix=True)[0]
 
     first, other, again = ask("auto"), ask(other_dtype), ask("auto")
-    assert other.prefix and other.cached_tokens == 0 and f"kv {other_dtype}" in other.prefix["explanation"]
+    assert other.prefix and other.cached_tokens == 0 and f"kv {other_dtype}" in other.prefix["detail"]
     assert again.cached_tokens > 90 and ask(other_dtype).cached_tokens > 60
     assert again.token_ids == first.token_ids
 

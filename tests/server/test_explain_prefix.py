@@ -2,6 +2,8 @@
 
 import json
 
+from prefix_doctor.__main__ import main
+from tests.helpers.cli import run_cli
 from tests.server.conftest import API_KEYS, HTTP
 
 STORY = (
@@ -28,7 +30,7 @@ def test_every_choice_says_why_no_more_was_cached(tiny_server):
     complete(tiny_server, STORY.format(day=26))
     found = prefixes(tiny_server, STORY.format(day=27), n=2)
     assert found[0] == found[1] and len(found) == 2
-    assert found[0]["cause"] == "date_or_id" and found[0]["is_miss"]
+    assert found[0]["cause"] == "diverged" and found[0]["is_miss"]
     assert found[0]["common_tokens"] == STORY.index("{") + 1
     assert found[0]["prompt_text"].startswith("7. Once") and found[0]["nearest_text"].startswith("6. Once")
     assert prefixes(tiny_server, STORY.format(day=27))[0]["cause"] == "complete"
@@ -36,12 +38,25 @@ def test_every_choice_says_why_no_more_was_cached(tiny_server):
         assert "prefix" not in complete(tiny_server, STORY.format(day=28), **fields).json()["retain"][0]
 
 
+def test_the_doctor_explains_what_an_answer_says(tiny_server, tmp_path, capsys):
+    """Both choices, without a model: the texts that an answer shows are enough for a date."""
+    complete(tiny_server, "The doctor. " + STORY.format(day=16))
+    answer = complete(tiny_server, "The doctor. " + STORY.format(day=17), explain_prefix=True, n=2)
+    file = tmp_path / "answers.jsonl"
+    file.write_text(answer.text)
+    result = run_cli(capsys, file, "--json", main=main)
+    found = [json.loads(line) for line in result.out.splitlines()]
+    assert [f["cause"] for f in found] == ["date_or_id"] * 2, result
+    said = answer.json()["retain"][0]["prefix"]
+    assert found[0] == said | {k: found[0][k] for k in ("cause", "reason", "explanation", "request", "nearest")}
+
+
 def test_a_stream_says_it_with_its_usage(tiny_server):
     for day in (11, 12):
         fields = {"stream": True, "stream_options": {"include_usage": True}, "explain_prefix": True}
         events = complete(tiny_server, "A stream. " + STORY.format(day=day), **fields).text.split("\n\n")
     last = json.loads(events[-3].removeprefix("data: "))
-    assert last["retain"][0]["prefix"]["cause"] == "date_or_id"
+    assert last["retain"][0]["prefix"]["cause"] == "diverged"
 
 
 def test_an_answer_never_has_text_of_another_key_or_salt(secured_server):

@@ -171,7 +171,7 @@ def test_inspector_lists_prefix_misses_of_the_key(secured_server):
         answer = HTTP.post(f"{secured_server.url}/completions", json=body, headers=headers).json()
         assert "prefix" not in answer["retain"][0]  # only the inspector asked
     misses = HTTP.get(f"{root}/inspect/state", headers=ann).json()["prefix_misses"]
-    assert misses[0]["cause"] == "date_or_id" and misses[0]["before"].endswith("clock says 10:")
+    assert misses[0]["cause"] == "diverged" and misses[0]["before"].endswith("clock says 10:")
     assert misses[0]["prompt_text"].startswith("42.") and misses[0]["nearest_text"].startswith("31.")
     others = HTTP.get(f"{root}/inspect/state", headers=bob).json()["prefix_misses"]
     assert not [m for m in others if "clock" in m["nearest_text"]]

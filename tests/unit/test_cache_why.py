@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from prefix_doctor.__main__ import main
 from tests.helpers.cli import assert_one_line_error, run_cli
 
 
@@ -22,7 +23,7 @@ REQUESTS = [
     (body("Be brief. It is 10:31.", "Hello"), "other_text"),
     ({"custom_id": "7", "body": body("Be brief.  It is 10:31.")}, "white_space"),
     (body("Be brief. It is 10:31.", kv_policy="ring:window=64"), "policy"),
-    (body("Be brief. It is 10:31.", kv_policy="h2o:budget=64"), "policy"),
+    (body("Be brief. It is 10:31.", kv_policy="h2o:budget=64"), "own_policy"),
     (body("Be brief. It is 10:31.", cache_salt="x", seen_elsewhere=1), "first_text"),
     (body("Be kind.", cache_salt="y", kv_policy="h2o:budget=64"), "first_text"),
     (body("Be kind.", cache_salt="y"), "never_kept"),
@@ -127,9 +128,61 @@ def test_bad_arguments_give_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
 def test_the_missing_package_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for module in ("cli.cache_why", "server.openai.protocol", "server.openai.chat_protocol"):
-        monkeypatch.delitem(sys.modules, f"retain.{module}", raising=False)
-    monkeypatch.delitem(sys.modules, "retain.server.openai.messages", raising=False)
+    for module in ("protocol", "chat_protocol", "messages"):
+        monkeypatch.delitem(sys.modules, f"retain.server.openai.{module}", raising=False)
+    for module in ("command", "recorded"):
+        monkeypatch.delitem(sys.modules, f"prefix_doctor.{module}", raising=False)
     monkeypatch.setitem(sys.modules, "pydantic", None)
     file = write_lines(tmp_path / "x", [body("Be brief.")])
     assert_one_line_error(why(capsys, file, "--model", "smollm2"), "pip install 'retain[serve]'")
+
+
+def test_a_retain_without_the_doctor_says_where_it_is(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("retain.cli.cache.find_spec", lambda name: None)
+    file = write_lines(tmp_path / "x", [body("Be brief.")])
+    assert_one_line_error(why(capsys, file, "--model", "smollm2"), "pip install packages/prefix_doctor")
+
+
+# ---- answers of a server ---------------------------------------------------------------------------------------------
+
+PREFIX = {
+    **{"cached_tokens": 20, "computed_tokens": 80, "is_miss": True, "cause": "diverged", "detail": "", "age_s": None},
+    **{"common_tokens": 20, "known_tokens": 20},
+    **{"before": "It is 10:", "prompt_text": "42. Be brief.", "nearest_text": "31. Be brief."},
+}
+
+
+def test_answers_of_a_server_are_explained_without_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Those of several choices, and of the other APIs, too; by the command of the package as by retain's."""
+    evicted = PREFIX | {"cause": "evicted", "age_s": 7.4, "detail": "ram"}
+    file = write_lines(tmp_path / "answers", [{"retain": [{"prefix": PREFIX}] * 2}, {"retain": {"prefix": evicted}}])
+    result = why(capsys, file, "--json")
+    found = [json.loads(line) for line in result.out.splitlines()]
+    assert [f["cause"] for f in found] == ["date_or_id", "date_or_id", "evicted"]
+    assert found[0] == PREFIX | {
+        **{"request": f"{file}:1", "nearest": None, "reason": "diverged", "cause": "date_or_id"},
+        "explanation": found[0]["explanation"],
+    }
+    assert "evicted 7 s ago (ram)" in found[2]["explanation"]
+    assert run_cli(capsys, file, "--json", main=main) == result
+    text = why(capsys, file).out
+    assert "the nearest text with '31. Be brief.'" in text and text.splitlines()[-1].startswith("3 prompts: 60 of 300")
+
+
+@pytest.mark.parametrize(
+    ("answer", "word"),
+    [
+        ({"retain": []}, "explain_prefix"),
+        ({"retain": [{"kv": 1}]}, "explain_prefix"),
+        ({"retain": [{"prefix": 3}]}, "not an object"),
+        ({"retain": [{"prefix": {**PREFIX, "before": 3}}]}, "no before"),
+        ({"retain": [{"prefix": {**PREFIX, "age_s": "3"}}]}, "no age_s"),
+        ({"retain": [{"prefix": {**PREFIX, "cause": "magic"}}]}, "magic"),
+    ],
+)
+def test_a_bad_answer_gives_one_line(
+    answer: Any, word: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert_one_line_error(why(capsys, write_lines(tmp_path / "x", [answer])), word)

@@ -11,6 +11,7 @@ import pytest
 from retain.cli.args import build_parser
 from retain.kernels.api import Backend
 from retain.models import list_families
+from tools.agent_bench.__main__ import build_parser as build_agent_bench_parser
 from tools.reference import outdated
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +126,8 @@ def test_options_exist(page: Path) -> None:
     spans = re.findall(r"`([^`\n]+)`", FENCE.sub("", page.read_text(encoding="utf-8")))
     named = {o for span in spans if re.match(r"retain |--", span) for o in re.findall(r"(?<!\S)--[a-z][\w-]*", span)}
     tools = " ".join(p.read_text(encoding="utf-8") for p in (ROOT / "tools").glob("*.py"))
-    assert not {o for o in named - known_options(parser()) if f'"{o}"' not in tools}
+    known = known_options(parser()) | known_options(build_agent_bench_parser())
+    assert not {o for o in named - known if f'"{o}"' not in tools}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

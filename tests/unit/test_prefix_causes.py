@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from prefix_doctor.causes import Cause, find_tools
+from prefix_doctor.explanations import EXPLANATIONS, decode_parting, explain
 from retain.kv.prefix.start import MissReason, PrefixDiagnosis
-from retain.processing.prefix_causes import Cause, find_tools
-from retain.processing.prefix_report import EXPLANATIONS, PrefixReport, build_report
+from retain.processing.output import describe_prefix
 from tests.helpers.tokenizers import open_tokenizer
 
 TOOL = {"name": "find", "description": "find a lamp", "parameters": {"type": "object", "required": []}}
@@ -25,12 +26,13 @@ def ids_of(prompt: str | list[dict[str, Any]] | list[int]) -> list[int]:
     return tokenizer.encode_chat(prompt) if isinstance(prompt[0], dict) else list(prompt)  # type: ignore[arg-type]
 
 
-def report_of(prompt: Any, nearest: Any) -> PrefixReport:
+def report_of(prompt: Any, nearest: Any) -> dict[str, Any]:
     ours, theirs = ids_of(prompt), ids_of(nearest)
     common = next(i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b)
     tokens = (np.array(x, np.int32) for x in (ours, theirs))
     found = PrefixDiagnosis(next(tokens), common, MissReason.DIVERGED, next(tokens), common, common)
-    return build_report(found, open_tokenizer("smollm2"))
+    tokenizer = open_tokenizer("smollm2")
+    return explain(describe_prefix(found, tokenizer), decode_parting(found, tokenizer))
 
 
 def chat(*contents: str) -> list[dict[str, Any]]:
@@ -72,7 +74,7 @@ PAIRS: list[tuple[Cause, Any, Any]] = [
 @pytest.mark.parametrize(("cause", "ours", "theirs"), PAIRS, ids=lambda x: x.value if isinstance(x, Cause) else "")
 def test_causes_of_pairs_of_prompts(cause: Cause, ours: Any, theirs: Any) -> None:
     """Whichever of the two comes first."""
-    assert report_of(ours, theirs).cause == report_of(theirs, ours).cause == cause.value
+    assert report_of(ours, theirs)["cause"] == report_of(theirs, ours)["cause"] == cause.value
 
 
 def test_the_same_text_as_other_tokens() -> None:
@@ -80,7 +82,7 @@ def test_the_same_text_as_other_tokens() -> None:
     tokenizer = open_tokenizer("smollm2")
     sampled = [t for letter in "a lamp" for t in tokenizer.encode(letter)]
     assert tokenizer.decode(sampled) == "a lamp"
-    assert report_of(ids_of("a lamp and more"), sampled).cause == "tokenization"
+    assert report_of(ids_of("a lamp and more"), sampled)["cause"] == "tokenization"
 
 
 def test_every_cause_has_words() -> None:
@@ -90,7 +92,7 @@ def test_every_cause_has_words() -> None:
 
 def test_the_explanation_quotes_nothing() -> None:
     found = report_of(chat("It is SECRET 10:31.", "SECRET"), chat("It is SECRET 10:42.", "SECRET"))
-    assert "SECRET" in found.before and "SECRET" not in found.summarize() + found.explanation
+    assert "SECRET" in found["before"] and "SECRET" not in found["explanation"]
 
 
 @pytest.mark.parametrize("text", ["{", "{{{{", '{"name": "x"', "{}", '{"a": [' * 3000, "{1}", '{"function": 3}'])

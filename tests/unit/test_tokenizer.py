@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import stat
+import tomllib
 import unicodedata
 from functools import cache
 from itertools import pairwise
@@ -18,7 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, pre_tokenizers
 
 from retain.models.resolve import resolve_model
-from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, _build_sentencepiece
+from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, _build_sentencepiece, read_pre_tokenizers
 from retain.processing.tokenizer import Tokenizer, wrap_errors
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, SENTENCEPIECE_VOCABULARY
 from tests.helpers.tokenizers import (
@@ -195,6 +196,16 @@ def test_text_is_split_into_words_by_the_rule_of_pre(tmp_path: Path, pre: str) -
     assert [text[a:b] for _, (a, b) in core.pre_tokenizer.pre_tokenize_str(text)] == EXPECTED_WORDS[pre]
 
 
+def test_each_rule_of_words_has_its_names_once_and_patterns_that_compile() -> None:
+    rules = tomllib.loads(PRE_TOKENIZERS.read_text(encoding="utf-8"))["rules"]
+    names = [name for rule in rules for name in rule["names"]]
+    assert len(names) == len(set(names)) == len(read_pre_tokenizers())
+    for rule in read_pre_tokenizers().values():
+        assert rule.patterns
+        for pattern in rule.patterns:
+            Regex(pattern)
+
+
 def read_rules_of_transformers() -> dict[str, pre_tokenizers.PreTokenizer]:
     """Return how transformers splits text, by `pre`: its table for GGUF files, and its tokenizers of two models."""
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
@@ -209,11 +220,11 @@ def read_rules_of_transformers() -> dict[str, pre_tokenizers.PreTokenizer]:
 
 def test_words_equal_those_of_transformers() -> None:
     rules, rng = read_rules_of_transformers(), random.Random(0)
-    shared = [pre for pre in rules if pre in PRE_TOKENIZERS]
+    shared = [pre for pre in rules if pre in read_pre_tokenizers()]
     assert len(shared) > 20 and {"command-r", "gpt-2", "gpt-4o", "qwen35", "dbrx", "tekken"} <= set(shared)
     splitters = {}
     for pre in shared:
-        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in PRE_TOKENIZERS[pre].patterns]
+        splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in read_pre_tokenizers()[pre].patterns]
         splitters[pre] = pre_tokenizers.Sequence(splits)
     for _ in range(300):
         text = "".join(rng.choices(TEXT_FRAGMENTS, k=8))

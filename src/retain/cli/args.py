@@ -152,6 +152,11 @@ def _add_cache_actions(cache: CommandParser, quiet: CommandParser) -> None:
                 help="remove what is older",
             )
     why = actions.add_parser("why", parents=[quiet], help="say what a cache would have of recorded requests, and why")
+    add_why_arguments(why)
+
+
+def add_why_arguments(why: argparse.ArgumentParser) -> None:
+    """Add the arguments of `retain cache why`, which the package prefix_doctor has, too."""
     why.add_argument(
         "files", nargs="+", metavar="FILE", help="JSON bodies of requests, one or one a line, in order; or a text"
     )
@@ -164,7 +169,7 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
     benches = bench.add_subparsers(
         dest="bench",
         required=True,
-        metavar="speed | budget | precision | quality | speculate | prefix | agent",
+        metavar="speed | budget | precision | quality | speculate | prefix",
     )
 
     def add(name: str, config: type, help: str, json_help: str, parents: list[CommandParser]) -> None:
@@ -191,7 +196,6 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
         "a JSON line for each workload and method",
         [engine],
     )
-    add("agent", c.AgentBenchConfig, "sessions of a coding agent", "a JSON line for each method and size", [engine])
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:

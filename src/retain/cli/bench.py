@@ -9,9 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from retain.bench import agent, budget, precision, prefix, quality, speculate, speed
+from retain.bench import budget, precision, prefix, quality, speculate, speed
 from retain.bench.config import (
-    AgentBenchConfig,
     BudgetBenchConfig,
     PrecisionBenchConfig,
     PrefixBenchConfig,
@@ -46,7 +45,7 @@ def engine_config(args: Namespace) -> Config:
         raise ValueError("bench speculate compares drafters: name them by --drafters")
     if args.bench != "speed" and hasattr(args, "speculate"):
         raise ValueError(f"bench {args.bench} does not speculate: --speculate is for bench speed")
-    return from_args(Config, args, prefix_cache="exact" if args.bench in ("prefix", "agent") else "off")
+    return from_args(Config, args, prefix_cache="exact" if args.bench == "prefix" else "off")
 
 
 def run_speed(args: Namespace) -> None:
@@ -64,7 +63,7 @@ def run_budget(args: Namespace) -> None:
     check_known("measurement", names, budget.MEASUREMENTS)
     llm = loading.load_llm(config)
     for name in names:
-        _print_lines(args, ({"bench": name, **line} for line in budget.MEASUREMENTS[name](llm)))
+        print_lines(({"bench": name, **line} for line in budget.MEASUREMENTS[name](llm)), args.json)
 
 
 def run_precision(args: Namespace) -> None:
@@ -81,7 +80,7 @@ def run_precision(args: Namespace) -> None:
         return loading.load_llm(replace(configs[variant], kv_memory=kv_memory or config.kv_memory))
 
     for name in options.measurements:
-        _print_lines(args, precision.MEASUREMENTS[name](load, options))
+        print_lines(precision.MEASUREMENTS[name](load, options), args.json)
 
 
 def run_quality(args: Namespace) -> None:
@@ -108,7 +107,8 @@ def run_speculate(args: Namespace) -> None:
     config = engine_config(args)
     options = from_args(SpeculateBenchConfig, args)
     speculate.check_names(options)
-    _print_lines(args, speculate.run(loading.load_llm(config), options), options.output_dir)
+    lines = speculate.run(loading.load_llm(config), options)
+    print_lines(lines, args.json, options.output_dir and options.output_dir / "speculate.json")
 
 
 def run_prefix(args: Namespace) -> None:
@@ -116,18 +116,8 @@ def run_prefix(args: Namespace) -> None:
     config = engine_config(args)
     options = from_args(PrefixBenchConfig, args)
     prefix.check_names(options)
-    _print_lines(args, prefix.run(loading.load_llm(config), options), options.output_dir)
-
-
-def run_agent(args: Namespace) -> None:
-    """Run `retain bench agent`."""
-    for option in ("kv_dtype", "tier"):
-        if hasattr(args, option):
-            raise ValueError(f"bench agent compares methods: name --{option.replace('_', '-')} in --methods")
-    config = engine_config(args)
-    options = from_args(AgentBenchConfig, args)
-    methods = [agent.Method.parse(method) for method in options.methods]
-    _print_lines(args, agent.run(loading.load_llm, config, options, methods), options.output_dir)
+    lines = prefix.run(loading.load_llm(config), options)
+    print_lines(lines, args.json, options.output_dir and options.output_dir / "prefix.json")
 
 
 BENCHES: dict[str, Callable[[Namespace], None]] = {
@@ -137,20 +127,19 @@ BENCHES: dict[str, Callable[[Namespace], None]] = {
     "quality": run_quality,
     "speculate": run_speculate,
     "prefix": run_prefix,
-    "agent": run_agent,
 }
 
 
-def _print_lines(args: Namespace, lines: Iterable[Line], folder: Path | None = None) -> None:
-    """Print each line as soon as it is measured; at the end write all of them to a folder, if one is given."""
+def print_lines(lines: Iterable[Line], as_json: bool, path: Path | None = None) -> None:
+    """Print each line as soon as it is measured; at the end write all of them to a file, if one is given."""
     printed = []
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
+    if path:
+        path.parent.mkdir(parents=True, exist_ok=True)
     for line in lines:
-        print(_format_line(line, args.json), flush=True)
+        print(_format_line(line, as_json), flush=True)
         printed.append(line)
-    if folder:
-        (folder / f"{args.bench}.json").write_text(json.dumps(printed, indent=1), encoding="utf-8")
+    if path:
+        path.write_text(json.dumps(printed, indent=1), encoding="utf-8")
 
 
 def _format_line(line: Line, as_json: bool) -> str:

@@ -6,6 +6,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 from math import inf
 from time import time
 from typing import Any
@@ -56,10 +57,12 @@ def _open_bucket(path: str, is_changed: bool) -> Iterator[Bucket]:
 
 
 def _explain_files(args: Namespace) -> int:
-    if not hasattr(args, "model"):
-        raise ValueError("--model is missing: the tokenizer and the chat template of a model encode the requests")
+    if find_spec("prefix_doctor") is None:
+        raise ValueError(
+            "cache why needs the package prefix_doctor: in a checkout of retain, pip install packages/prefix_doctor"
+        )
     with needs_extra("reading requests", "serve"):
-        from retain.cli.cache_why import explain_files
+        from prefix_doctor.command import explain_files
     return explain_files(args)
 
 

@@ -7,25 +7,35 @@ import logging
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from retain.cli.args import build_parser
+from retain.cli.args import CommandParser, build_parser
 from retain.garbage_collection import without_garbage_collection
 from retain.signals import end_at_next_signal, interrupt_at_first_signal, restored_handlers
 from retain.terminal import EscapingFormatter, escape_controls, escaped_output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command. Returns its exit code: 2 after an error, 130 after Ctrl-C, 0 when the output pipe is closed.
+    """Run a command of `retain`. Returns its exit code."""
+    return run_main(build_parser, argv, lambda args: f"retain.cli.{args.command}:{args.command}")
 
-    A second Ctrl-C ends the process at once.
+
+def run_main(
+    build_parser: Callable[[], CommandParser], argv: Sequence[str] | None, find_command: Callable[[Namespace], str]
+) -> int:
+    """Run the function that the arguments ask for, written as `module:name`; its module may import what is heavy.
+
+    Returns its exit code: 2 after an error, 130 after Ctrl-C, 0 when the output pipe is closed. A second Ctrl-C ends
+    the process at once.
     """
     try:
         with restored_handlers():
             try:
                 interrupt_at_first_signal()
-                return _run_command(build_parser().parse_args(argv))
+                parser = build_parser()
+                args = parser.parse_args(argv)
+                return _run_command(parser.prog, args, *find_command(args).split(":"))
             finally:
                 sys.stdout.flush()  # a closed pipe fails here, not when the interpreter exits
     except KeyboardInterrupt:
@@ -38,20 +48,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             end_at_next_signal()
 
 
-def _run_command(args: Namespace) -> int:
+def _run_command(prog: str, args: Namespace, module_name: str, function: str) -> int:
     # Threads that share a core wait for each other's time slice at every product, which is 100 times slower.
     os.environ.setdefault("OMP_PROC_BIND", "true")
     try:
         with _log_to_stderr(args.log_level), escaped_output():
             with without_garbage_collection():  # imports leave none, and a collection would visit all of torch
-                module = importlib.import_module(f"retain.cli.{args.command}")  # torch is imported here, not before
-            code: int = getattr(module, args.command)(args)
+                module = importlib.import_module(module_name)  # torch is imported here, not before
+            code: int = getattr(module, function)(args)
             return code
     except BrokenPipeError:  # an OSError, but not an error of the command
         raise
     except (ValueError, OSError, MemoryError) as error:
         line = " ".join(str(error).split()) or type(error).__name__
-        print(f"retain: {escape_controls(line)}", file=sys.stderr)
+        print(f"{prog}: {escape_controls(line)}", file=sys.stderr)
         return 2
 
 

@@ -8,11 +8,14 @@ Gemma's 262144 tokens, so the result is cached on disk.
 from __future__ import annotations
 
 import hashlib
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from operator import methodcaller
+from pathlib import Path
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -28,68 +31,10 @@ CONTROL = 3
 USER_DEFINED = 4
 ADDED_TYPES = (UNKNOWN, CONTROL, USER_DEFINED)
 CACHE_VERSION = 2  # changes when the same metadata gives another tokenizer
-
-GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")
-QWEN35_PATTERN = QWEN2_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
-SEED_PATTERN = QWEN2_PATTERN.replace(r"[^\s\p{L}\p{N}]+[\r\n]*", r"[^\s\p{L}\p{N}]+")
-TEKKEN_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-VIKING_PATTERN = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
-GPT4O_PATTERN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-KIMI_PATTERN = r"\p{Han}+|" + GPT4O_PATTERN.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]", r"[\r\n]")
-YOUTU_PATTERNS = (
-    "[\uac00-\ud7a3\u3131-\u318e]+|[\uff01\u2026\u201c\u201d\u2018\u2019\u2014\uff1a\uff1b\uff0c\u3001-\u303f\ufe30-\ufe4f]+"
-    "|[\u3105-\u312f]+|[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    GPT4O_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}"),
-)
-# One after another: numbers of three digits, Chinese and Japanese, and words.
-DEEPSEEK3_PATTERNS = (
-    r"\p{N}{1,3}",
-    "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-
-
-def write_class(ranges: str) -> str:
-    """Return the inside of a class of characters from ranges of their numbers in hexadecimal."""
-    bounds = ([chr(int(number, 16)) for number in part.split("-")] for part in ranges.split())
-    return "".join(f"{bound[0]}-{bound[-1]}" for bound in bounds)
-
-
-# Letters with a case, but not all of them.
-DEEPSEEK_LETTERS = write_class(
-    "41-5A 61-7A B5 C0-D6 D8-F6 F8-1BA 1BC-1BF 1C4-293 295-2AF 370-373 376-377 37B-37D 37F 386 388-38A 38C "
-    "38E-3A1 3A3-3F5 3F7-481 48A-52F 531-556 10A0-10C5 13A0-13F5 13F8-13FD 1C90-1CBA 1CBD-1CBF 1D00-1D2B "
-    "1D6B-1D77 1D79-1D9A 1E00-1F15 1F18-1F1D 1F20-1F45 1F48-1F4D 1F50-1F57 1F59 1F5B 1F5D 1F5F-1F7D 1F80-1FB4 "
-    "1FB6-1FBC 1FBE 1FC2-1FC4 1FC6-1FCC 1FD0-1FD3 1FD6-1FDB 1FE0-1FEC 1FF2-1FF4 1FF6-1FFC 2102 2107 210A-2113 "
-    "2115 2119-211D 2124 2126 2128 212A-212D 212F-2134 2139 213C-213F 2145-2149 214E 2183-2184 2C00-2C7B "
-    "2C7E-2CE4 2CEB-2CEE 2CF2-2CF3 A640-A66D A680-A69B A722-A76F A771-A787 A78B-A78E AB70-ABBF FB00-FB06 "
-    "FB13-FB17 FF21-FF3A FF41-FF5A 10400-1044F 104B0-104D3 104D8-104FB 10C80-10CB2 10CC0-10CF2 118A0-118DF "
-    "1E900-1E943 "
-)
-DEEPSEEK_CHINESE = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-DEEPSEEK_LLM_PATTERNS = (
-    r"[\r\n]",
-    rf"\s?[{DEEPSEEK_LETTERS}]+",
-    rf"\s?[{write_class('21-2F 3A-7E FF01-FF0F FF1A-FF5E 2018-201F 3000-3002')}]+",
-    r"\s+$",
-    DEEPSEEK_CHINESE,
-    r"\p{N}+",
-)
-DEEPSEEK_CODER_PATTERNS = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_CHINESE, r"\p{N}")
+PRE_TOKENIZERS = Path(__file__).with_name("pre_tokenizers.toml")
+# Added tokens of Phi-3 that keep the white space behind them; all others swallow it.
+PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
+SENTENCEPIECE_MODELS = ("llama", "gemma4")
 
 
 @dataclass(frozen=True)
@@ -101,40 +46,14 @@ class PreTokenizer:
     adds_bos: bool = False  # where the file does not say
 
 
-GPT2 = PreTokenizer((GPT2_PATTERN,))
-DIGITS = PreTokenizer((r"\p{N}", GPT2_PATTERN))  # each digit apart
-LLAMA3 = PreTokenizer((LLAMA3_PATTERN,), ignore_merges=True, adds_bos=True)
-CL100K = PreTokenizer((LLAMA3_PATTERN,))  # of GPT-4
-QWEN2 = PreTokenizer((QWEN2_PATTERN,))
-# By `tokenizer.ggml.pre`, after llama.cpp's src/llama-vocab.cpp. SmolLM2 was trained with each digit split off, which
-# differs for several spaces or newlines before a digit. transformers reads its GGUF file with GPT-2's rule; this table
-# does too, for equal ids. Models that use a name are in a comment where it is another's.
-PRE_TOKENIZERS: Mapping[str, PreTokenizer] = (
-    dict.fromkeys(("default", "gpt-2", "smollm", "mpt", "olmo", "jais", "phi-2", "stablelm2-gpt2", "dolly-v2"), GPT2)
-    | dict.fromkeys(("granite-docling", "trillion", "a.x-4.0", "mellum", "gigachat"), GPT2)
-    | dict.fromkeys(("starcoder", "refact", "command-r", "codeshell", "minerva-7b"), DIGITS)  # refact: Granite 3
-    | dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "midm-2.0", "lfm2"), LLAMA3)
-    | dict.fromkeys(("dbrx", "smaug-bpe", "glm4", "chatglm-bpe"), CL100K)  # dbrx: Olmo 2, Phi-4; smaug: SmolLM3
-    | dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo", "f2llmv2", "solar-open"), QWEN2)
-    | dict.fromkeys(("gpt-4o", "llama4", "kanana2", "talkie"), PreTokenizer((GPT4O_PATTERN,)))  # gpt-oss, Phi-4 mini
-    | dict.fromkeys(("deepseek-v3", "joyai-llm"), PreTokenizer(DEEPSEEK3_PATTERNS))
-    | dict.fromkeys(("tiny_aya", "cohere2moe"), PreTokenizer((r"\d{1,3}(?=(?:\d{3})*\b)", GPT4O_PATTERN)))
-    | {
-        "deepseek-llm": PreTokenizer(DEEPSEEK_LLM_PATTERNS),  # DeepSeek-V2
-        "deepseek-coder": PreTokenizer(DEEPSEEK_CODER_PATTERNS),
-        "kimi-k2": PreTokenizer((KIMI_PATTERN,)),  # of the architecture deepseek2, as the next one
-        "youtu": PreTokenizer(YOUTU_PATTERNS, ignore_merges=True),
-        "viking": PreTokenizer((VIKING_PATTERN, r"\p{N}")),
-        "qwen35": PreTokenizer((QWEN35_PATTERN,)),
-        "seed-coder": PreTokenizer((SEED_PATTERN,)),
-        "tekken": PreTokenizer((TEKKEN_PATTERN,), ignore_merges=True, adds_bos=True),
-    }
-)
-# Added tokens of Phi-3 that keep the white space behind them; all others swallow it.
-PHI3_KEEPING = ("<unk>", "<s>", "<|endoftext|>")
-
-
-SENTENCEPIECE_MODELS = ("llama", "gemma4")
+@cache
+def read_pre_tokenizers() -> Mapping[str, PreTokenizer]:
+    """Return the rules by their names in GGUF files."""
+    found: dict[str, PreTokenizer] = {}
+    for rule in tomllib.loads(PRE_TOKENIZERS.read_text(encoding="utf-8"))["rules"]:
+        patterns = tuple("".join(pattern) for pattern in rule.pop("patterns"))
+        found |= dict.fromkeys(rule.pop("names"), PreTokenizer(patterns, **rule))
+    return found
 
 
 def build_tokenizer(reader: GGUFReader) -> Tokenizer:
@@ -178,13 +97,12 @@ def _listed_merges(metadata: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _build_byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
-    if pre not in PRE_TOKENIZERS:
-        raise UnsupportedError(
-            f"the pre-tokenizer {quote(pre)} is not supported: only {', '.join(sorted(PRE_TOKENIZERS))} are"
-        )
+    rules = read_pre_tokenizers()
+    if pre not in rules:
+        raise UnsupportedError(f"the pre-tokenizer {quote(pre)} is not supported: only {', '.join(sorted(rules))} are")
     merges = _listed_merges(metadata)
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    rule = PRE_TOKENIZERS[pre]
+    rule = rules[pre]
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=rule.ignore_merges))
     splits = [pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in rule.patterns]
     to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

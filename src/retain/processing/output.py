@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -11,17 +12,37 @@ from retain.engine.engine import Engine
 from retain.engine.output import StepOutput
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.engine.sampler import compute_logprobs
+from retain.kv.prefix.start import PrefixDiagnosis
 from retain.outputs import RequestOutput
 from retain.processing.detokenizer import IncrementalDetokenizer
-from retain.processing.prefix_report import PrefixReport, build_report
 from retain.processing.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+SHOWN_TOKENS = 20  # of a prompt and of the nearest text where they part, and before that place
 
 
 def is_logging_prefixes() -> bool:
     """Whether the log tells of every prompt why it began with no more cached tokens."""
     return log.isEnabledFor(logging.DEBUG)
+
+
+def describe_prefix(d: PrefixDiagnosis, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the object `retain.prefix` of a choice: why no more was cached, and texts around where they part."""
+    at = d.common_length
+    end = at + SHOWN_TOKENS
+    return {
+        "cached_tokens": d.num_cached_tokens,
+        "computed_tokens": d.num_computed_tokens,
+        "is_miss": d.reason.is_miss,
+        "cause": d.reason.value,
+        "detail": d.detail,
+        "age_s": None if d.age is None else round(d.age, 1),
+        "common_tokens": at,
+        "known_tokens": max(d.known_length, d.num_cached_tokens),
+        "before": tokenizer.decode_raw(d.prompt[max(at - SHOWN_TOKENS, 0) : at]),
+        "prompt_text": tokenizer.decode_raw(d.prompt[at:end]),
+        "nearest_text": tokenizer.decode_raw(d.nearest[at:end]),
+    }
 
 
 class RequestOutputState:
@@ -113,13 +134,11 @@ class OutputProcessor:
                 self._log_prefix(request)
 
     def _log_prefix(self, request: Request) -> None:
-        if is_logging_prefixes() and (report := self.report_prefix(request)):
-            log.debug("prefix of request %d: %s", request.id, report.summarize())
-
-    def report_prefix(self, request: Request) -> PrefixReport | None:
-        """Return why a request began with no more cached tokens, where that was asked for."""
-        diagnosis = request.stats.prefix_diagnosis
-        return build_report(diagnosis, self.tokenizer) if diagnosis else None
+        """Write a line to the log, where it wants one; it has no text of a prompt."""
+        if is_logging_prefixes() and (d := request.stats.prefix_diagnosis):
+            cached = f"{d.num_cached_tokens} of {len(d.prompt)} tokens cached"
+            shared = f"{d.common_length} shared with the nearest text"
+            log.debug("prefix of request %d: %s, %s; %s (%s)", request.id, cached, shared, d.reason.value, d.detail)
 
     def to_output(self, state: RequestOutputState) -> RequestOutput:
         """Return the output of a request that has ended."""
@@ -127,7 +146,7 @@ class OutputProcessor:
         stats = state.request.stats
         state.take_text()
         decode_s = stats.finish_time - stats.first_token_time
-        prefix = self.report_prefix(request) if request.input.explain_prefix else None
+        diagnosis = stats.prefix_diagnosis if request.input.explain_prefix else None
         decode_tok_s = max(request.num_output_tokens - 1, 0) / decode_s if decode_s > 0 else 0.0
         return RequestOutput(
             text=state.detokenizer.text,
@@ -141,5 +160,5 @@ class OutputProcessor:
             num_preemptions=stats.num_preemptions,
             kv=self.engine.cache.request_stats(request.policy, len(request.tokens) - 1, stats.memory),
             speculate=stats.spec_decode.summarize(decode_tok_s) if state.is_speculative else None,
-            prefix=prefix.to_json() if prefix else None,
+            prefix=describe_prefix(diagnosis, self.tokenizer) if diagnosis else None,
         )

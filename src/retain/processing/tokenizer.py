@@ -31,7 +31,7 @@ from retain.processing.chat_template import (
 from retain.processing.detokenizer import IncrementalDetokenizer, TokenBytes
 from retain.processing.end_tokens import GGUF_END_KEYS, find_end_tokens
 from retain.processing.fill_in_formats import FILL_IN_FORMATS
-from retain.processing.gguf_tokenizer import PRE_TOKENIZERS, SENTENCEPIECE_MODELS, build_tokenizer, lists_merges
+from retain.processing.gguf_tokenizer import SENTENCEPIECE_MODELS, build_tokenizer, lists_merges, read_pre_tokenizers
 from retain.processing.reasoning import Reasoning
 from retain.processing.stop_strings import StopStrings
 
@@ -175,6 +175,10 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of some tokens without special tokens. Broken characters become U+FFFD."""
         return self._token_bytes.decode(b"".join(self._token_bytes[i] for i in ids))
+
+    def decode_raw(self, ids: Iterable[int]) -> str:
+        """Return the text of some tokens, special ones included. Broken characters become U+FFFD."""
+        return b"".join(self.token_bytes(int(i)) for i in ids).decode(errors="replace")
 
     @cached_property
     def max_token_bytes(self) -> int:
@@ -326,7 +330,7 @@ def _from_gguf(path: Path, reader: GGUFReader) -> Tokenizer:
     # By default, SentencePiece models begin with bos, and some others (Llama 3, Mistral). Gemma 4 always does: early
     # files deny it, and llama.cpp overrules them.
     is_sentencepiece = meta["tokenizer.ggml.model"] in SENTENCEPIECE_MODELS
-    default_add_bos = is_sentencepiece or PRE_TOKENIZERS[meta.get("tokenizer.ggml.pre", "default")].adds_bos
+    default_add_bos = is_sentencepiece or read_pre_tokenizers()[meta.get("tokenizer.ggml.pre", "default")].adds_bos
     add_bos = lists_merges(meta) or meta.get("tokenizer.ggml.add_bos_token", default_add_bos)
     add_eos = meta.get("tokenizer.ggml.add_eos_token", False)
     return Tokenizer(

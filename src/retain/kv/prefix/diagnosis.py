@@ -50,8 +50,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
         begun = state_text
         usable = min(begun.common_length, start.demand.max_length)
     elif usable >= next_place:
-        detail = f"none between {num_cached_tokens} and {usable} tokens" if slides else ""
-        return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES, detail=detail)
+        return replace(begun, reason=MissReason.NO_SNAPSHOT if slides else MissReason.NO_PAGES)
     ends_block = num_cached_tokens > 0 and num_cached_tokens % B == 0
     least = max(usable, next_place - 1 if ends_block else num_cached_tokens)
     found = _find_elsewhere(cache, history, start, begun, own)
@@ -62,8 +61,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
         is_short = first.reason is MissReason.EVICTED and cache.offloader and first.known_length < next_place
         return replace(first, detail=_tiers_keep(B)) if is_short else first
     if begun is state_text and usable > num_cached_tokens:
-        detail = f"none between {num_cached_tokens} and {usable} tokens"
-        return replace(begun, reason=MissReason.NO_STATE, detail=detail)
+        return replace(begun, reason=MissReason.NO_STATE)
     if num_cached_tokens > begun.common_length:  # it is in a tier
         near = history.nearest_text(start.text.salt, begun.prompt, [own] if own else ())
         if near:
@@ -91,27 +89,6 @@ def _explain_end(cache: PrefixCache, start: Start, begun: PrefixDiagnosis) -> Pr
 
 def _tiers_keep(block_size: int) -> str:
     return f"tiers keep whole blocks of {block_size} tokens"
-
-
-def explain_from_history(history: PrefixHistory, start: Start, link: bytes) -> PrefixDiagnosis:
-    """Diagnose a prompt for a cache that keeps every text of the history, and never evicts."""
-    prompt = start.text.tokens
-    absent = [t for t in history.of_salt(start.text.salt) if t.link != link or not t.num_stored_tokens]
-    text, common = history.nearest_text(start.text.salt, prompt, besides=absent) or (None, 0)
-    usable = min(common, start.demand.max_length)
-    num_cached = min(common, _max_skipped(start))
-    nearest = text.tokens if text else NO_TOKENS
-    begun = PrefixDiagnosis(prompt, num_cached, MissReason.COMPLETE, nearest, common, common)
-    if num_cached >= start.demand.max_length:
-        return begun
-    if num_cached < usable:
-        return replace(begun, reason=MissReason.OWN_POLICY, detail=policies.to_spec(start.demand.policy))
-    other, known = history.nearest_text(start.text.salt, prompt) or (None, 0)
-    if other and min(known, start.demand.max_length) > usable:
-        return _explain_seen(replace(begun, known_length=known), other, link, start.demand.policy)
-    if text is None:
-        return replace(begun, reason=MissReason.FIRST_TEXT)
-    return replace(begun, reason=MissReason.NEW_TEXT if common == len(nearest) else MissReason.DIVERGED)
 
 
 def _standing_keys(cache: PrefixCache, start: Start) -> list[Key]:
@@ -176,12 +153,7 @@ def _find_elsewhere(
         seen = _explain_seen(replace(begun, known_length=known), text, link, start.demand.policy)
         if seen.reason is MissReason.EVICTED:
             seen = replace(seen, age=_evicted_age(cache, history, text))
-        elif (
-            seen.reason is MissReason.NOT_STORED
-            and cache.config
-            and cache.config.keep == "prompt"
-            and not text.policy.has_budget
-        ):
+        elif seen.reason is MissReason.NOT_STORED and _keeps_prompts(cache) and not text.policy.has_budget:
             seen = replace(seen, detail="keep=prompt")
         yield seen
     yield from _find_under_other_policies(cache, history, start, begun)

@@ -35,11 +35,10 @@ class SeenText:
 class PrefixHistory:
     """The latest texts of all salts, and the latest evictions; the oldest are dropped beyond the limits."""
 
-    def __init__(self, max_texts: int = MAX_TEXTS, max_tokens: int = MAX_TOKENS):
-        self.max_texts = max_texts
-        self.max_tokens = max_tokens
+    def __init__(self) -> None:
+        self.max_texts = MAX_TEXTS
+        self.max_tokens = MAX_TOKENS
         self.texts: deque[SeenText] = deque()
-        self.num_tokens = 0
         self.evictions: deque[tuple[float, frozenset[bytes]]] = deque(maxlen=MAX_EVICTIONS)  # time, block hashes
 
     # ---- recording -----------------------------------------------------------------------------------------------
@@ -47,15 +46,12 @@ class PrefixHistory:
     def add(self, text: SeenText) -> None:
         """Remember a text."""
         self.texts.append(text)
-        self.num_tokens += len(text.tokens)
         self._drop_oldest()
 
     def store(self, text: SeenText, tokens: Ints, num_stored_tokens: int) -> None:
         """Record that the first tokens of a text were stored; an answer may have made it longer."""
-        self.num_tokens -= len(text.tokens) if text in self.texts else 0
         text.tokens = tokens
         text.num_stored_tokens = num_stored_tokens
-        self.num_tokens += len(text.tokens) if text in self.texts else 0
         self._drop_oldest()
 
     def evict(self, block_hashes: Sequence[bytes]) -> None:
@@ -64,7 +60,12 @@ class PrefixHistory:
 
     def _drop_oldest(self) -> None:
         while len(self.texts) > self.max_texts or (self.num_tokens > self.max_tokens and len(self.texts) > 1):
-            self.num_tokens -= len(self.texts.popleft().tokens)
+            self.texts.popleft()
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens of all texts."""
+        return sum(len(text.tokens) for text in self.texts)
 
     # ---- asking --------------------------------------------------------------------------------------------------
 

@@ -77,16 +77,21 @@ class MissReason(Enum):
     FIRST_TEXT = "first_text"  # no text of this salt is known
     DIVERGED = "diverged"  # the nearest text goes on with other tokens
     EVICTED = "evicted"
-    NOT_STORED = "not_stored"  # it was computed, but not kept
+    NOT_STORED = "never_kept"  # it was computed, but not kept
     IN_PROGRESS = "in_progress"  # another request is computing it
-    OTHER_POLICY = "other_policy"  # it was computed with other windows, so under another policy
+    OTHER_POLICY = "policy"  # it was computed with other windows, so under another policy
     OWN_POLICY = "own_policy"  # the request's policy needs the queries of these tokens
     NO_SNAPSHOT = "no_snapshot"  # nothing of sliding layers is kept between what it began with and what is cached
     NO_STATE = "no_state"  # the same between what a budget went on from and what it has seen of the text
     NO_PAGES = "no_pages"  # the pool had no pages to attach it
     NOT_LOADED = "not_loaded"  # a tier has it, and computing was estimated to be faster
-    OTHER_FORMAT = "other_format"  # a tier has it in another precision or page size
+    OTHER_FORMAT = "precision"  # a tier has it in another precision or page size
     OFF = "off"  # the engine caches no prefixes
+
+    @property
+    def is_miss(self) -> bool:
+        """Whether more could have been there. If not, the prompt had nothing to begin with."""
+        return self not in (MissReason.COMPLETE, MissReason.WHOLE_BLOCKS, MissReason.NEW_TEXT, MissReason.FIRST_TEXT)
 
 
 @dataclass(frozen=True)

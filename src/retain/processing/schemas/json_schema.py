@@ -7,7 +7,7 @@ value of it, without end. Keywords that are not looked at count as matched by so
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -138,21 +138,31 @@ def drop_unmatchable(schema: Schema) -> Schema:
 
 
 def resolve(reference: str, root: Any) -> tuple[Any, Any]:
-    """Return what a reference within a document leads to, and the root there; `True` for one that is not a pointer."""
+    """Return what a reference within a document leads to, and the root there; `True` where it leads nowhere."""
+    return find_target(reference, root) or (True, root)  # the compiler reports it
+
+
+def find_target(reference: str, root: Any) -> tuple[Any, Any] | None:
+    """Return what a JSON pointer leads to within a document, and the root there; None if it leads nowhere."""
     if not reference.startswith("#") or reference[1:2] not in ("", "/"):
-        return True, root
+        return None
     found = root
-    for token in islice(reference.split("/"), 1, None):
-        name = unquote(token).replace("~1", "/").replace("~0", "~")
+    for name in read_pointer(reference):
         if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
             found = found[int(name)]
         elif isinstance(found, dict) and name in found:
             found = found[name]
         else:
-            return True, root  # leads nowhere, which the compiler reports
+            return None
         if isinstance(found, dict) and isinstance(found.get("$id"), str):
             root = found
     return found, root
+
+
+def read_pointer(reference: str) -> Iterator[str]:
+    """Yield the names that a reference's JSON pointer consists of (RFC 6901, sections 4 and 6)."""
+    for token in islice(reference.split("/"), 1, None):
+        yield unquote(token).replace("~1", "/").replace("~0", "~")
 
 
 def root_of(part: Mapping[str, Any], root: Any) -> Any:

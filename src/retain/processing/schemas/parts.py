@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
-from urllib.parse import unquote
 
 from retain.files import shorten
-from retain.processing.schemas.json_schema import resolve, root_of
+from retain.processing.schemas.json_schema import find_target, read_pointer, resolve, root_of
 
 SINGLE = (
     "additionalItems", "additionalProperties", "contains", "else", "if", "items", "not", "propertyNames", "then",
@@ -61,24 +59,13 @@ class Part:
         found, root = resolve(reference, self.root)
         if not isinstance(found, dict):
             return None
-        place = self.root_place.at(*map(_unescape, islice(reference.split("/"), 1, None)))
+        place = self.root_place.at(*read_pointer(reference))
         return open_part(found, place, root, self.root_place if root is self.root else place)
 
     def follow_to_truth(self, reference: str) -> bool | None:
         """Return the schema `true` or `false` that a reference leads to; None for one that leads to neither."""
-        outer, _, token = reference.rpartition("/")
-        holder, _ = resolve(outer, self.root)
-        name = _unescape(token)
-        if isinstance(holder, list) and name.isdecimal() and int(name) < len(holder):
-            found = holder[int(name)]
-        else:
-            found = holder.get(name) if isinstance(holder, dict) else None
+        found, _ = find_target(reference, self.root) or (None, None)
         return found if isinstance(found, bool) else None
-
-
-def _unescape(token: str) -> str:
-    """Return the name that a token of a reference's JSON pointer stands for (RFC 6901, sections 4 and 6)."""
-    return unquote(token).replace("~1", "/").replace("~0", "~")
 
 
 class SchemaError(ValueError):

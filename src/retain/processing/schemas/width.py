@@ -8,20 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from retain.processing.schemas.json_schema import Schema, list_of, resolve, root_of
+from retain.processing.schemas.json_schema import list_of, resolve, root_of
 from retain.processing.schemas.parts import SchemaPlace, iter_parts, open_root
 
 MAX_WIDTH = 2000
 WAYS_PER_OPTIONAL_PROPERTY = 4  # in llguidance's parser; any other alternative is one
 SCALARS = ("null", "boolean", "number", "integer", "string")
-VALUES = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 
 Part = tuple[Any, Any]  # of a schema, with its root
-
-
-def find_width(schema: Schema) -> int:
-    """Return the width of the widest part of a schema, in time linear in its size. Beyond `MAX_WIDTH` it is a bound."""
-    return max(_measure_all(schema).values(), default=0)
 
 
 def find_part_that_is_too_wide(schema: dict[str, Any]) -> SchemaPlace | None:
@@ -38,18 +32,11 @@ def find_part_that_is_too_wide(schema: dict[str, Any]) -> SchemaPlace | None:
     return next((part.place for part in (*causes, *wide)), SchemaPlace())
 
 
-def _measure_all(schema: Schema) -> dict[int, int]:
-    """Return the widths of all parts of a schema, by their ids."""
+def _measure_all(schema: dict[str, Any]) -> dict[int, int]:
+    """Return the widths of all parts of a schema, by their ids, in time linear in its size."""
     widths: dict[int, int] = {}  # by the id of a part, which the schema keeps alive
-    parts: list[Part] = [(schema, schema)]
-    while parts:
-        part, root = parts.pop()
-        if isinstance(part, dict):
-            root = root_of(part, root)
-            _measure((part, root), widths)
-            parts += [(value, root) for key, value in part.items() if key not in VALUES]
-        elif isinstance(part, list):
-            parts += [(value, root) for value in part]
+    for part in iter_parts(open_root(schema)):
+        _measure((part.schema, part.root), widths)
     return widths
 
 

@@ -25,7 +25,7 @@ from retain.kv.prefix.start import PrefixDiagnosis
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
-from retain.processing.prefix_report import NO_MISS, build_report
+from retain.processing.output import describe_prefix
 from retain.processing.tokenizer import Tokenizer
 from retain.server.engine_thread import Observer
 from retain.server.request_group import RequestGroup
@@ -59,11 +59,11 @@ class PrefixMiss:
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        """The diagnosis in words, built when somebody looks."""
+        """The diagnosis with texts, built when somebody looks."""
         return {
             "id": self.request_id,
             "time": self.time,
-            **build_report(self.diagnosis, self.tokenizer).to_json(),
+            **describe_prefix(self.diagnosis, self.tokenizer),
         }
 
 
@@ -107,7 +107,7 @@ class Inspector(Observer):
         """Remember the request, if it is traced and was ever computed, and what it missed of its prefix."""
         if key_name := self._key_names.get(request):  # kept, because `on_step` counts the last token afterwards
             diagnosis = request.stats.prefix_diagnosis
-            if diagnosis and diagnosis.reason not in NO_MISS:
+            if diagnosis and diagnosis.reason.is_miss:
                 self.prefix_misses.append(PrefixMiss(request.id, key_name, diagnosis, self.llm.tokenizer))
         if (tracked := self.live.pop(request.id, None)) and request.num_computed_tokens:
             self.finished.append(tracked)

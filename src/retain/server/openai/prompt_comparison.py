@@ -21,7 +21,6 @@ import numpy as np
 from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import hash_blocks
 from retain.processing.input import GenerateRequest
-from retain.processing.prefix_report import NO_MISS
 from retain.sequences import count_common
 from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, InputMessageParam
 from retain.server.openai.messages import to_template_tools
@@ -31,7 +30,6 @@ MAX_BYTES = 16 << 20  # of what is kept: the prompts of about 7 million tokens
 HASH_BYTES = 64  # of one in memory, about
 OVERHEAD = 1024  # bytes of the Python objects of a fingerprint
 SYSTEM_ROLES = ("system", "developer")
-KEPT = (*NO_MISS, MissReason.DIVERGED)  # what the requests say, and nothing that happened to the cache
 
 
 class PromptChange(Enum):
@@ -71,8 +69,9 @@ class PromptComparison:
 
     def find_change(self, diagnosis: PrefixDiagnosis | None) -> PromptChange | None:
         """Return what changed, or that the cache had less than an unchanged prompt, as the prompt's diagnosis says."""
-        if self.change is None and diagnosis and diagnosis.reason not in KEPT:
-            return PromptChange.NOT_CACHED
+        if self.change is None and diagnosis and diagnosis.reason.is_miss:
+            # Texts that part are what the requests say, and nothing that happened to the cache.
+            return None if diagnosis.reason is MissReason.DIVERGED else PromptChange.NOT_CACHED
         return self.change
 
 

@@ -237,7 +237,7 @@ function updateMisses(state) {
   $("miss-rows").dataset.newest = newest;
   $("miss-rows").replaceChildren(...misses.map((miss) => {
     const row = document.createElement("tr");
-    const cause = `${miss.cause.replaceAll("_", " ")}: ${miss.explanation}` + (miss.prompt_text ? `, at token ${miss.common_tokens}` : "");
+    const cause = miss.cause.replaceAll("_", " ") + (miss.detail && `: ${miss.detail}`) + (miss.prompt_text ? `, at token ${miss.common_tokens}` : "");
     for (const text of [`#${miss.id}`, miss.cached_tokens, miss.computed_tokens, cause]) row.insertCell().textContent = text;
     for (const text of [miss.before, miss.prompt_text, miss.nearest_text]) {
       const code = document.createElement("code");

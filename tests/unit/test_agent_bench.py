@@ -12,16 +12,17 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
-from retain.bench.agent import Method
-from retain.bench.coding_agent import CodingAgent
-from retain.bench.config import AgentBenchConfig
-from retain.bench.recording import Turn, read_conversations, to_sessions
-from retain.bench.replay import Replay
 from retain.config import Config
 from retain.kv.prefix.cache import PrefixCache
 from retain.sequences import count_common
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.marks import slow
+from tools.agent_bench.__main__ import main
+from tools.agent_bench.bench import Method
+from tools.agent_bench.coding_agent import CodingAgent
+from tools.agent_bench.config import AgentBenchConfig
+from tools.agent_bench.recording import Turn, read_conversations, to_sessions
+from tools.agent_bench.replay import Replay
 
 pytestmark = pytest.mark.usefixtures("shared_engines")
 SIZES = ("--turns", 3, "--system-len", 40, "--tool-output-len", 40, "--answer-len", 12, "--kl-sessions", 1, "--json")
@@ -30,7 +31,7 @@ BUDGET = "h2o:budget=30%,interval=4"
 
 
 def run_bench(capsys: pytest.CaptureFixture[str], model: str, *options: object) -> list[dict[str, Any]]:
-    result = run_cli(capsys, "bench", "agent", "--model", model, *SIZES, *options)
+    result = run_cli(capsys, "--model", model, *SIZES, *options, main=main)
     assert result.code == 0, result.err
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in result.out.splitlines()]
 
@@ -191,7 +192,7 @@ def test_recordings_of_others(tiny_smollm2: str, tmp_path: Path, load_shared_llm
         (["--edit-rate", "2"], "at most 1"),
         (["--kv-dtype", "int8"], "name --kv-dtype in --methods"),
         (["--tier", "ram:capacity=1GiB"], "name --tier in --methods"),
-        (["--prefix-cache", "off"], "bench agent sets it itself"),
+        (["--prefix-cache", "off"], "the bench sets it itself"),
         (["--recording", "/nowhere"], "No such file"),
         (["--store-dir", "/nowhere"], "/nowhere is no folder"),
         (["--save-recording", "/nowhere/file"], "/nowhere is no folder"),
@@ -215,4 +216,4 @@ def test_bad_input_gets_one_line(
         file = tmp_path / "recording.jsonl"
         file.write_text(options[1].removeprefix("FILE:"))
         options = [options[0], str(file)]
-    assert_one_line_error(run_cli(capsys, "bench", "agent", "--model", "random:tiny", *options), message)
+    assert_one_line_error(run_cli(capsys, "--model", "random:tiny", *options, main=main), message)

@@ -1,4 +1,4 @@
-"""Recorded conversations, for `retain bench agent`: a file of them, and the requests that they were.
+"""Recorded conversations, for the bench of sessions: a file of them, and the requests that they were.
 
 A line of the file is a conversation: `{"session": "7", "messages": [{"role": "user", "content": "..."}, ...]}`. Each
 message of the assistant is an answer to a request with all messages before it. A later line of the same session goes on

@@ -1,4 +1,4 @@
-"""Conversations of a coding agent, made up from a seed, for `retain bench agent`.
+"""Conversations of a coding agent, made up from a seed, for the bench of sessions.
 
 Shapes are those of published traces: 41 turns a session in 15,000 trajectories on SWE-bench
 (huggingface.co/datasets/thoughtworks/agentic-coding-trajectories), and in TraceLab (arXiv 2606.30560: 4,265 sessions of
@@ -16,8 +16,8 @@ import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from retain.bench.config import AgentBenchConfig
-from retain.bench.recording import USER_PAUSE, Message, RecordedConversation
+from tools.agent_bench.config import AgentBenchConfig
+from tools.agent_bench.recording import USER_PAUSE, Message, RecordedConversation
 
 SYSTEM = """You are a coding agent in a repository. Read before you write, change as little as you can, run the tests.
 Call one tool in each answer, as a command in backquotes: `cat PATH`, `grep NAME`, `edit PATH` or `pytest PATH`.

@@ -1,4 +1,4 @@
-"""Replays recorded sessions in one engine, for `retain bench agent`.
+"""Replays recorded sessions in one engine, for the bench of sessions.
 
 Sessions begin together. Each waits for its answer, pauses, and sends its next request. Their clock counts steps of the
 engine, and skips pauses in which nothing runs: who runs beside whom is the same on every machine. Times are those of
@@ -17,12 +17,12 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from retain.bench.recording import Turn
 from retain.engine.output import StepOutput
 from retain.engine.request import FinishReason, Request
 from retain.llm import LLM
 from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
+from tools.agent_bench.recording import Turn
 
 References = Mapping[tuple[int, int], Tensor]  # by session and turn: log-probabilities, float16 [answer, V]
 

@@ -1,4 +1,4 @@
-"""`retain bench agent`: how many sessions of a coding agent a cache holds at once, and what that costs.
+"""How many sessions of a coding agent a cache holds at once, and what that costs.
 
 Sessions wait, think and go on (see replay.py); all methods have the same `--kv-memory`. Where it is too small,
 histories are computed again: a history is what a turn's prompt has in common with the turn before it. `found_share` is
@@ -21,16 +21,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from retain.bench.coding_agent import CodingAgent
-from retain.bench.config import AgentBenchConfig
 from retain.bench.quality import bootstrap_interval
-from retain.bench.recording import Turn, read_conversations, to_sessions, write_conversations
-from retain.bench.replay import OutOfMemoryError, References, Replay, TurnResult, score_references
 from retain.config import KV_DTYPES, Config
 from retain.kv.eviction.auto_policy import check_spec
 from retain.kv.stores import tiers
 from retain.llm import LLM
 from retain.plugins import parse_spec
+from tools.agent_bench.coding_agent import CodingAgent
+from tools.agent_bench.config import AgentBenchConfig
+from tools.agent_bench.recording import Turn, read_conversations, to_sessions, write_conversations
+from tools.agent_bench.replay import OutOfMemoryError, References, Replay, TurnResult, score_references
 
 MAX_REFERENCE_BYTES = 8 * 2**30  # of the full cache's predictions
 
