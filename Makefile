@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -q
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/*)
+CODE := src tests tools examples packages
 CORES := $(shell getconf _NPROCESSORS_ONLN)
 # Python and pytest keep what they compiled, also where the environment forbids it: each process of the tests reads it.
 export PYTHONDONTWRITEBYTECODE :=
@@ -27,13 +28,13 @@ fast-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not slow"
 
 lint: .venv/installed-dev
-	$(BIN)/ruff check src packages tests tools examples
-	$(BIN)/ruff format --check src packages tests tools examples
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/ruff format --check $(CODE)
 	$(BIN)/mypy
 
 fmt: .venv/installed-dev
-	$(BIN)/ruff check --fix src packages tests tools examples
-	$(BIN)/ruff format src packages tests tools examples
+	$(BIN)/ruff check --fix $(CODE)
+	$(BIN)/ruff format $(CODE)
 
 bench: .venv/installed
 	$(BIN)/retain bench speed --model smollm2
@@ -65,12 +66,14 @@ docs: .venv/installed-docs
 	$(PIP) install -e '.[serve]'
 	@touch $@
 
-.venv/installed-dev: .venv/installed
+.venv/installed-dev: .venv/installed packages/cachecheck/pyproject.toml
+	$(PIP) install -e packages/cachecheck
 	$(PIP) install -e '.[dev]' -C cmake.define.RETAIN_EMULATE_AMX=ON
 	$(PIP) install --no-deps -e packages/prefix_doctor
 	@touch $@
 
-.venv/installed-docs: .venv/installed-serve
+.venv/installed-docs: .venv/installed-serve packages/cachecheck/pyproject.toml
+	$(PIP) install -e packages/cachecheck
 	$(PIP) install -e '.[docs]'
 	@touch $@
 

@@ -1,9 +1,8 @@
-"""A client of an OpenAI-compatible server: JSON goes out and comes back, whole or as events of a stream."""
+"""A client of an OpenAI-compatible server: JSON goes out, and answers come back as events of a stream."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,15 +11,8 @@ import httpx
 
 Json = dict[str, Any]
 
-
 MAX_BODY_BYTES = 64 * 2**20  # of an answer
 MAX_EVENT_CHARS = 16 * 2**20
-# Of a request that the server does not take; others say that it is busy, broken, or wants another key.
-REFUSALS = (400, 404, 405, 413, 415, 422, 501)
-
-
-class RefusedError(ValueError):
-    """The server does not take a request: with one of the statuses `REFUSALS`."""
 
 
 class HttpClient:
@@ -45,26 +37,17 @@ class HttpClient:
     def first_model(self) -> str:
         """Return the name of the first model that the server lists. Raises ValueError."""
         with self._open("GET", "/models") as response:
-            models = self._read(response)
+            models = self._parse(self._read_body(response))
         try:
             return str(models["data"][0]["id"])
         except (LookupError, TypeError):
             raise ValueError(f"{self.url} lists no model: name one by --model") from None
 
-    def post(self, path: str, body: Mapping[str, Any]) -> Json:
-        """Return the answer to a request. Raises ValueError."""
-        with self._open("POST", path, body) as response:
-            return self._read(response)
-
-    def stream(self, path: str, body: Mapping[str, Any], max_events: float = math.inf) -> Iterator[Json]:
+    def stream(self, path: str, body: Mapping[str, Any]) -> Iterator[Json]:
         """Yield the events of an answer as they come. Raises ValueError, also for the event of an error."""
         with self._open("POST", path, body) as response:
-            num_events = 0
             for line in self._lines(response):
                 if line.startswith("data:") and line[5:].strip() != "[DONE]":
-                    num_events += 1
-                    if num_events > max_events:
-                        raise ValueError(f"{self.url}: a stream has more than {max_events} events")
                     event = self._parse(line[5:])
                     if event.get("error"):
                         raise ValueError(f"{self.url}: {_error_message(event) or 'the answer ended by an error'}")
@@ -75,14 +58,10 @@ class HttpClient:
         try:
             with self._http.stream(method, self.url + path, json=body) as response:
                 if not response.is_success:
-                    kind = RefusedError if response.status_code in REFUSALS else ValueError
-                    raise kind(f"{self.url}: {self._describe_error(response)}")
+                    raise ValueError(f"{self.url}: {self._describe_error(response)}")
                 yield response
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"{self.url}: {error or type(error).__name__}") from None
-
-    def _read(self, response: httpx.Response) -> Json:
-        return self._parse(self._read_body(response))
 
     def _lines(self, response: httpx.Response) -> Iterator[str]:
         """Yield lines as server-sent events have them: texts may hold what Python and httpx call an end of a line."""

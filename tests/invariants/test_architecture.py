@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -28,13 +28,15 @@ from tools.simulation.cache import SimulatedCache, SimulatedRow
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "retain"
 FILES = sorted(PACKAGE.rglob("*.py"))
+CACHECHECK_FILES = sorted((ROOT / "packages" / "cachecheck" / "src").rglob("*.py"))  # a package of its own
+ALL_FILES = FILES + CACHECHECK_FILES
 
 # A file may import its own room and the rooms of lower layers. Rooms of one layer do not import each other.
 LAYERS = [
     {"cli"},
     {"tune"},
     {"cluster"},
-    {"server", "bench", "fit", "cachecheck"},
+    {"server", "bench", "fit"},
     {"retain"},  # the public names
     {"llm"},
     {"factory"},
@@ -115,29 +117,36 @@ def num_code_lines(path: Path) -> int:
     return len(code - prose)
 
 
-def all_nodes() -> Iterator[tuple[Path, ast.AST]]:
-    return ((path, node) for path in FILES for node in ast.walk(tree_of(path)))
+def all_nodes(files: Iterable[Path] = FILES) -> Iterator[tuple[Path, ast.AST]]:
+    return ((path, node) for path in files for node in ast.walk(tree_of(path)))
 
 
 def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
+    source = next(folder for folder in path.parents if folder.name == "src")
+    parts = path.relative_to(source).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {module_name(path): path for path in FILES}
+ALL_MODULES = {module_name(path): path for path in ALL_FILES}
 
 
-def imported_modules(path: Path) -> set[str]:
-    """Return the modules of the package that a file imports anywhere: in functions and under TYPE_CHECKING, too."""
+def imports_of(path: Path) -> set[str]:
+    """Return the modules that a file imports anywhere: in functions and under TYPE_CHECKING, too."""
     found = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} is a relative import"
             names = (f"{node.module}.{alias.name}" for alias in node.names)
-            found |= {name if name in MODULES else str(node.module) for name in names}
+            found |= {name if name in ALL_MODULES else str(node.module) for name in names}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-    return {name for name in found if name.split(".")[0] == "retain"}
+    return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Return the modules of the package that a file imports."""
+    return {name for name in imports_of(path) if name.split(".")[0] == "retain"}
 
 
 def room_of(module: str) -> str:
@@ -155,6 +164,17 @@ def test_imports_only_go_down():
             assert there == here or LAYER_OF[there] > LAYER_OF[here], (
                 f"{here} must not import {there}: {path}, {module}"
             )
+
+
+def test_cachecheck_is_a_package_of_its_own():
+    """It needs httpx only, so it checks servers where no engine is installed. Of this package, `cli` offers it."""
+    assert CACHECHECK_FILES and not (PACKAGE / "cachecheck").exists()
+    known = {*sys.stdlib_module_names, "httpx", "cachecheck"}
+    for path in CACHECHECK_FILES:
+        assert {name.split(".")[0] for name in imports_of(path)} <= known, path
+    for name, path in MODULES.items():
+        imported = {module for module in imports_of(path) if module.split(".")[0] == "cachecheck"}
+        assert not imported or (room_of(name) == "cli" and imported == {"cachecheck.command"}), path
 
 
 @pytest.mark.parametrize("room", KNOWN_OF_KV)
@@ -241,7 +261,7 @@ def test_an_api_imports_only_those_below_it(room):
 
 def test_no_files_import_each_other_in_a_circle():
     """Lazy imports and imports for type checkers count: each would mark two files that do not stand alone."""
-    graph = {name: imported_modules(path) - {name} for name, path in MODULES.items()}
+    graph = {name: imports_of(path) - {name} for name, path in ALL_MODULES.items()}
     TopologicalSorter(graph).prepare()  # raises CycleError with the circle
 
 
@@ -257,7 +277,7 @@ def test_no_room_grows():
 
 
 def test_a_file_is_short_and_says_what_it_is_for():
-    for path in FILES:
+    for path in ALL_FILES:
         assert num_code_lines(path) <= MAX_CODE_LINES, path
         assert ast.get_docstring(tree_of(path)), path
 
@@ -277,7 +297,7 @@ def is_triton_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def test_no_function_has_too_many_parameters():
-    for path, node in all_nodes():
+    for path, node in all_nodes(ALL_FILES):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_triton_kernel(node):
             a = node.args
             num_parameters = len([*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))])
@@ -286,7 +306,7 @@ def test_no_function_has_too_many_parameters():
 
 def test_a_statement_assigns_one_value():
     """`a, b = x, y` packs two statements into a line. Kernels of Triton, which have many short ones, may."""
-    for path, node in all_nodes():
+    for path, node in all_nodes(ALL_FILES):
         if isinstance(node, ast.Assign) and "triton" not in path.parts:
             is_packed = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
             assert not is_packed, f"{path}:{node.lineno}"
@@ -320,7 +340,7 @@ def test_no_two_classes_have_one_name():
 
 def test_no_call_unpacks_a_tuple_written_in_place():
     """`f(*(a, b, c), d)` hides what a, b and c are: keywords name them."""
-    for path, node in all_nodes():
+    for path, node in all_nodes(ALL_FILES):
         if isinstance(node, ast.Call):
             unpacked = [a.value for a in node.args if isinstance(a, ast.Starred)]
             assert not any(isinstance(value, ast.Tuple | ast.List) for value in unpacked), f"{path}:{node.lineno}"

@@ -5,9 +5,9 @@ from contextlib import ExitStack
 
 import pytest
 
-from retain.cachecheck.config import CachecheckConfig
-from retain.cachecheck.results import Outcome
-from retain.cachecheck.runner import RunEnvironment, run_checks
+from cachecheck.config import CachecheckConfig
+from cachecheck.results import Outcome
+from cachecheck.runner import RunEnvironment, run_checks
 from retain.server.auth import ApiKeys
 from tests.helpers.cli import run_cli
 from tests.helpers.folders import save_tiny_smollm2

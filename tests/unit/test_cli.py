@@ -177,6 +177,15 @@ def test_chat_with_a_server_names_the_missing_package(capsys, monkeypatch):
     assert_one_line_error(run_cli(capsys, "chat", "--url", "http://127.0.0.1:1/v1"), "pip install 'retain[client]'")
 
 
+@pytest.mark.parametrize(
+    "words", [("http://127.0.0.1:1",), ("--checks", "edits", "http://x", "--json"), ("--help",), ()]
+)
+def test_cachecheck_names_the_missing_package(words, capsys, monkeypatch):
+    """Whatever is asked of it, options too."""
+    monkeypatch.setitem(sys.modules, "cachecheck.command", None)
+    assert_one_line_error(run_cli(capsys, "cachecheck", *words), "pip install ./packages/cachecheck")
+
+
 def test_options_become_fields_of_their_types_and_absent_ones_stay_absent():
     """The namespace holds given options only, so the dataclasses alone hold the defaults."""
     words = "--kv-policy ring:window=9 --tier ram:capacity=1GB --tier disk:path=x,capacity=1GB --kv-memory 2MiB"

@@ -15,7 +15,8 @@ from tools.agent_bench.__main__ import build_parser as build_agent_bench_parser
 from tools.reference import outdated
 
 ROOT = Path(__file__).parents[2]
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in ("README", "CONTRIBUTING", "CHANGELOG"))]
+NAMES = ("README", "CONTRIBUTING", "CHANGELOG", "packages/cachecheck/README")
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *(ROOT / f"{n}.md" for n in NAMES)]
 CHANGES = ROOT / "CHANGELOG.md"
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
 
@@ -44,7 +45,8 @@ def test_relative_links_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_named_files_exist(page: Path) -> None:
     paths = re.findall(
-        r"(?<![\w/.-])(?:src|tests|tools|docs|deploy|examples)/[\w./-]*\w", page.read_text(encoding="utf-8")
+        r"(?<![\w/.-])(?<!\]\()(?:src|tests|tools|docs|deploy|examples|packages)/[\w./-]*\w",
+        page.read_text(encoding="utf-8"),
     )
     new = re.findall(r"^\+\+\+ b/(\S+)", page.read_text(encoding="utf-8"), re.M)  # made by a diff
     assert not [p for p in paths if not (ROOT / p).exists() and p not in new and p != "docs/reference"]
@@ -70,7 +72,7 @@ def test_speculation_is_claimed_to_be_exact_only_beside_its_limit(page: Path) ->
 
 def test_named_documents_exist() -> None:
     """Paths of documents in the sources."""
-    for folder in ("src", "tests", "tools", "deploy", "examples"):
+    for folder in ("src", "tests", "tools", "deploy", "examples", "packages"):
         for path in (ROOT / folder).rglob("*"):
             if path.suffix in (".py", ".cpp", ".h", ".yaml", ".html", ".js", ".service"):
                 named = re.findall(r"(?<![\w/])docs/[\w/-]+\.md", path.read_text(encoding="utf-8"))
@@ -82,7 +84,7 @@ parser = cache(build_parser)  # parsing leaves it as it is
 
 @cache
 def words_of_sources() -> set[str]:
-    sources = [p for d in ("src", "tests", "tools") for p in (ROOT / d).rglob("*.py")]
+    sources = [p for d in ("src", "tests", "tools", "packages") for p in (ROOT / d).rglob("*.py")]
     return {w for p in sources for w in re.findall(r"\w+", p.read_text(encoding="utf-8"))}
 
 

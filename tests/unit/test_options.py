@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from retain.bench import config as bench_config
-from retain.cachecheck.config import CachecheckConfig
 from retain.cli import args
 from retain.cli.args import build_parser
 from retain.cluster.config import ClusterConfig
@@ -38,7 +37,6 @@ COMMANDS: dict[type, str] = {
     ClusterConfig: "cluster up",
     TuneConfig: "tune",
     FitConfig: "fit",
-    CachecheckConfig: "cachecheck http://127.0.0.1:1/v1",
     **{
         cls: f"bench {name.removesuffix('BenchConfig').lower()}"
         for name, cls in vars(bench_config).items()

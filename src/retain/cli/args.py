@@ -12,10 +12,9 @@ import typing
 from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from retain.bench import config as bench_config
-from retain.cachecheck.config import CachecheckConfig
 from retain.cluster.config import PROXY_LIMITS, ClusterConfig
 from retain.config import Config
 from retain.fit.config import FitConfig
@@ -27,6 +26,7 @@ from retain.terminal import escape_controls
 from retain.tune.config import TuneConfig
 
 T = TypeVar("T")
+Commands: TypeAlias = "argparse._SubParsersAction[CommandParser]"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 SERVER_OPTION_NAMES = {
     "allowed_drafters": "--allow-drafter",
@@ -95,15 +95,7 @@ def build_parser() -> CommandParser:
     model.add_argument("--json", action="store_true", help="print one JSON object")
     cache = commands.add_parser("cache", help="look after the store of a tier, and explain prefix misses")
     _add_cache_actions(cache, quiet)
-    cachecheck = commands.add_parser(
-        "cachecheck", parents=[quiet], help="test the prefix cache of a server from outside"
-    )
-    cachecheck.add_argument(
-        "url", metavar="URL", help="such as http://127.0.0.1:8000/v1 (keys: $OPENAI_API_KEY, $OPENAI_API_KEY_2)"
-    )
-    add_arguments(cachecheck, CachecheckConfig)
-    cachecheck.add_argument("--json", action="store_true", help="print one JSON object")
-    cachecheck.add_argument("--junit", type=Path, metavar="PATH", help="write JUnit's XML to a file, too")
+    _add_cachecheck(commands, quiet)
     return parser
 
 
@@ -163,6 +155,19 @@ def add_why_arguments(why: argparse.ArgumentParser) -> None:
     add_arguments(why, Config, include=("model", "kv_policy"))
     why.set_defaults(kv_policy="full")
     why.add_argument("--json", action="store_true", help="a JSON line for each prompt")
+
+
+def _add_cachecheck(commands: Commands, quiet: CommandParser) -> None:
+    """Add the command of the package `cachecheck`. Without the package it takes any words, and says what to install."""
+    help = "test the prefix cache of a server from outside"
+    try:
+        from cachecheck.command import add_arguments as add_cachecheck_arguments
+    except ModuleNotFoundError:
+        absent = commands.add_parser("cachecheck", prefix_chars="\0", add_help=False, help=help)
+        absent.add_argument("words", nargs="*")  # options, too: nothing begins with that prefix
+        absent.set_defaults(log_level="warning")
+        return
+    add_cachecheck_arguments(commands.add_parser("cachecheck", parents=[quiet], help=help))
 
 
 def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandParser) -> None:

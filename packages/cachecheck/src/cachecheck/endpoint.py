@@ -1,0 +1,35 @@
+"""The endpoints that answer a prompt: how a body of each says its turns, and asks for log-probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+from cachecheck.http_client import Json
+
+ROLES = ("user", "assistant")
+TOP_LOGPROBS = 5
+
+
+class Endpoint(StrEnum):
+    """An endpoint of OpenAI's API; its value is what it takes."""
+
+    CHAT = "chat"
+    TEXT = "text"
+
+    @property
+    def path(self) -> str:
+        """Where it is."""
+        return {Endpoint.CHAT: "/chat/completions", Endpoint.TEXT: "/completions"}[self]
+
+    @property
+    def logprob_fields(self) -> Json:
+        """The fields of a body that ask for log-probabilities."""
+        chat: Json = {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
+        return {Endpoint.CHAT: chat, Endpoint.TEXT: {"logprobs": TOP_LOGPROBS}}[self]
+
+    def to_body(self, turns: Sequence[str]) -> Json:
+        """Return turns of user and assistant as fields of a body."""
+        if self is Endpoint.TEXT:
+            return {"prompt": "".join(turns)}
+        return {"messages": [{"role": ROLES[i % 2], "content": turn} for i, turn in enumerate(turns)]}
