@@ -4,6 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard src/retain/kernels/cpu/csrc/*)
 CORES := $(shell getconf _NPROCESSORS_ONLN)
+WORKERS := $(shell expr \( 3 \* $(CORES) + 1 \) / 2)  # some tests wait: other workers use their cores
 # Python and pytest keep what they compiled, also where the environment forbids it: each process of the tests reads it.
 export PYTHONDONTWRITEBYTECODE :=
 # Instruction sets of the C++ kernels: `native` is what this machine runs. Tests need all, which are then kept.
@@ -24,7 +25,7 @@ test: lint all-tests
 check: lint fast-tests
 
 all-tests: .venv/installed-dev
-	$(BIN)/python -m pytest -n $(CORES) --dist worksteal --durations=40
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=40 --stamps
 
 fast-tests: .venv/installed-dev
 	$(BIN)/python -m pytest -n $(CORES) --dist worksteal -m "not slow"

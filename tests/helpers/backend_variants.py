@@ -21,7 +21,9 @@ def _supported_isas() -> list[str]:
     isas: list[str] = cpu._C.supported_isas()
     first = os.environ.get("TEST_ISA", isas[0])
     if first not in isas:
-        sys.exit(f"TEST_ISA={first} is not built here (make test builds every set) or does not run here: {', '.join(isas)}")
+        sys.exit(
+            f"TEST_ISA={first} is not built here (make test builds every set) or does not run here: {', '.join(isas)}"
+        )
     return isas[isas.index(first) :]
 
 

@@ -31,7 +31,9 @@ pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str
 
 def test_isa_selection() -> None:
     assert cpu._C.selected_isa() == ISAS[0] and "plain" in ISAS and ISAS[0] != "amx_emulated"
-    with pytest.raises(ValueError, match=r"^instruction set 'z80' is not built \(RETAIN_ISAS of CMake\): choose .*plain"):
+    with pytest.raises(
+        ValueError, match=r"^instruction set 'z80' is not built \(RETAIN_ISAS of CMake\): choose .*plain"
+    ):
         cpu._C.select_isa("z80")
 
 
