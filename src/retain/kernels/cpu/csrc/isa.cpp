@@ -1,6 +1,7 @@
-// Holds the kernels of every instruction set that was built, and selects one. The selection is the backend's only state.
+// Holds the kernels of every instruction set that was built, and selects one, which is the backend's only state.
 #include <algorithm>
 #include <stdexcept>
+#include <string_view>
 
 #include "isa_support.h"
 #include "kernels.h"
@@ -32,7 +33,7 @@ RETAIN_BUILT_ISAS  // CMake lists them: ISA(plain)ISA(avx2) for two sets
 #undef ISA
 
 // With tiles, 32 rows share the keys and values that they load.
-static int max_tile_rows(const std::string& name) { return name.rfind("amx", 0) == 0 ? 32 : MAX_TILE_ROWS; }
+static constexpr int max_tile_rows(std::string_view isa) { return isa.substr(0, 3) == "amx" ? 32 : MAX_TILE_ROWS; }
 
 static const IsaKernels built[] = {
 #define ISA(isa)                                                                                                   \
@@ -43,8 +44,9 @@ static const IsaKernels built[] = {
 };
 
 static const IsaKernels* find_built(const std::string& name) {
-  const auto found = std::find_if(std::begin(built), std::end(built), [&](const IsaKernels& i) { return i.name == name; });
-  return found == std::end(built) ? nullptr : found;
+  for (const IsaKernels& i : built)
+    if (i.name == name) return &i;
+  return nullptr;
 }
 
 const std::vector<IsaKernels>& supported_isas() {

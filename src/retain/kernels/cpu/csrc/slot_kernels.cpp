@@ -1,18 +1,21 @@
-// The kernels of one instruction set that touch slots: attention, masses, writes and reads. CMake compiles this file once
-// for each set, beside isa_kernels.cpp.
+// The kernels of one instruction set that touch slots: attention, masses, writes and reads. CMake compiles this file
+// once for each set, beside isa_kernels.cpp.
 #include "attention_mass.h"
 #include "attention_tile.h"
 #include "slot_layout.h"
 
 namespace retain::RETAIN_ISA {
 
+static_assert(std::is_same_v<QueriesOf<K8V4>, QueriesOf<uint8_t>>);
+static_assert(std::is_same_v<QueriesOf<Nibbles>, QueriesOf<uint8_t>>);
+
 void gather_queries(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
   switch (args.kv.dtype) {
     case DType::float32: return gather_queries_impl<float>(args, tile, scratch);
     case DType::bfloat16: return gather_queries_impl<bf16>(args, tile, scratch);
-    case DType::int8: return gather_queries_impl<uint8_t>(args, tile, scratch);
-    case DType::k8v4: return gather_queries_impl<K8V4>(args, tile, scratch);
-    case DType::int4: return gather_queries_impl<Nibbles>(args, tile, scratch);
+    case DType::int8:
+    case DType::k8v4:
+    case DType::int4: return gather_queries_impl<uint8_t>(args, tile, scratch);
   }
 }
 
