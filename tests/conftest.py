@@ -35,7 +35,7 @@ if not torch.cuda.is_available():
 from retain.cluster.launch import set_environment
 from retain.kernels import cpu, triton
 from tests.helpers.backend_variants import ISAS, use_isa
-from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
+from tests.helpers.covering_cases import find_repeated_pairs, is_of_triton_alone, mark_repetitions
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.stamps import Stamps
@@ -109,6 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_repetitions(items)
     if config.getoption("every_case"):
         return
-    repeated = set(find_repeated_pairs(items))
+    has_values_once = is_of_triton_alone if triton.is_interpreted() else lambda case: False
+    repeated = set(find_repeated_pairs(items, has_values_once))
     config.hook.pytest_deselected(items=[item for item in items if item in repeated])
     items[:] = [item for item in items if item not in repeated]
