@@ -8,9 +8,14 @@ from pathlib import Path
 
 if hasattr(os, "sched_getaffinity"):
     # With `pytest -n` each worker, and what it starts, gets a core of its own. OpenMP binds their parent to one core.
+    # More workers than cores use what is idle while tests of others wait.
     cores = os.environ.setdefault("TEST_CORES", ",".join(map(str, sorted(os.sched_getaffinity(0))))).split(",")
     if worker := os.environ.get("PYTEST_XDIST_WORKER"):
-        os.sched_setaffinity(0, {int(cores[int(worker.removeprefix("gw")) % len(cores)])})
+        number = int(worker.removeprefix("gw"))
+        if number < len(cores):
+            os.sched_setaffinity(0, {int(cores[number])})
+        else:
+            os.environ |= {"OMP_NUM_THREADS": "1", "OMP_PROC_BIND": "false"}
 os.environ.setdefault("OMP_PROC_BIND", "true")  # threads stay on their cores, as in `retain`
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
@@ -30,9 +35,10 @@ if not torch.cuda.is_available():
 from retain.cluster.launch import set_environment
 from retain.kernels import cpu, triton
 from tests.helpers.backend_variants import ISAS, use_isa
-from tests.helpers.covering_cases import find_repeated_pairs, mark_repetitions
+from tests.helpers.covering_cases import find_repeated_pairs, is_of_triton_alone, mark_repetitions
 from tests.helpers.fake_s3 import FakeS3, serve_fake_s3
 from tests.helpers.folders import save_tiny_smollm2
+from tests.helpers.stamps import Stamps
 
 if triton.is_interpreted():
     from tests.helpers.fast_interpreter import speed_up
@@ -71,6 +77,13 @@ def tiny_smollm2(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-case", action="store_true", help="run every combination of parameters")
+    parser.addoption("--stamps", action="store_true", help="leave out slow tests of what has not changed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Look up what has changed since slow tests passed."""
+    if config.getoption("stamps") and not config.getoption("every_case"):
+        config.pluginmanager.register(Stamps(config))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -96,6 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mark_repetitions(items)
     if config.getoption("every_case"):
         return
-    repeated = set(find_repeated_pairs(items))
+    has_values_once = is_of_triton_alone if triton.is_interpreted() else lambda case: False
+    repeated = set(find_repeated_pairs(items, has_values_once))
     config.hook.pytest_deselected(items=[item for item in items if item in repeated])
     items[:] = [item for item in items if item not in repeated]

@@ -39,7 +39,12 @@ ARM_ISAS = {
 
 
 # Files that are compiled for each instruction set, and their flags, as in CMakeLists.txt.
-FOR_EACH_ISA = {"isa_kernels.cpp": [], "ggml_blocks.cpp": ["-ffp-contract=off"], "state_kernels.cpp": []}
+FOR_EACH_ISA = {
+    "isa_kernels.cpp": [],
+    "slot_kernels.cpp": [],
+    "ggml_blocks.cpp": ["-ffp-contract=off"],
+    "state_kernels.cpp": [],
+}
 
 
 def main() -> int:
@@ -52,8 +57,9 @@ def main() -> int:
     is_arm = machine.startswith(("aarch64", "arm64"))
     isas, define = (ARM_ISAS, "-DRETAIN_ARM") if is_arm else (X86_ISAS, "-DRETAIN_X86")
     with tempfile.TemporaryDirectory() as folder:
-        sources = [p for p in SOURCES.glob("*.cpp") if p.name != "binding.cpp" and p.name not in FOR_EACH_ISA]
-        jobs = [(p, [define, "-DRETAIN_EMULATE_AMX"]) for p in sources]
+        sources = [p for p in SOURCES.glob("*.cpp") if p.name not in ("binding.cpp", "native_isa.cpp", *FOR_EACH_ISA)]
+        built = "".join(f"ISA({name})" for name in isas)
+        jobs = [(p, [define, f"-DRETAIN_BUILT_ISAS={built}"]) for p in sources]
         check = (ROOT / "tools/isa_check.cpp", [define, "-O1"])  # GCC 12 for aarch64 fails at vectorizing it
         jobs.append(check)
         for name, (width, flags) in isas.items():

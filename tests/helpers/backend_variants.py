@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +19,12 @@ def _supported_isas() -> list[str]:
     if cpu.unavailable_reason() is not None:
         return []
     isas: list[str] = cpu._C.supported_isas()
-    return isas[isas.index(os.environ.get("TEST_ISA", isas[0])) :]
+    first = os.environ.get("TEST_ISA", isas[0])
+    if first not in isas:
+        sys.exit(
+            f"TEST_ISA={first} is not built here (make test builds every set) or does not run here: {', '.join(isas)}"
+        )
+    return isas[isas.index(first) :]
 
 
 ISAS = _supported_isas()

@@ -1,6 +1,7 @@
 """The cases of parametrized tests that run: `make check` has few with many values, `make test` each pair of values.
 
-Of a parameter with very many values, such as the family, `make test` has each value once.
+Of a parameter with very many values, such as the family, `make test` has each value once. So has a test of the Triton
+backend alone where Triton's interpreter runs it, which is slow.
 """
 
 from __future__ import annotations
@@ -30,16 +31,25 @@ def mark_repetitions(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
-def find_repeated_pairs(items: Iterable[pytest.Item]) -> list[pytest.Function]:
+def is_of_triton_alone(case: pytest.Function) -> bool:
+    """Return whether a test is of the Triton backend and of no other."""
+    return case.path.name.startswith("test_triton") or case.originalname.startswith("test_triton")
+
+
+def find_repeated_pairs(
+    items: Iterable[pytest.Item], has_values_once: Callable[[pytest.Function], bool] = lambda case: False
+) -> list[pytest.Function]:
     """Return cases until each that is left has a pair of values which no other case of its test has.
 
     A test over 6 dtypes times 4 sizes times 3 layouts keeps 24 of 72 cases or few more. A test over 40 families times 5
-    dtypes keeps 40 of 200: a parameter of more than MAX_PAIRED_VALUES is in no pair. Those of `make check` stay.
+    dtypes keeps 40 of 200: a parameter of more than MAX_PAIRED_VALUES is in no pair. Those of `make check` stay. Of a
+    test that `has_values_once` no parameter is in a pair.
     """
     found = list[pytest.Function]()
     for cases in cases_of_tests(items):
         kept = [item for item in cases if not item.get_closest_marker("slow")]
-        found += find_repetitions(cases, partial(pairs, unpaired=find_long_parameters(cases)), kept)
+        parts = values if has_values_once(cases[0]) else partial(pairs, unpaired=find_long_parameters(cases))
+        found += find_repetitions(cases, parts, kept)
     return found
 
 

@@ -31,8 +31,25 @@ pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str
 
 def test_isa_selection() -> None:
     assert cpu._C.selected_isa() == ISAS[0] and "plain" in ISAS and ISAS[0] != "amx_emulated"
-    with pytest.raises(ValueError, match=r"'z80' does not run here: choose one of .*plain"):
+    with pytest.raises(
+        ValueError, match=r"^instruction set 'z80' is not built \(RETAIN_ISAS of CMake\): choose .*plain"
+    ):
         cpu._C.select_isa("z80")
+
+
+@pytest.mark.parametrize("isa", sorted(isa_check.X86_ISAS.keys() | isa_check.ARM_ISAS.keys()))
+def test_each_instruction_set_is_selected_or_one_line_says_why_not(isa: str) -> None:
+    """`make test` builds all that the compiler can, so the line then says that the machine, or its kind, is another."""
+    before = cpu._C.selected_isa()
+    try:
+        cpu._C.select_isa(isa)
+    except ValueError as error:
+        line = str(error)
+        assert cpu._C.selected_isa() == before
+        assert re.fullmatch(rf"instruction set '{isa}' (does not run here|is not built \(.*\)): choose one of .*", line)
+        pytest.skip(line)
+    assert cpu._C.selected_isa() == isa
+    cpu._C.select_isa(before)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8, torch.uint8, torch.int4])
@@ -273,8 +290,28 @@ def test_rejects_inconsistent_arguments() -> None:
 
 
 def test_the_check_of_other_machines_compiles_what_cmake_does() -> None:
-    listed = re.search(r"add_library\(isa_.*?\)", (isa_check.ROOT / "CMakeLists.txt").read_text(), re.S)
+    text = (isa_check.ROOT / "CMakeLists.txt").read_text()
+    listed = re.search(r"add_library\(isa_.*?\)", text, re.S)
     assert listed and set(isa_check.FOR_EACH_ISA) == set(re.findall(r"\w+\.cpp", listed[0]))
+    assert isa_check.X86_ISAS.keys() | isa_check.ARM_ISAS.keys() == set(re.findall(r"set\(flags_(\w+)", text))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cmake") is None, reason="no cmake here")
+@pytest.mark.parametrize(
+    ("isas", "line"),
+    [
+        ("native", r"retain: instruction sets plain(;\w+)?$"),
+        ("plain,avx3", r"retain: RETAIN_ISAS names avx3: choose all, native or some of\s+plain;.*;amx_emulated$"),
+    ],
+)
+def test_a_build_lists_its_instruction_sets_or_one_line_says_what_to_choose(
+    isas: str, line: str, tmp_path: Path
+) -> None:
+    options = [f"-DRETAIN_ISAS={isas}", f"-DPython_EXECUTABLE={sys.executable}"]
+    command = ["cmake", "-S", str(isa_check.ROOT), "-B", str(tmp_path), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert re.search(line, done.stdout + done.stderr, re.M), done.stderr
 
 
 @pytest.mark.slow

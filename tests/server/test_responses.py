@@ -34,6 +34,11 @@ def smollm2_client(smollm2_server):
     return connect(smollm2_server)
 
 
+@pytest.fixture
+def quick_client(quick_smollm2_server):
+    return connect(quick_smollm2_server)
+
+
 @pytest.fixture(scope="module")
 def tiny_client(tiny_server):
     return connect(tiny_server)
@@ -125,12 +130,12 @@ class City(BaseModel):
 
 
 @pytest.mark.slow
-def test_parse_a_schema(smollm2_client):
-    response = smollm2_client.responses.parse(**build_request(max_output_tokens=60), text_format=City)
+def test_parse_a_schema(quick_client):
+    response = quick_client.responses.parse(**build_request(max_output_tokens=60), text_format=City)
     assert isinstance(response.output_parsed, City) and response.text.format.type == "json_schema"
-    with smollm2_client.responses.stream(**build_request(max_output_tokens=60), text_format=City) as stream:
+    with quick_client.responses.stream(**build_request(max_output_tokens=60), text_format=City) as stream:
         assert stream.get_final_response().output_parsed == response.output_parsed
-    any_object = smollm2_client.responses.create(
+    any_object = quick_client.responses.create(
         **build_request(max_output_tokens=4, text={"format": {"type": "json_object"}})
     )
     assert any_object.output_text.lstrip().startswith("{")
@@ -141,26 +146,26 @@ TOOL = {"type": "function", "name": "weather", "description": "of a city", "para
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "name": "weather"}])
-def test_call_and_result(smollm2_server, smollm2_client, tool_choice):
+def test_call_and_result(quick_smollm2_server, quick_client, tool_choice):
     """The call is streamed as it is returned; its result continues the conversation, stored or sent back."""
     ask = {"role": "user", "content": "What is the weather in Rome?"}
     request = build_request([ask], tools=[TOOL], tool_choice=tool_choice, max_output_tokens=80)
-    with chat_template_replaced(smollm2_server, HERMES):
-        first = smollm2_client.responses.create(**request)
+    with chat_template_replaced(quick_smollm2_server, HERMES):
+        first = quick_client.responses.create(**request)
         (call,) = first.output
         assert call.type == "function_call" and call.name == "weather" and first.output_text == ""
         assert json.loads(call.arguments)["city"] in ("Paris", "Rome")
-        with smollm2_client.responses.stream(**request) as stream:
+        with quick_client.responses.stream(**request) as stream:
             events = list(stream)
         (done,) = [e for e in events if e.type == "response.function_call_arguments.done"]
         assert done.arguments == call.arguments
         result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny, 24 degrees."}
         after = build_request([result], tools=[TOOL], tool_choice="none", max_output_tokens=8)
-        with recorded_prompts(smollm2_server) as prompts:
-            stored = smollm2_client.responses.create(**after, previous_response_id=first.id)
-            sent = smollm2_client.responses.create(**{**after, "input": [ask, call, result]})
+        with recorded_prompts(quick_smollm2_server) as prompts:
+            stored = quick_client.responses.create(**after, previous_response_id=first.id)
+            sent = quick_client.responses.create(**{**after, "input": [ask, call, result]})
         assert stored.output_text == sent.output_text != "" and prompts[0] == prompts[1]
-        text = smollm2_server.service.llm.tokenizer.decode(prompts[0])
+        text = quick_smollm2_server.service.llm.tokenizer.decode(prompts[0])
         assert "<tool_call>" in text and "Sunny, 24 degrees." in text
 
 

@@ -93,6 +93,14 @@ def test_each_pair_of_values_stays_in_a_case(items: list[pytest.Function]) -> No
     )
 
 
+def test_values_without_pairs_are_each_in_a_case(items: list[pytest.Function]) -> None:
+    mark_repetitions(items)
+    repeated = find_repeated_pairs(items, lambda case: case.originalname == "test_matrix")
+    left = [item.callspec.params for item in items if item.originalname == "test_matrix" and item not in repeated]
+    assert len(left) == 6 and {p["a"] for p in left} == {*range(6)} and {p["b"] for p in left} == {*range(3)}
+    assert set(repeated) > {item for item in find_repeated_pairs(items) if item.originalname != "test_matrix"}
+
+
 def test_values_of_a_long_parameter_take_turns_with_the_others(items: list[pytest.Function]) -> None:
     """Each of them is in one case; all pairs of the other parameters stay."""
     mark_repetitions(items)

@@ -275,10 +275,9 @@ INLINE int num_blocks(const AttentionArgs& args, const QueryTile& tile) {
 struct ConvolutionArgs;      // layer_states.h
 struct LinearAttentionArgs;
 
-// The kernels of one instruction set (isa_kernels.cpp, ggml_blocks.cpp, state_kernels.cpp).
+// The kernels of one instruction set (isa_kernels.cpp, slot_kernels.cpp, ggml_blocks.cpp, state_kernels.cpp).
 struct IsaKernels {
   const char* name;
-  bool (*is_supported)();
   int max_tile_rows;  // of a QueryTile
   // Copies a tile's queries into `scratch`, in the form that products with the pool's pages read.
   void (*gather_queries)(const AttentionArgs&, const QueryTile&, float* scratch);
