@@ -14,7 +14,6 @@ from starlette.responses import Response
 from retain.engine.request import FinishReason
 from retain.processing.output import RequestOutputState
 from retain.processing.pooling import PooledPlan
-from retain.server import client_fields
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
 from retain.server.openai.serving import OpenAIServing
@@ -26,7 +25,7 @@ T = TypeVar("T")
 MAX_TEXTS = 2048  # of a call, as in OpenAI's API
 
 
-class PooledFields(StrictModel, other_fields=client_fields.POOLED):
+class PooledFields(StrictModel, other_fields="pooled"):
     """Fields common to all requests whose texts are pooled."""
 
     prompt_field: ClassVar[str]  # what errors about the texts name

@@ -13,7 +13,6 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, field
 from retain.plugins import parse_spec
 from retain.processing.input import Prompt, list_prompts
 from retain.sampling_params import MAX_STOP_LENGTH, SamplingParams, check_stop_strings
-from retain.server import client_fields
 from retain.server.request_model import StrictModel
 
 Json = dict[str, Any]
@@ -54,7 +53,7 @@ def tag_prompt(value: Any) -> str:
 STOP_DESCRIPTION = f"End the output before one of these texts: at most 16, of {MAX_STOP_LENGTH} characters together"
 
 
-class StreamOptions(StrictModel, other_fields=client_fields.STREAM_OPTIONS):
+class StreamOptions(StrictModel, other_fields="stream_options"):
     """Options of a streamed response."""
 
     include_usage: bool = False
@@ -115,7 +114,7 @@ class GenerationFields(ExtensionFields):
     stream: bool | None = None
 
 
-class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
+class SamplingFields(GenerationFields, other_fields="sampling"):
     """Sampling fields common to both completion endpoints."""
 
     max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
@@ -197,7 +196,7 @@ class GenerationResponseFields(BaseModel):
     retain: list[Json] = Field(description="KV cache and speculation statistics per choice")
 
 
-class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
+class CompletionRequest(SamplingFields, other_fields="completion"):
     """POST /v1/completions."""
 
     prompt_field = "prompt"

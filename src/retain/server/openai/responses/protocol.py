@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from retain.server import client_fields
 from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort, TextOrJsonObjectFormat
 from retain.server.openai.protocol import EMPTY_AS_NONE, TOP_P_DESCRIPTION, GenerationFields, Json, Seed, TopP
 from retain.server.openai.responses.items import InputItem
@@ -49,17 +48,17 @@ OutputFormat = Annotated[
 ]
 
 
-class TextOptions(StrictModel, other_fields=client_fields.RESPONSES_TEXT):
+class TextOptions(StrictModel, other_fields="responses_text"):
     """Options of the answer's text."""
 
     format: OutputFormat | None = None
 
 
-class ResponsesStreamOptions(StrictModel, other_fields=client_fields.RESPONSES_STREAM_OPTIONS):
+class ResponsesStreamOptions(StrictModel, other_fields="responses_stream_options"):
     """Options of a streamed response."""
 
 
-class ReasoningOptions(StrictModel, other_fields=client_fields.RESPONSES_REASONING_OPTIONS):
+class ReasoningOptions(StrictModel, other_fields="responses_reasoning_options"):
     """How the model reasons."""
 
     effort: ReasoningEffort | None = Field(
@@ -67,14 +66,14 @@ class ReasoningOptions(StrictModel, other_fields=client_fields.RESPONSES_REASONI
     )
 
 
-class PromptCacheOptions(StrictModel, other_fields=client_fields.RESPONSES_PROMPT_CACHE):
+class PromptCacheOptions(StrictModel, other_fields="responses_prompt_cache"):
     """Options of the prefix cache."""
 
     prewarm: bool | None = None
     comparison_response_id: Annotated[str, Field(max_length=128)] | None = None
 
 
-class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
+class ResponsesRequest(GenerationFields, other_fields="responses"):
     """POST /v1/responses."""
 
     input: Annotated[
