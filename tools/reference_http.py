@@ -46,9 +46,11 @@ def http_page() -> str:
     text += _other_fields(sorted((cls for cls in objects if cls.other_fields), key=lambda cls: cls.__name__))
     text += "\nTypes of blocks and of sources in Anthropic's format that are refused.\n\n"
     text += table(["type", "why"], [(code(kind), why) for kind, why in read_refused_types().items()])
+    sources = sorted((PACKAGE / "server" / "observers").rglob("*.py"), reverse=True)
+    metrics = [row for path in sources for row in _metrics(path)]
     text += "\n## Metrics\n\nOf `GET /metrics`. Each has the labels `model_name` and `engine`, too.\n"
     text += "A counter ends in `_total`.\n\n"
-    text += table(["metric", "kind", "labels", "meaning"], _metrics(PACKAGE / "server" / "metrics.py"))
+    text += table(["metric", "kind", "labels", "meaning"], metrics)
     return text
 
 

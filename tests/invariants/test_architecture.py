@@ -59,7 +59,7 @@ LAYERS = [
     {"types", "options", "files", "terminal", "http_client", "garbage_collection", "sequences"},
 ]
 # Rooms of the server, and which of the others each may import.
-SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}
+SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "observers": {"openai"}}
 LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
 # What may be known of the cache outside of `kv`: the manager, rows, what they are asked for and what they answer.
@@ -254,7 +254,7 @@ def test_a_scheduler_can_use_any_cache_that_has_the_members_of_the_protocol(cls)
 @pytest.mark.parametrize("room", SERVER_ROOMS)
 def test_an_api_imports_only_those_below_it(room):
     others = SERVER_ROOMS.keys() - SERVER_ROOMS[room] - {room}
-    for path in (PACKAGE / "server" / room).glob("*.py"):
+    for path in (PACKAGE / "server" / room).rglob("*.py"):
         imported = {module.split(".")[2] for module in imported_modules(path) if module.startswith("retain.server.")}
         assert not imported & {*others, "app", "launch", "middleware"}, path
 
