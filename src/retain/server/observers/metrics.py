@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -49,76 +50,62 @@ class Metrics(Observer):
         # Time and number of output tokens at the last step that sampled for a request.
         self._last_sample: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()
         self.num_ring_overwrites = 0
-        self.step_time = self._histogram("retain_engine_step_seconds", "Engine step time", TOKEN_LATENCY_BUCKETS)
         self._create_token_metrics()
         self._create_time_metrics()
         self._create_eviction_metrics()
 
     def _create_token_metrics(self) -> None:
         counter = self._counter
-        histogram = self._histogram
+        size_histogram = partial(self._histogram, TOKEN_COUNT_BUCKETS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed")
         self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens")
-        self.finished_requests = Counter(
-            "vllm:request_success", "Finished requests", [*self.labels, "finished_reason"], registry=self.registry
-        )
+        self.finished_requests = counter("vllm:request_success", "Finished requests", "finished_reason")
         for reason in REPORTED_REASONS.values():
             self.finished_requests.labels(**self.labels, finished_reason=reason)
         self.draft_rounds = counter("vllm:spec_decode_num_drafts", "Rounds of drafts")
         self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens")
-        self.accepted_by_position = Counter(
+        self.accepted_by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by their position in a round",
-            [*self.labels, "position"],
-            registry=self.registry,
+            "position",
         )
-        sizes = TOKEN_COUNT_BUCKETS
-        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", sizes)
-        self.request_output_tokens = histogram("vllm:request_generation_tokens", "Generated tokens of a request", sizes)
-        self.request_max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that a request allows", sizes)
+        self.request_prompt_tokens = size_histogram("vllm:request_prompt_tokens", "Prompt tokens of a request")
+        self.request_output_tokens = size_histogram("vllm:request_generation_tokens", "Generated tokens of a request")
+        self.request_max_tokens = size_histogram("vllm:request_params_max_tokens", "Tokens that a request allows")
 
     def _create_time_metrics(self) -> None:
-        histogram = self._histogram
-        of_token = TOKEN_LATENCY_BUCKETS
-        of_request = LATENCY_BUCKETS
-        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token", of_request)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Inter-token latency", of_token)
-        self.tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request", of_token
+        histogram = partial(self._histogram, LATENCY_BUCKETS)
+        token_histogram = partial(self._histogram, TOKEN_LATENCY_BUCKETS)
+        self.step_time = token_histogram("retain_engine_step_seconds", "Engine step time")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
+        self.itl = token_histogram("vllm:inter_token_latency_seconds", "Inter-token latency")
+        self.tpot = token_histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request"
         )
-        self.e2e_latency = histogram("vllm:e2e_request_latency_seconds", "End-to-end request latency", of_request)
-        self.queue_time = histogram(
-            "vllm:request_queue_time_seconds", "Time until a request begins to be computed", of_request
-        )
-        self.prefill_time = histogram(
-            "vllm:request_prefill_time_seconds", "Time from then until its first token", of_request
-        )
-        self.decode_time = histogram(
-            "vllm:request_decode_time_seconds", "Time from its first token until its last", of_request
-        )
+        self.e2e_latency = histogram("vllm:e2e_request_latency_seconds", "End-to-end request latency")
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "Time until a request begins to be computed")
+        self.prefill_time = histogram("vllm:request_prefill_time_seconds", "Time from then until its first token")
+        self.decode_time = histogram("vllm:request_decode_time_seconds", "Time from its first token until its last")
         self.inference_time = histogram(
-            "vllm:request_inference_time_seconds",
-            "Time in which a request was computed: prefill and decode",
-            of_request,
+            "vllm:request_inference_time_seconds", "Time in which a request was computed: prefill and decode"
         )
 
     def _create_eviction_metrics(self) -> None:
-        histogram = self._histogram
-        self.eviction_age = histogram(
-            "retain_prefix_eviction_age_seconds", "Age of cached prefixes at eviction", AGE_BUCKETS
+        age_histogram = partial(self._histogram, AGE_BUCKETS)
+        hit_histogram = partial(self._histogram, HIT_BUCKETS)
+        self.eviction_age = age_histogram("retain_prefix_eviction_age_seconds", "Age of cached prefixes at eviction")
+        self.eviction_idle = age_histogram(
+            "retain_prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction"
         )
-        self.eviction_idle = histogram(
-            "retain_prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction", AGE_BUCKETS
-        )
-        self.eviction_hits = histogram(
-            "retain_prefix_eviction_hits", "Hits of cached prefixes before eviction", HIT_BUCKETS
-        )
+        self.eviction_hits = hit_histogram("retain_prefix_eviction_hits", "Hits of cached prefixes before eviction")
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(name, documentation, [*self.labels], registry=self.registry).labels(**self.labels)
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        """Return a counter of this engine, or with own labels what makes the counters of their values."""
+        counter = Counter(name, documentation, [*self.labels, *labels], registry=self.registry)
+        return counter if labels else counter.labels(**self.labels)
 
-    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, buckets: Sequence[float], name: str, documentation: str) -> Histogram:
         metric = Histogram(name, documentation, [*self.labels], buckets=buckets, registry=self.registry)
         return metric.labels(**self.labels)
 

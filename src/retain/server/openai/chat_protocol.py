@@ -6,15 +6,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from retain.server.openai.protocol import GenerationResponseFields, SamplingFields
+from retain.server.openai.protocol import GenerationResponseFields, OutputLimit, SamplingFields
 from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[
     dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Any], Field(max_length=64)
 ]
-PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
-OutputLimit = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class FunctionDefinition(StrictModel):

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import orjson
 from fastapi import Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from retain.engine.request import FinishReason
 from retain.processing.output import RequestOutputState
 from retain.processing.pooling import PooledPlan
 from retain.server.openai.errors import APIError
-from retain.server.openai.protocol import Json
+from retain.server.openai.protocol import CacheSalt, Json
 from retain.server.openai.serving import OpenAIServing
 from retain.server.request_group import CallInfo, EngineError, PooledCallStats, RequestGroup
 from retain.server.request_model import StrictModel
@@ -32,9 +32,7 @@ class PooledFields(StrictModel, other_fields="pooled"):
     operation: ClassVar[str]  # in traces
 
     model: str
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="Share prefixes only with requests of the same key and salt"
-    )
+    cache_salt: CacheSalt = None
 
 
 class PooledUsage(BaseModel):

@@ -6,8 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort, TextOrJsonObjectFormat
-from retain.server.openai.protocol import EMPTY_AS_NONE, TOP_P_DESCRIPTION, GenerationFields, Json, Seed, TopP
+from retain.server.openai.chat_protocol import ReasoningEffort, TextOrJsonObjectFormat
+from retain.server.openai.protocol import (
+    EMPTY_AS_NONE,
+    TOP_P_DESCRIPTION,
+    GenerationFields,
+    Json,
+    PositiveCount,
+    Seed,
+    TopP,
+)
 from retain.server.openai.responses.items import InputItem
 from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
 from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
@@ -93,7 +101,7 @@ class ResponsesRequest(GenerationFields, other_fields="responses"):
     ) = Field(None, description="Returned with the response")
     user: str | None = Field(None, description="Returned with the response")
     safety_identifier: str | None = Field(None, description="Returned with the response")
-    max_output_tokens: PositiveInt32 | None = None
+    max_output_tokens: PositiveCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = Field(None, description=TOP_P_DESCRIPTION)
     seed: Seed | None = Field(None, description="As in chat completions; OpenAI's Responses API has no seed")
