@@ -8,16 +8,13 @@ from dataclasses import dataclass, field
 from retain.options import NonNegativeInt, PositiveInt, Size, check_bounds, option
 
 DTYPES = ("bfloat16", "float32", "float16")
-KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4", "fp8")
-SLOTS_PER_PAGE = {
-    "int8": 2,
-    "k8v4": 2.5,
-    "int4": 3.5,
-    "fp8": 2,
-}  # as multiples of page_size: pages of about the bytes that bfloat16 has
+# As multiples of page_size: pages of about the bytes that bfloat16 has.
+SLOTS_PER_PAGE = {"int8": 2, "k8v4": 2.5, "int4": 3.5, "fp8": 2}
 WEIGHTS = ("auto", "bf16", "int8", "int4")
+KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4", "fp8")
 PROMPT_ACTIVATIONS = ("int8", "bfloat16")
 POOLINGS = ("auto", "off", "last", "mean")
+CHOICES = {"kv_dtype": KV_DTYPES, "prompt_activations": PROMPT_ACTIVATIONS, "pooling": POOLINGS}
 
 
 @dataclass(frozen=True)
@@ -97,16 +94,11 @@ class Config:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)
-        if self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype {self.kv_dtype!r} is not supported: choose {', '.join(KV_DTYPES)}")
-        if self.prompt_activations not in PROMPT_ACTIVATIONS:
-            raise ValueError(
-                f"prompt_activations {self.prompt_activations!r} is not supported: choose int8 or bfloat16"
-            )
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} {value!r} is not supported: choose {', '.join(allowed)}")
         if self.prompt_activations != "int8" and (self.dtype == "float32" or self.weights == "bf16"):
             raise ValueError(f"prompt_activations {self.prompt_activations} is for quantized weights")
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling {self.pooling!r} is not supported: choose {', '.join(POOLINGS)}")
         check_bounds(self)
         if self.page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")

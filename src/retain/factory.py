@@ -68,14 +68,9 @@ class LoadedModel:
     key_transform: KeyTransform
     rope_fingerprint: str = ""
 
-    @property
-    def cache_spec(self) -> KVCacheSpec:
-        """What a cache needs to know of the model."""
-        return self.spec.kv_cache
-
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
-        return GateLoader(self.path, self.cache_spec, default_file)
+        return GateLoader(self.path, self.spec.kv_cache, default_file)
 
 
 @dataclass(eq=False, repr=False)
@@ -131,7 +126,7 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
         c.snapshot_interval,
     )
     cache = build_cache(
-        loaded.cache_spec,
+        spec.kv_cache,
         cache_config,
         backend,
         kv_dtype,
@@ -253,7 +248,7 @@ def build_target(
         block = cache.planner.block_size
         num_tokens = ((cache.total_pages + 1) // cache.planner.pages_of_text(block) + 1) * block
         draft_cache = build_cache(
-            loaded.cache_spec,
+            spec.kv_cache,
             replace(config, max_model_len=min(longest, spec.max_position_embeddings), demoted_page_size=0),
             cache.backend,
             kv_dtype,

@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from retain import factory
 from retain.config import Config
 from retain.engine.output import StepOutput
-from retain.factory import EngineParts
+from retain.factory import EngineParts, build_engine
 from retain.kv.text import Text
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
@@ -42,7 +41,7 @@ class LLM(EngineParts):
             raise ValueError(f"unknown option {unknown[0]!r}: LLM takes {', '.join(known)}")
         started = perf_counter()
         config = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
-        super().__init__(**vars(factory.build_engine(config, progress)))
+        super().__init__(**vars(build_engine(config, progress)))
         self.load_s = perf_counter() - started
 
     def add_drafter(self, spec: str) -> None:
