@@ -169,7 +169,7 @@ def measure(path: Path, weights: str) -> dict[str, Any]:
     before = high_water_mib()
     llm = LLM(str(path), weights=weights, kv_memory=KV_MEMORY)
     loaded = high_water_mib()
-    packed = llm.weight_bytes >> 20
+    packed = llm.program.weight_bytes >> 20
     return {
         "packed_mib": packed,
         "kv_mib": parse_size(KV_MEMORY) >> 20,

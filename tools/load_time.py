@@ -44,7 +44,7 @@ def main() -> None:
     for _ in range(args.rounds):
         touch_memory(size)
         started = perf_counter()
-        packed = factory.load_model(path, backend, torch.bfloat16, args.weights).weight_bytes
+        packed = factory.load_model(path, backend, torch.bfloat16, args.weights).runner.program.weight_bytes
         pack_s.append(perf_counter() - started)
         touch_memory(size)
         llm = LLM(str(path), weights=args.weights, kv_memory="256MiB")

@@ -192,7 +192,7 @@ def python_page() -> str:
     for name in retain.__all__:
         cls = getattr(retain, name)
         text += f"\n## {name}\n\n{_docstring(cls)}\n"
-        if dataclasses.is_dataclass(cls):
+        if "__dataclass_fields__" in vars(cls):
             text += "\n" + fields(cls)
         for attribute, member in vars(cls).items():
             if attribute.startswith("_") or not (inspect.isfunction(member) or isinstance(member, property)):

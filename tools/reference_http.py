@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
-from retain.server.client_fields import MESSAGES_REFUSED_TYPES
-from retain.server.request_model import FieldTable, Refused
+from retain.server.client_fields import FieldTable, Refused, read_refused_types
 from tools.reference_text import NOTE, PACKAGE, code, find, sentence, table
 
 
@@ -46,10 +45,12 @@ def http_page() -> str:
     text += "\n## Objects in requests\n\nFields beside those of their models that are accepted or refused.\n\n"
     text += _other_fields(sorted((cls for cls in objects if cls.other_fields), key=lambda cls: cls.__name__))
     text += "\nTypes of blocks and of sources in Anthropic's format that are refused.\n\n"
-    text += table(["type", "why"], [(code(kind), rule.why) for kind, rule in MESSAGES_REFUSED_TYPES.items()])
+    text += table(["type", "why"], [(code(kind), why) for kind, why in read_refused_types().items()])
+    sources = sorted((PACKAGE / "server" / "observers").rglob("*.py"), reverse=True)
+    metrics = [row for path in sources for row in _metrics(path)]
     text += "\n## Metrics\n\nOf `GET /metrics`. Each has the labels `model_name` and `engine`, too.\n"
     text += "A counter ends in `_total`.\n\n"
-    text += table(["metric", "kind", "labels", "meaning"], _metrics(PACKAGE / "server" / "metrics.py"))
+    text += table(["metric", "kind", "labels", "meaning"], metrics)
     return text
 
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
-from retain.options import NonNegativeInt, PositiveInt, Size, check_bounds
+from retain.options import NonNegativeInt, PositiveInt, Size, check_bounds, option
 
 DTYPES = ("bfloat16", "float32", "float16")
-KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4", "fp8")
-SLOTS_PER_PAGE = {
-    "int8": 2,
-    "k8v4": 2.5,
-    "int4": 3.5,
-    "fp8": 2,
-}  # as multiples of page_size: pages of about the bytes that bfloat16 has
+# As multiples of page_size: pages of about the bytes that bfloat16 has.
+SLOTS_PER_PAGE = {"int8": 2, "k8v4": 2.5, "int4": 3.5, "fp8": 2}
 WEIGHTS = ("auto", "bf16", "int8", "int4")
+KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4", "fp8")
 PROMPT_ACTIVATIONS = ("int8", "bfloat16")
 POOLINGS = ("auto", "off", "last", "mean")
+CHOICES = {"kv_dtype": KV_DTYPES, "prompt_activations": PROMPT_ACTIVATIONS, "pooling": POOLINGS}
 
 
 @dataclass(frozen=True)
@@ -30,95 +27,65 @@ class Config:
     model: str = field(
         metadata={"help": "smollm2, gemma3, a .gguf file, a Hugging Face folder, a hub id, or random:SHAPE"}
     )
-    chat_template: str | None = field(
-        default=None,
-        metadata={
-            "help": "chat template: a file, or the name of one of the model's (default: `default`, and `tool_use` for "
-            "conversations with tools)"
-        },
+    chat_template: str | None = option(
+        None,
+        "chat template: a file, or the name of one of the model's (default: `default`, and `tool_use` for "
+        "conversations with tools)",
     )
-    pooling: str = field(
-        default="auto",
-        metadata={
-            "help": "make a vector of each text: last (the state of its last token), mean (of all), auto (as the "
-            "model's files say), or off (generate)"
-        },
+    pooling: str = option(
+        "auto",
+        "make a vector of each text: last (the state of its last token), mean (of all), auto (as the "
+        "model's files say), or off (generate)",
     )
-    dtype: str = field(
-        default="bfloat16",
-        metadata={"help": "bfloat16, float32 (float32 everywhere, from dequantized weights), or float16 on a GPU"},
+    dtype: str = option(
+        "bfloat16", "bfloat16, float32 (float32 everywhere, from dequantized weights), or float16 on a GPU"
     )
-    weights: str = field(
-        default="auto", metadata={"help": "weights of matrices: auto (as the file has them), bf16, int8 or int4"}
+    weights: str = option("auto", "weights of matrices: auto (as the file has them), bf16, int8 or int4")
+    prompt_activations: str = option(
+        "int8",
+        "activations of prompts, on a CPU and with quantized weights: int8, or bfloat16 (more exact; "
+        "slower without AMX)",
     )
-    prompt_activations: str = field(
-        default="int8",
-        metadata={
-            "help": "activations of prompts, on a CPU and with quantized weights: int8, or bfloat16 (more exact; "
-            "slower without AMX)"
-        },
+    kv_policy: str = option(
+        "full",
+        "KV policy: full, ring:window=N, or a budget such as keyformer:budget=25%; auto:budget=50% chooses "
+        "by the model",
     )
-    kv_policy: str = field(
-        default="full",
-        metadata={
-            "help": "KV policy: full, ring:window=N, or a budget such as keyformer:budget=25%; auto:budget=50% chooses "
-            "by the model"
-        },
+    allow_policy: tuple[str, ...] = option(
+        (),
+        "KV policy that requests may select, of those that need room in the cache: for tokens in 4 bits "
+        "(demote=int4), or for masses of each query head (heads=query); and of those that cost more than requests "
+        "may choose (may be repeated)",
     )
-    allow_policy: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "KV policy that requests may select, of those that need room in the cache: for tokens in 4 bits "
-            "(demote=int4), or for masses of each query head (heads=query); and of those that cost more than requests "
-            "may choose (may be repeated)"
-        },
+    prefix_cache: str = option("exact", "reuse of prefixes: exact, exact:keep=prompt, selective:ratio=0.25, or off")
+    snapshot_interval: NonNegativeInt = option(
+        2048,
+        "tokens between the positions of a long text where others can leave it, in models whose layers "
+        "slide or hold states; 0: at its end only",
     )
-    prefix_cache: str = field(
-        default="exact",
-        metadata={"help": "reuse of prefixes: exact, exact:keep=prompt, selective:ratio=0.25, or off"},
+    tier: tuple[str, ...] = option(
+        (),
+        "offloading tier of prefix pages: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB, "
+        "remote:url=s3://BUCKET/FOLDER (may be repeated)",
     )
-    snapshot_interval: NonNegativeInt = field(
-        default=2048,
-        metadata={
-            "help": "tokens between the positions of a long text where others can leave it, in models whose layers "
-            "slide or hold states; 0: at its end only"
-        },
+    speculate: str | None = option(
+        None, "drafter of speculative decoding: ngram, suffix, draft:weights=int4, draft:model=M, self"
     )
-    tier: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "offloading tier of prefix pages: ram:capacity=4GiB, disk:path=DIR,capacity=50GiB, "
-            "remote:url=s3://BUCKET/FOLDER (may be repeated)"
-        },
+    kv_memory: Size | None = option(None, "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)")
+    kv_dtype: str = option(
+        "auto",
+        "K and V in the cache: auto (as --dtype), bfloat16, int8 (up to 2 times the tokens in the same "
+        "bytes, by head size), k8v4 (8 bits for K, 4 for V: up to 2.5 times), int4 (up to 3.5 times), or on a "
+        "GPU fp8 (e4m3, up to 2 times)",
     )
-    speculate: str | None = field(
-        default=None,
-        metadata={"help": "drafter of speculative decoding: ngram, suffix, draft:weights=int4, draft:model=M, self"},
+    page_size: PositiveInt = option(64, "slots of a page of 16 bits, a multiple of 16; those of 8 and 4 bits have more")
+    max_running_requests: PositiveInt = option(64, "requests that run at the same time, at most")
+    max_batched_tokens: PositiveInt = option(512, "fresh tokens of a step, at most")
+    max_model_len: PositiveInt | None = option(
+        None, "tokens of a prompt with its output, at most (default: the model's own limit)"
     )
-    kv_memory: Size | None = field(
-        default=None,
-        metadata={"help": "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)"},
-    )
-    kv_dtype: str = field(
-        default="auto",
-        metadata={
-            "help": "K and V in the cache: auto (as --dtype), bfloat16, int8 (up to 2 times the tokens in the same "
-            "bytes, by head size), k8v4 (8 bits for K, 4 for V: up to 2.5 times), int4 (up to 3.5 times), or on a "
-            "GPU fp8 (e4m3, up to 2 times)"
-        },
-    )
-    page_size: PositiveInt = field(
-        default=64, metadata={"help": "slots of a page of 16 bits, a multiple of 16; those of 8 and 4 bits have more"}
-    )
-    max_running_requests: PositiveInt = field(
-        default=64, metadata={"help": "requests that run at the same time, at most"}
-    )
-    max_batched_tokens: PositiveInt = field(default=512, metadata={"help": "fresh tokens of a step, at most"})
-    max_model_len: PositiveInt | None = field(
-        default=None, metadata={"help": "tokens of a prompt with its output, at most (default: the model's own limit)"}
-    )
-    backend: str = field(default="auto", metadata={"help": "kernels: auto, cpu, triton or reference"})
-    device: str = field(default="auto", metadata={"help": "auto (a GPU where there is one), cpu or cuda"})
+    backend: str = option("auto", "kernels: auto, cpu, triton or reference")
+    device: str = option("auto", "auto (a GPU where there is one), cpu or cuda")
 
     def __post_init__(self) -> None:
         for name in ("tier", "allow_policy"):
@@ -127,16 +94,11 @@ class Config:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype {self.dtype!r} is not supported: choose float32, bfloat16 or float16 (on a GPU)")
         check_weights(self.weights, self.dtype)
-        if self.kv_dtype not in KV_DTYPES:
-            raise ValueError(f"kv_dtype {self.kv_dtype!r} is not supported: choose {', '.join(KV_DTYPES)}")
-        if self.prompt_activations not in PROMPT_ACTIVATIONS:
-            raise ValueError(
-                f"prompt_activations {self.prompt_activations!r} is not supported: choose int8 or bfloat16"
-            )
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} {value!r} is not supported: choose {', '.join(allowed)}")
         if self.prompt_activations != "int8" and (self.dtype == "float32" or self.weights == "bf16"):
             raise ValueError(f"prompt_activations {self.prompt_activations} is for quantized weights")
-        if self.pooling not in POOLINGS:
-            raise ValueError(f"pooling {self.pooling!r} is not supported: choose {', '.join(POOLINGS)}")
         check_bounds(self)
         if self.page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")

@@ -1,26 +1,33 @@
-"""The factory: builds the parts of an engine from a configuration. Does not depend on: text, requests."""
+"""The factory: builds an engine, or a part of one, from a configuration. Does not depend on: requests."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from xxhash import xxh3_128
 
 from retain import kernels, models
-from retain.config import Config, default_kv_memory
-from retain.engine.runner import ProgramRunner
-from retain.formats.checkpoint import Checkpoint, list_model_files
+from retain.config import Config, check_weights, default_kv_memory
+from retain.engine import drafters
+from retain.engine.drafters import Drafter, TargetModel
+from retain.engine.engine import Engine
+from retain.engine.runner import ProgramRunner, Runner
+from retain.formats.checkpoint import Checkpoint, list_model_files, metadata_reader, open_checkpoint
+from retain.formats.pooling import Pooling, choose_pooling
 from retain.gates.loader import GateLoader
-from retain.kernels.api import CPU, Backend
+from retain.kernels.api import CPU, Backend, Program
 from retain.kernels.kv_cache_spec import KVCacheSpec
-from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.capacity import CacheConfig, CapacityPlanner, refuse_gates
+from retain.kv.eviction import policies
+from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import EvictionPolicy
@@ -29,6 +36,7 @@ from retain.kv.manager import KVCacheManager
 from retain.kv.memory.group_pages import divide_pages, first_attention_group, fold_states
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
+from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.kv.stores import tiers
 from retain.kv.stores.offloader import Offloader
@@ -37,7 +45,12 @@ from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import ram
 from retain.models.decoder import Decoder, ModelSpec
+from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
+from retain.processing.chat_template import read_chat_template
+from retain.processing.input import EngineInfo, InputProcessor
+from retain.processing.output import OutputProcessor
+from retain.processing.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -51,19 +64,217 @@ class LoadedModel:
 
     path: Path
     spec: ModelSpec
-    weight_bytes: int  # of the program
     runner: ProgramRunner
     key_transform: KeyTransform
     rope_fingerprint: str = ""
 
-    @property
-    def cache_spec(self) -> KVCacheSpec:
-        """What a cache needs to know of the model."""
-        return self.spec.kv_cache
-
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
-        return GateLoader(self.path, self.cache_spec, default_file)
+        return GateLoader(self.path, self.spec.kv_cache, default_file)
+
+
+@dataclass(eq=False, repr=False)
+class EngineParts:
+    """An engine with its model and its cache, and what turns texts into its requests and back."""
+
+    config: Config
+    device: torch.device
+    spec: ModelSpec
+    program: Program
+    pooling: Pooling | None  # None: the model generates
+    tokenizer: Tokenizer
+    max_model_len: int
+    policy: EvictionPolicy  # of requests that name none
+    cache: KVCacheManager
+    engine: Engine
+    target: TargetModel  # what a drafter may use
+    input_processor: InputProcessor
+    output_processor: OutputProcessor
+
+
+class ParsedOptions(NamedTuple):
+    """Options that are read, and refused, before a model is loaded."""
+
+    prefix: PrefixConfig | None
+    tiers: list[tiers.Tier]
+    drafter: Drafter | None
+    chat_template: str | None
+
+
+def build_engine(config: Config, progress: bool = False) -> EngineParts:
+    """Load a model, and build its cache, its engine and what is around them. Raises ValueError or OSError."""
+    c = config
+    options = parse_options(c)
+    device = kernels.resolve_device(c.device)
+    backend = load_backend(c, device)
+    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress)
+    tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
+    spec = loaded.spec
+    max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
+    is_chat_model = tokenizer.chat_template is not None
+    auto = AutoPolicy(loaded.gate_loader().has_gate, is_chat_model, spec.kv_cache.can_compare_layers)
+    allowed = [policies.parse(auto.choose(name)) for name in (c.kv_policy, *c.allow_policy)]  # there is room for them
+    query_heads = spec.num_heads // min(g.num_kv_heads for g in spec.kv_cache.groups)  # of a kv head
+    kv_dtype = pool_dtype(c.slot_dtype)
+    cache_config = CacheConfig(
+        c.slots_per_page,
+        c.max_running_requests,
+        max_model_len,
+        c.max_batched_tokens,
+        query_heads if any(p.per_query_head for p in allowed) else 1,
+        demoted_page_size(allowed, c.slots_per_page, max(g.k_dim for g in spec.kv_cache.groups), kv_dtype),
+        c.snapshot_interval,
+    )
+    cache = build_cache(
+        spec.kv_cache,
+        cache_config,
+        backend,
+        kv_dtype,
+        c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device),
+        prefix_config=options.prefix,
+        key_transform=loaded.key_transform,
+        load_gate=loaded.gate_loader(getattr(allowed[0], "file", "")),
+        device=device,
+    )
+    warn_of_windows(allowed, spec)
+    if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
+        cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
+    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
+    if device.type != "cpu":
+        engine.depth = 2  # so that the device waits for the host as little as it can
+    target = build_target(c, loaded, cache, tokenizer, cache_config)
+    info = EngineInfo(
+        vocab_size=spec.vocab_size,
+        heads_per_kv_head=query_heads,
+        max_model_len=max_model_len,
+        policy=allowed[0],
+        allowed_policies=allowed,
+        has_default_drafter=options.drafter is not None,
+        auto=auto,
+        has_head=pooling is None,
+    )
+    parts = EngineParts(
+        config=c,
+        device=device,
+        spec=spec,
+        program=loaded.runner.program,
+        pooling=pooling,
+        tokenizer=tokenizer,
+        max_model_len=max_model_len,
+        policy=allowed[0],
+        cache=cache,
+        engine=engine,
+        target=target,
+        input_processor=InputProcessor(tokenizer, info, cache, partial(add_drafter, engine, target)),
+        output_processor=OutputProcessor(engine, tokenizer),
+    )
+    if options.drafter:
+        attach_drafter(options.drafter, target)
+    return parts
+
+
+def parse_options(c: Config) -> ParsedOptions:
+    """Return the options of specs and files. Raises ValueError for one that is wrong."""
+    for spec in (c.kv_policy, *c.allow_policy):
+        check_spec(spec)
+    prefix = prefix_configs.parse(c.prefix_cache)
+    tier_configs = tiers.parse_all(c.tier)
+    if tier_configs and not prefix:
+        raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
+    drafter = drafters.parse(c.speculate) if c.speculate else None
+    return ParsedOptions(prefix, tier_configs, drafter, read_chat_template(c.chat_template))
+
+
+def load_backend(c: Config, device: torch.device) -> Backend:
+    """Return the backend of a configuration. Raises ValueError where it cannot do what is asked for."""
+    backend = kernels.load(c.backend, device)
+    if c.kv_dtype != "auto":
+        kernels.check_pool_dtype(backend, pool_dtype(c.slot_dtype))
+    kernels.check_prompt_activations(backend, c.prompt_activations)
+    return backend
+
+
+def load_with_tokenizer(
+    c: Config, backend: Backend, device: torch.device, progress: bool
+) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
+    """Load the model of a configuration. Nothing of its file is held afterwards: the cache may take the memory."""
+    path = resolve_model(c.model)
+    checkpoint = open_checkpoint(path)
+    reader = metadata_reader(checkpoint)
+    pooling = choose_pooling(path, c.pooling, reader)
+    loaded = load_model(
+        path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, pooling is None, checkpoint
+    )
+    return loaded, Tokenizer.open(path, reader), pooling
+
+
+def resolve_max_model_len(given: int | None, limit: int) -> int:
+    """Return the tokens of the longest text of a model whose own limit is `limit`. Raises ValueError."""
+    if given and given > limit:
+        raise ValueError(f"max_model_len {given} is longer than the model's own context, {limit}")
+    return given or limit
+
+
+def warn_of_windows(allowed: Sequence[EvictionPolicy], spec: ModelSpec) -> None:
+    """Say in the log in how many layers a budget evicts, where it is not all of them."""
+    if any(p.has_budget for p in allowed) and spec.kv_cache.has_states:
+        num_full = sum(window is None for window in spec.kv_cache.windows)
+        text = "budgets apply to full attention, in %d of %d layers: windows and states keep what they need"
+        log.warning(text, num_full, spec.num_layers)
+
+
+def build_target(
+    c: Config, target: LoadedModel, cache: KVCacheManager, tokenizer: Tokenizer, cache_config: CacheConfig
+) -> TargetModel:
+    """Return what a drafter may use of an engine: its model, its cache, and how other models are loaded."""
+    dtype = pool_dtype(c.dtype)
+    device = cache.kv.device
+    longest = cache_config.max_model_len
+
+    def load(model: str | None, weights: str) -> LoadedModel:
+        """Load another model, or this one, with these weights. Raises ValueError where its vocabulary differs."""
+        path = resolve_model(model or c.model)
+        check_weights(weights, c.dtype)
+        if model and not tokenizer.has_same_vocab(Tokenizer.open(path)):
+            raise ValueError(f"{model} has another vocabulary than {c.model}, so it cannot draft for it")
+        return load_model(path, cache.backend, dtype, weights, device=device, context_limit=longest)
+
+    def load_draft_model(model: str, weights: str) -> tuple[Runner, KVCacheManager]:
+        """Load a model beside this one, with a cache for as many tokens."""
+        loaded = load(model, weights)
+        spec = loaded.spec
+        kv_dtype = pool_dtype(c.slot_dtype)
+        config = replace(cache_config, score_columns=1)
+        block = cache.planner.block_size
+        num_tokens = ((cache.total_pages + 1) // cache.planner.pages_of_text(block) + 1) * block
+        draft_cache = build_cache(
+            spec.kv_cache,
+            replace(config, max_model_len=min(longest, spec.max_position_embeddings), demoted_page_size=0),
+            cache.backend,
+            kv_dtype,
+            text_bytes(config, spec, kv_dtype, num_tokens),
+            device=device,
+        )
+        return loaded.runner, draft_cache
+
+    return TargetModel(target.runner, cache, load_draft_model, lambda weights: load(None, weights).runner)
+
+
+def add_drafter(engine: Engine, target: TargetModel, spec: str) -> None:
+    """Let requests name this drafter. Raises ValueError."""
+    if spec not in engine.speculator.named:
+        drafter = drafters.parse(spec)
+        drafter.attach(target)
+        engine.speculator.named[spec] = drafter
+
+
+def attach_drafter(drafter: Drafter, target: TargetModel) -> None:
+    """Prepare a drafter for an engine. Where it fails, the store on the disk is free for others again."""
+    try:
+        drafter.attach(target)
+    except BaseException:
+        target.cache.prefix_cache.close_offloader()
+        raise
 
 
 def load_model(
@@ -92,7 +303,7 @@ def load_model(
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
-    return LoadedModel(path, decoder.spec, program.weight_bytes, runner, build_key_transform(decoder), repr(ropes))
+    return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes))
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:
@@ -148,9 +359,9 @@ def default_pool_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype,
     return default_kv_memory(request, torch.cuda.mem_get_info(device)[0])
 
 
-def demoted_page_size(policies: Sequence[EvictionPolicy], page_size: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Return the slots of a page of demoted tokens, 0 where none of the policies demotes. Raises ValueError."""
-    if not any(policy.modes.demote for policy in policies):
+def demoted_page_size(allowed: Sequence[EvictionPolicy], page_size: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Return the slots of a page of demoted tokens, 0 where none of the allowed policies demotes. Raises ValueError."""
+    if not any(policy.modes.demote for policy in allowed):
         return 0
     slots = slots_in_page(page_size, head_dim, dtype, DEMOTED_DTYPE)
     if slots <= page_size:

@@ -49,6 +49,11 @@ ByteCount = Annotated[int, "bytes"]  # written with a unit: 512MiB, 2GB
 Size = Annotated[ByteCount, Bounds(1, MAX_SIZE)]
 
 
+def option(default: Any, help: str, **details: str) -> Any:
+    """Return a field of a dataclass that is an option, with its help; `details` are for the command line."""
+    return dataclasses.field(default=default, metadata={"help": help, **details})
+
+
 def option_fields(owner: Any) -> Iterator[tuple[Any, dataclasses.Field[Any]]]:
     """Yield the options of a dataclass or of an instance, those of groups among them, each behind its holder."""
     for f in dataclasses.fields(owner):

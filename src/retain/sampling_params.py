@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
-from retain.options import Bounds, NonNegativeInt, Probability, check_bounds
+from retain.options import Bounds, NonNegativeInt, Probability, check_bounds, option
 
 NUM_SEEDS = 2**63
 MAX_STOP_LENGTH = 4096  # characters of all stop strings together
@@ -19,50 +19,31 @@ Length = Annotated[int, Bounds(1, 2**31 - 1)]
 class SamplingParams:
     """How to sample the tokens of an answer, and when to stop. Raises ValueError for a value out of range."""
 
-    max_tokens: Length | None = field(
-        default=None,
-        metadata={
-            "help": "output tokens at most (default: up to the end of the context; on the command line at most 512)"
-        },
+    max_tokens: Length | None = option(
+        None, "output tokens at most (default: up to the end of the context; on the command line at most 512)"
     )
-    min_tokens: NonNegativeInt = field(
-        default=0, metadata={"help": "output tokens at least, before an end token, a stop token or a stop string"}
-    )
-    temperature: Annotated[float, Bounds(0, 1e30)] = field(
-        default=1.0, metadata={"help": "softmax temperature; 0 is greedy"}
-    )
-    top_k: Annotated[int, Bounds(-1, 2**31 - 1)] = field(
-        default=0, metadata={"help": "sample from the K likeliest tokens; 0 or -1 is all"}
-    )
-    top_p: Probability = field(
-        default=1.0, metadata={"help": "sample from the likeliest tokens of total probability P; 0 is greedy"}
-    )
-    min_p: Probability = field(default=0.0, metadata={"help": "least probability, as a share of the likeliest token's"})
+    min_tokens: NonNegativeInt = option(0, "output tokens at least, before an end token, a stop token or a stop string")
+    temperature: Annotated[float, Bounds(0, 1e30)] = option(1.0, "softmax temperature; 0 is greedy")
+    top_k: Annotated[int, Bounds(-1, 2**31 - 1)] = option(0, "sample from the K likeliest tokens; 0 or -1 is all")
+    top_p: Probability = option(1.0, "sample from the likeliest tokens of total probability P; 0 is greedy")
+    min_p: Probability = option(0.0, "least probability, as a share of the likeliest token's")
     # CTRL, arXiv 1909.05858
-    repetition_penalty: Annotated[float, Bounds(0.01, 100)] = field(
-        default=1.0, metadata={"help": "penalizes tokens of prompt and output"}
+    repetition_penalty: Annotated[float, Bounds(0.01, 100)] = option(1.0, "penalizes tokens of prompt and output")
+    presence_penalty: Penalty = option(0.0, "subtracted once for each token of the output")
+    frequency_penalty: Penalty = option(0.0, "subtracted for each occurrence in the output")
+    logit_bias: tuple[tuple[int, float], ...] = option((), "pairs (token id, number added to its logit)")
+    seed: Annotated[int, Bounds(-1, NUM_SEEDS - 1)] | None = option(
+        None, "seed of the random numbers (default, and -1: a random one)"
     )
-    presence_penalty: Penalty = field(default=0.0, metadata={"help": "subtracted once for each token of the output"})
-    frequency_penalty: Penalty = field(default=0.0, metadata={"help": "subtracted for each occurrence in the output"})
-    logit_bias: tuple[tuple[int, float], ...] = field(
-        default=(), metadata={"help": "pairs (token id, number added to its logit)"}
+    stop: tuple[str, ...] = option(
+        (), f"end the output before this text (may be repeated; {MAX_STOP_LENGTH} characters in all)"
     )
-    seed: Annotated[int, Bounds(-1, NUM_SEEDS - 1)] | None = field(
-        default=None, metadata={"help": "seed of the random numbers (default, and -1: a random one)"}
+    stop_token_ids: tuple[NonNegativeInt, ...] = option((), "end the output with one of these tokens")
+    ignore_eos: bool = option(False, "do not stop at the end-of-text token")
+    logprobs: Annotated[int, Bounds(0, 100)] | None = option(
+        None, "log-probabilities of the sampled tokens and the N likeliest (run: with --json)"
     )
-    stop: tuple[str, ...] = field(
-        default=(),
-        metadata={"help": f"end the output before this text (may be repeated; {MAX_STOP_LENGTH} characters in all)"},
-    )
-    stop_token_ids: tuple[NonNegativeInt, ...] = field(
-        default=(), metadata={"help": "end the output with one of these tokens"}
-    )
-    ignore_eos: bool = field(default=False, metadata={"help": "do not stop at the end-of-text token"})
-    logprobs: Annotated[int, Bounds(0, 100)] | None = field(
-        default=None,
-        metadata={"help": "log-probabilities of the sampled tokens and the N likeliest (run: with --json)"},
-    )
-    n: Annotated[int, Bounds(1, 1024)] = field(default=1, metadata={"help": "answers to each prompt"})
+    n: Annotated[int, Bounds(1, 1024)] = option(1, "answers to each prompt")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from retain.kv.prefix.node import Node
 from retain.kv.prefix.radix_tree import RadixTree
-from retain.server.kv_events.wire import Event
+from retain.server.observers.kv_events.wire import Event
 
 ALWAYS = {
     "type",

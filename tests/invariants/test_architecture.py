@@ -59,7 +59,7 @@ LAYERS = [
     {"types", "options", "files", "terminal", "http_client", "garbage_collection", "sequences"},
 ]
 # Rooms of the server, and which of the others each may import.
-SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "inspector": {"openai"}}
+SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "observers": {"openai"}}
 LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
 # What may be known of the cache outside of `kv`: the manager, rows, what they are asked for and what they answer.
@@ -91,7 +91,7 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1692, "cli": 1093, "processing": 2843},
+    **{"bench": 1661, "cli": 1093, "processing": 2899, "server": 9241, "top": 1180},
     **{"kv": 8158, "prefix": 1518, "checkpoints": 799, "stores": 2393, "eviction": 1611, "memory": 825},
 }
 
@@ -254,7 +254,7 @@ def test_a_scheduler_can_use_any_cache_that_has_the_members_of_the_protocol(cls)
 @pytest.mark.parametrize("room", SERVER_ROOMS)
 def test_an_api_imports_only_those_below_it(room):
     others = SERVER_ROOMS.keys() - SERVER_ROOMS[room] - {room}
-    for path in (PACKAGE / "server" / room).glob("*.py"):
+    for path in (PACKAGE / "server" / room).rglob("*.py"):
         imported = {module.split(".")[2] for module in imported_modules(path) if module.startswith("retain.server.")}
         assert not imported & {*others, "app", "launch", "middleware"}, path
 
@@ -270,7 +270,7 @@ def test_no_room_grows():
     lines = Counter()
     for path in FILES:
         room, *inner = path.relative_to(PACKAGE).parts
-        lines[room] += num_code_lines(path)
+        lines[room if inner else "top"] += num_code_lines(path)
         if room == "kv" and len(inner) > 1:
             lines[inner[0]] += num_code_lines(path)
     assert {room: n for room, n in lines.items() if n > MAX_ROOM_LINES.get(room, n)} == {}

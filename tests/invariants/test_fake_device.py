@@ -358,7 +358,7 @@ def test_warming_up_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> No
     """But recorded steps: of one request, and of three, padded. On a CPU it computes nothing."""
     if not triton.is_interpreted():
         pytest.skip("the requests of a GPU have other sizes")
-    from retain import llm as module
+    from retain.processing import warm_up as module
     from tests.helpers.fake_device import DEVICE, FakeDevice
 
     monkeypatch.setattr(module, "WARM_UP_BATCHES", ((1, 5), (3, 40)))

@@ -16,8 +16,8 @@ from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.text import Text
-from retain.server.kv_events.queue import KVEventQueue
-from retain.server.kv_events.wire import Event, to_block_number
+from retain.server.observers.kv_events.queue import KVEventQueue
+from retain.server.observers.kv_events.wire import Event, to_block_number
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.kv_events import Consumer, Prefix, digest_salt, tree_content
 from tests.helpers.related_requests import related_requests, run_disturbed

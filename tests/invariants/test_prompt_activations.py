@@ -143,5 +143,5 @@ def test_it_is_refused_where_it_changes_nothing() -> None:
 
 
 def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt_activations 'int4' is not supported: choose int8 or bfloat16"):
+    with pytest.raises(ValueError, match="prompt_activations 'int4' is not supported: choose int8, bfloat16"):
         Config("m", prompt_activations="int4")

@@ -46,10 +46,12 @@ def dictated_answers(server: GracefulServer, answers: Iterable[str]) -> Iterator
     prepare = service.prepare_chat_request
 
     def prepare_dictated(*arguments):
-        request, parsers = prepare(*arguments)
+        prepared = prepare(*arguments)
         answer = next(remaining, None)
         assert answer is not None, "more answers were asked for than are dictated"
-        return replace(request, grammar=grammar_from_lark(f"start: {json.dumps(answer)}")), parsers
+        return prepared._replace(
+            request=replace(prepared.request, grammar=grammar_from_lark(f"start: {json.dumps(answer)}"))
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "prepare_chat_request", prepare_dictated)

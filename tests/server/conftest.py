@@ -124,7 +124,7 @@ def chat_template_replaced(server: GracefulServer, template: str) -> Iterator[No
     service, tokenizer = server.service, server.service.llm.tokenizer
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(template))
-        patch.setattr(service, "dialect", ChatDialect.read(tokenizer))
+        patch.setattr(service.chat_renderer, "dialect", ChatDialect.read(tokenizer))
         yield
 
 

@@ -156,9 +156,9 @@ def dictated(server: GracefulServer, recipe: Recipe) -> Iterator[Log]:
     prepare, process = service.prepare_chat_request, service.process
 
     def prepare_dictated(body: ChatCompletionRequest, *arguments: Any) -> Any:
-        request, parsers = prepare(body, *arguments)
-        fields = {name: getattr(request, name) for name in GenerateRequest.__dataclass_fields__}
-        return DictatedRequest(**fields, answer=recipe(body), body=body), parsers
+        prepared = prepare(body, *arguments)
+        fields = {name: getattr(prepared.request, name) for name in GenerateRequest.__dataclass_fields__}
+        return prepared._replace(request=DictatedRequest(**fields, answer=recipe(body), body=body))
 
     def process_dictated(requests: Sequence[GenerateRequest]) -> list[RequestOutputState]:
         states = process(requests)

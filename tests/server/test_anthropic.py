@@ -198,7 +198,7 @@ def test_tool_choice_forces_a_call(client, server, tool_choice, monkeypatch):
     """SmolLM2, because a random model would write blanks into the JSON for ever."""
     service, tokenizer = server.service, server.service.llm.tokenizer
     monkeypatch.setattr(tokenizer, "chat_templates", tokenizer.chat_templates.choose(HERMES))
-    monkeypatch.setattr(service, "dialect", ChatDialect.read(service.llm.tokenizer))
+    monkeypatch.setattr(service.chat_renderer, "dialect", ChatDialect.read(service.llm.tokenizer))
     fields = {"tools": TOOLS, "tool_choice": tool_choice, "max_tokens": 200}
     message = ask(client, **fields)
     (call,) = message.content
@@ -215,16 +215,16 @@ def test_tool_choice_forces_a_call(client, server, tool_choice, monkeypatch):
 
 def test_loop_of_call_and_result(agent, agent_server):
     """The client sends its own objects back, with the result; the model then answers in text."""
-    service, prompts = agent_server.service, []
-    render = service.render_chat
+    renderer, prompts = agent_server.service.chat_renderer, []
+    render = renderer.render
 
     def record(body):
-        prompt, tools = render(body)
-        prompts.append(prompt)
-        return prompt, tools
+        chat = render(body)
+        prompts.append(chat.prompt)
+        return chat
 
     with dictated_answers(agent_server, [f"I look.{CALL}", "Sunny."]), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "render_chat", record)
+        patch.setattr(renderer, "render", record)
         first = ask(agent, tools=TOOLS, max_tokens=200)
         text, call = first.content
         result = {"type": "tool_result", "tool_use_id": call.id, "content": [{"type": "text", "text": "24 degrees"}]}
@@ -262,14 +262,16 @@ def test_thinking_comes_out_and_goes_in(agent, agent_server):
     assert deltas[-1] == "signature_delta" and set(deltas[:-1]) == {"thinking_delta"}
     body = build_request(messages=[*QUESTION, {"role": "assistant", "content": [b.to_dict() for b in message.content]}])
     body["messages"] = [*body["messages"], {"role": "user", "content": "And Paris?"}]
-    prompt, _ = agent_server.service.render_chat(to_chat_request(MessagesRequest(**body)))
+    prompt = agent_server.service.chat_renderer.render(to_chat_request(MessagesRequest(**body))).prompt
     assert f"<think>Rome, I think.</think>I look.{CALL}<|end|>\n<|user|>\nAnd Paris?" in prompt
 
 
 @pytest.mark.parametrize(("kind", "thinks"), [("disabled", False), ("adaptive", True), (None, False)])
 def test_template_is_told_whether_to_think(agent_server, kind, thinks):
     fields = {"thinking": {"type": kind}} if kind else {}
-    prompt, _ = agent_server.service.render_chat(to_chat_request(MessagesRequest(**build_request(**fields))))
+    prompt = agent_server.service.chat_renderer.render(
+        to_chat_request(MessagesRequest(**build_request(**fields)))
+    ).prompt
     assert prompt.endswith("<think>") == thinks
 
 

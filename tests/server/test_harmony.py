@@ -260,8 +260,8 @@ def force_answer(server: GracefulServer, patch: pytest.MonkeyPatch, text: str) -
     grammar = grammar_from_lark(f"start: {' '.join(parts)}")
 
     def prepare_forced(*arguments: Any) -> Any:
-        request, parsers = prepare(*arguments)
-        return replace(request, grammar=grammar), parsers
+        prepared = prepare(*arguments)
+        return prepared._replace(request=replace(prepared.request, grammar=grammar))
 
     patch.setattr(service, "prepare_chat_request", prepare_forced)
 

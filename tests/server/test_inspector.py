@@ -13,7 +13,7 @@ from retain.engine import drafters
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.kv.stats.pool import PAGE_STATES
 from retain.processing.input import GenerateRequest
-from retain.server.inspector.recorder import Inspector
+from retain.server.observers.inspector.routes import Inspector
 from retain.server.request_group import RequestGroup
 from tests.helpers.engines import iter_steps, make_engine, make_request, random_prompts, row_of
 from tests.helpers.folders import save_tiny_smollm2

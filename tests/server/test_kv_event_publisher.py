@@ -17,9 +17,9 @@ from retain.kv.prefix.events import StoredPages
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.text import Text
 from retain.server.config import ServerConfig
-from retain.server.kv_events import config, publisher
-from retain.server.kv_events.publisher import KVEventPublisher
 from retain.server.launch import serve
+from retain.server.observers.kv_events import config, publisher
+from retain.server.observers.kv_events.publisher import KVEventPublisher
 from tests.helpers.cli import assert_one_line_error, run_cli
 from tests.helpers.kv_events import Consumer, tree_content
 from tests.server.conftest import HTTP, run_tiny_server, wait_until
@@ -250,7 +250,7 @@ def test_an_address_in_use_is_one_line(capsys) -> None:
 
 def test_a_missing_package_is_one_line(capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)  # Python then refuses to import it
-    monkeypatch.delitem(sys.modules, "retain.server.kv_events.publisher", raising=False)
+    monkeypatch.delitem(sys.modules, "retain.server.observers.kv_events.publisher", raising=False)
     result = run_cli(capsys, "serve", "--model", "/nowhere", "--kv-events", ANY_PORT)
     assert_one_line_error(result, "pip install 'retain[events]'")
 

@@ -14,7 +14,7 @@ from retain.server.anthropic.conversion import cut_at_breakpoints, to_chat_reque
 from retain.server.anthropic.errors import to_validation_error
 from retain.server.anthropic.protocol import CountTokensRequest, MessagesRequest
 from retain.server.anthropic.tools import Tool, TypedTool
-from retain.server.client_fields import MESSAGES_REFUSED_TYPES
+from retain.server.client_fields import read_refused_types
 from retain.server.openai.body import parse_body
 from retain.server.openai.messages import to_template_messages
 from retain.server.request_model import StrictModel
@@ -61,10 +61,10 @@ def test_every_field_of_a_request_is_known(model: type[StrictModel], key: str) -
 
 @pytest.mark.parametrize("kind", FIELDS["blocks"])
 def test_every_type_of_a_block_is_known(kind: str) -> None:
-    if kind in MESSAGES_REFUSED_TYPES:
+    if kind in read_refused_types():
         message = refusal_of(messages=[{"role": "user", "content": [{"type": kind}]}])
-        assert message == f"messages.0.content.0: the type '{kind}' is not supported here: " + (
-            MESSAGES_REFUSED_TYPES[kind].why
+        assert (
+            message == f"messages.0.content.0: the type '{kind}' is not supported here: " + (read_refused_types()[kind])
         )
     else:
         assert [field for field in FIELDS["blocks"][kind] if not knows(BLOCKS[kind], field)] == []

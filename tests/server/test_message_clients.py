@@ -97,15 +97,15 @@ def test_a_client_gets_the_answer(agent_server, name):
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_the_prompt_has_what_the_client_sent(agent_server, name):
-    service, request, prompts = agent_server.service, REQUESTS[name], []
-    render = service.render_chat
+    renderer, request, prompts = agent_server.service.chat_renderer, REQUESTS[name], []
+    render = renderer.render_prompt
 
     def record(body):
-        prompts.append(render(body)[0])
+        prompts.append(render(body).prompt)
         return render(body)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(service, "render_chat", record)
+        patch.setattr(renderer, "render_prompt", record)
         post(agent_server, request, "/v1/messages/count_tokens")
     (prompt,) = prompts
     assert [text for text in request["prompt_has"] if text not in prompt] == []

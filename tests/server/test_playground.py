@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 
 import pytest
 
-from retain.server.inspector.routes import STATIC_FOLDER
+from retain.server.observers.inspector.routes import STATIC_FOLDER
 from tests.server.conftest import API_KEYS, HTTP, run_tiny_server, wait_until
 
 pytestmark = pytest.mark.slow

@@ -1,22 +1,28 @@
 """Laws of all objects in requests: null is absence, and each field is honoured, accepted or refused by its name."""
 
 import json
+import tomllib
 from itertools import product
+from pathlib import Path
 
 import pytest
 from fastapi.exceptions import RequestValidationError
 from pydantic import TypeAdapter, ValidationError
 
 from retain.sampling_params import MAX_STOP_LENGTH
+from retain.server import client_fields
 from retain.server.anthropic.protocol import MessagesRequest
+from retain.server.client_fields import Accepted, read_field_tables
 from retain.server.openai.body import parse_body
 from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, TextContentPart
 from retain.server.openai.errors import to_validation_error
 from retain.server.openai.protocol import CompletionRequest, StreamOptions
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.tokenization import TokenizeChatRequest
-from retain.server.request_model import REFUSED_FIELD, Accepted, StrictModel
+from retain.server.request_model import REFUSED_FIELD, StrictModel
 
+TABLES = tomllib.loads(Path(client_fields.__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+KEYS_OF_RULES = ({"accepted"}, {"refused"}, {"only"}, {"only", "why"})
 ANYTHING = [True, 0, 7, "x", ["x"], {"x": 1}]
 
 
@@ -79,6 +85,37 @@ def test_other_values_are_errors_that_name_the_field(model):
             model.model_validate({**body, name: value})
         (error,) = raised.value.errors()
         assert error["type"] == REFUSED_FIELD and error["ctx"]["field"] == name and error["msg"].endswith(rule.why)
+
+
+def is_reason(value):
+    return isinstance(value, str) and value != "" and value == value.strip()
+
+
+def test_the_file_of_tables_is_well_formed():
+    """Each rule is of one kind, and each refusal or acceptance has its reason."""
+    assert TABLES.keys() == {"includes", "fields", "refused_types"}
+    for name, rules in TABLES["fields"].items():
+        for field, rule in rules.items():
+            assert rule.keys() in KEYS_OF_RULES, (name, field)
+            assert all(is_reason(value) for key, value in rule.items() if key != "only"), (name, field)
+            assert "only" not in rule or (isinstance(rule["only"], list) and rule["only"]), (name, field)
+    assert all(map(is_reason, TABLES["refused_types"].values()))
+
+
+def test_a_table_includes_those_above_it_and_changes_what_they_say():
+    """A field that says the same again would be one that is changed in one place only."""
+    names = list(TABLES["fields"])
+    for name, included in TABLES["includes"].items():
+        assert names.index(name) > max(map(names.index, included)), name
+        for field, rule in TABLES["fields"][name].items():
+            known = {key: value for table in included for key, value in read_field_tables()[table].items()}
+            assert known.get(field) != read_field_tables()[name][field], (name, field, rule)
+
+
+def test_every_table_is_of_a_model_or_included():
+    used = [id(model.other_fields) for model in list_models()]
+    included = {table for tables in TABLES["includes"].values() for table in tables}
+    assert [name for name, table in read_field_tables().items() if id(table) not in used and name not in included] == []
 
 
 def test_no_field_is_both_honoured_and_in_a_table():

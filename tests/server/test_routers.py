@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from retain.server.launch import GracefulServer
+from retain.server.observers.metrics import Metrics
 from tests.server.conftest import HTTP, run_tiny_server, wait_until
 
 HITS = ("vllm_router_kv_placement_lookups_total", "hit")
@@ -42,7 +43,8 @@ class Routed(NamedTuple):
 
     def num_prompt_tokens(self) -> list[int]:
         """Return how many prompt tokens each replica has been given so far."""
-        return [int(s.service.engine_thread.observers[0].prompt_tokens._value.get()) for s in self.servers]
+        observers = [observer for s in self.servers for observer in s.service.engine_thread.observers]
+        return [int(o.prompt_tokens._value.get()) for o in observers if isinstance(o, Metrics)]
 
 
 @contextmanager

@@ -55,13 +55,13 @@ def dictated(server: GracefulServer, text: str) -> Iterator[None]:
     prepare = service.prepare_chat_request
 
     def prepare_dictated(*arguments: Any) -> Any:
-        request, parsers = prepare(*arguments)
-        if request.grammar:
-            state = service.llm.input_processor.grammar_compiler.compile(request.grammar)
+        prepared = prepare(*arguments)
+        if prepared.request.grammar:
+            state = service.llm.input_processor.grammar_compiler.compile(prepared.request.grammar)
             tokens = service.llm.tokenizer.encode_continuation(text)
             assert all(map(state.accept_token, tokens)), "the demanded grammar refuses the text"
         lark = f"start: {write_text(text, service.dialect.special_tokens)}"
-        return replace(request, grammar=grammar_from_lark(lark)), parsers
+        return prepared._replace(request=replace(prepared.request, grammar=grammar_from_lark(lark)))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(service, "prepare_chat_request", prepare_dictated)

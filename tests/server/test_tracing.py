@@ -15,9 +15,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from prometheus_client.parser import text_string_to_metric_families
 
 from retain.kv.row import Row
-from retain.server import tracing
 from retain.server.config import Limits, ServerConfig
-from retain.server.launch import _open_traces
+from retain.server.observers.tracing import open_observer
+from retain.server.observers.tracing import spans as tracing
 from tests.helpers.folders import save_tiny_smollm2
 from tests.server.conftest import HTTP, run_server, run_tiny_server, wait_until
 
@@ -266,7 +266,7 @@ def test_nothing_is_traced_by_default(tiny_server):
 
 def test_the_extra_is_named_where_it_is_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    monkeypatch.delitem(sys.modules, "retain.server.tracing")
-    monkeypatch.delattr("retain.server.tracing")
+    monkeypatch.delitem(sys.modules, "retain.server.observers.tracing.spans")
+    monkeypatch.delattr("retain.server.observers.tracing.spans")
     with pytest.raises(ValueError, match=r"needs the package opentelemetry.*: pip install 'retain\[otel\]'"):
-        _open_traces("http://localhost:4318", None)
+        open_observer(ServerConfig(otlp_traces_endpoint=ENDPOINT), ExitStack())

@@ -25,7 +25,7 @@ from retain.options import Bounds, ByteCount, bounds_of, field_types, split_boun
 from retain.plugins import Amount, from_strings
 from retain.sampling_params import SamplingParams
 from retain.server.config import Limits, ServerConfig
-from retain.server.kv_events.config import KVEventsOptions
+from retain.server.observers.kv_events.config import KVEventsOptions
 from retain.tune.config import TuneConfig
 from tests.helpers.cli import assert_one_line_error, run_cli
 

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from retain.bench.config import QualityBenchConfig
 from retain.bench.tasks import ItemMetrics, load_task, task_names
+from retain.kernels.pool_dtypes import pool_dtype
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AUTO, check_spec
 from retain.kv.eviction.budget import BudgetPolicy
@@ -195,7 +196,7 @@ def run(
     specs = {dtype: (FULL, *possible_policies(policy_specs, dtype)) for dtype in llms}
     columns = [f"{p} {dtype}".rstrip() for dtype in llms for p in specs[dtype]]
     spec = llm.spec.kv_cache
-    slot_bytes = {dtype: mean_slot_bytes(spec, x.kv_dtype) for dtype, x in llms.items()}
+    slot_bytes = {dtype: mean_slot_bytes(spec, pool_dtype(x.config.slot_dtype)) for dtype, x in llms.items()}
     demoted_slot_bytes = int(mean_slot_bytes(spec, DEMOTED_DTYPE))
     for task in tasks:
         items = load_items(llm, config, task)

@@ -119,7 +119,7 @@ def decode_step_bytes(llm: LLM, workload: Workload) -> int:
     length = workload.prompt_len + workload.output_len // 2
     layers = llm.cache.planner.layer_sizes(policy)
     pages = sum(min(length, policy.plan.decode_slots, s.window) * s.num_kv_heads / s.page_size for s in layers)
-    return llm.weight_bytes + int(workload.batch_size * pages * llm.cache.page_bytes)
+    return llm.program.weight_bytes + int(workload.batch_size * pages * llm.cache.page_bytes)
 
 
 def measure_workload(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from retain.config import Config
-from retain.options import NonNegativeFloat, PositiveInt, check_bounds
+from retain.options import NonNegativeFloat, PositiveInt, check_bounds, option
 from retain.plugins import check_choice, parse_spec
 from retain.server.config import ServerConfig
 
@@ -18,18 +18,15 @@ PROXY_LIMITS = ("max_header_size", "header_timeout", "max_connections")  # Ray's
 class ClusterConfig:
     """Number and place of replicas, and what stays on one. Raises ValueError for a value out of range."""
 
-    replicas: PositiveInt = field(default=1, metadata={"help": "replicas of the engine, each with its own cache"})
-    replicas_per_machine: PositiveInt | None = field(
-        default=None,
-        metadata={"help": "replicas on one machine at most; they divide its cores (default: all replicas)"},
+    replicas: PositiveInt = option(1, "replicas of the engine, each with its own cache")
+    replicas_per_machine: PositiveInt | None = option(
+        None, "replicas on one machine at most; they divide its cores (default: all replicas)"
     )
-    gpus: NonNegativeFloat = field(default=0.0, metadata={"help": "GPUs of a replica"})
-    affinity: str = field(
-        default="session",
-        metadata={
-            "help": "session: requests with equal x-session-id stay on one replica, others go to any; none: each "
-            "request goes to the less loaded of two replicas"
-        },
+    gpus: NonNegativeFloat = option(0.0, "GPUs of a replica")
+    affinity: str = option(
+        "session",
+        "session: requests with equal x-session-id stay on one replica, others go to any; none: each "
+        "request goes to the less loaded of two replicas",
     )
 
     def __post_init__(self) -> None:

@@ -25,7 +25,7 @@ from retain.terminal import EscapingFormatter
 from retain.threads import available_cores, pin_to_cores, share_of_cores
 
 if TYPE_CHECKING:
-    from retain.server.launch import OpenedService
+    from retain.server.openai.serving import OpenAIServing
 
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"  # by the header x-session-id
 SPARE_REQUESTS = 128  # of a replica: requests that it refuses, and those that need no engine
@@ -66,7 +66,7 @@ class Replica:
         self._handle = serve.get_deployment_handle(context.deployment, context.app_name)
         self._settings = settings
         self._stack = AsyncExitStack()
-        self._opened: OpenedService  # once the engine is loaded
+        self._service: OpenAIServing  # once the engine is loaded
         folder = get_cache_dir() / "replicas" / f"{context.app_name}-{settings.server.port}"
         self._index, lock = claim_index(folder)
         self._stack.enter_context(lock)
@@ -83,10 +83,8 @@ class Replica:
         from retain.server import app, launch
 
         load_llm = partial(LLM, **vars(self._settings.engine_of(self._index)))
-        self._opened = await self._stack.enter_async_context(launch.open_service(load_llm, self._settings.server))
-        service = self._opened.service
-        inspector = self._opened.inspector
-        return app.create_app(service, self.render_all_metrics, self._settings.server, inspector)
+        self._service = await self._stack.enter_async_context(launch.open_service(load_llm, self._settings.server))
+        return app.create_app(self._service, self.render_all_metrics, self._settings.server)
 
     async def __del__(self) -> None:
         """Stop the engine and close its stores. Ray calls this when the last request of the replica has ended."""
@@ -94,12 +92,12 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine cannot go on. Then Ray replaces this replica."""
-        if error := self._opened.service.engine_thread.fatal_error:
+        if error := self._service.engine_thread.fatal_error:
             raise RuntimeError(error)
 
     async def render_metrics(self) -> tuple[str, bytes]:
         """Return the name of this replica and its metrics in Prometheus' text format."""
-        return self._id, await self._opened.service.engine_thread.call(self._opened.metrics.render)
+        return self._id, await self._service.engine_thread.render_metrics()
 
     async def render_all_metrics(self) -> bytes:
         """Return the metrics of all replicas, with the label `replica`. One that does not answer is left out."""

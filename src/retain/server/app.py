@@ -18,8 +18,6 @@ from retain.server.anthropic import models as anthropic_models
 from retain.server.anthropic import routes as anthropic_routes
 from retain.server.config import ServerConfig
 from retain.server.error_format import add_error_handlers
-from retain.server.inspector import routes as inspector_routes
-from retain.server.inspector.recorder import Inspector
 from retain.server.middleware import AuthMiddleware, HeadMiddleware
 from retain.server.openai import embeddings, rendering, reranking, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
@@ -37,12 +35,7 @@ WELCOME = (
 )
 
 
-def create_app(
-    service: OpenAIServing,
-    render_metrics: RenderMetrics,
-    config: ServerConfig,
-    inspector: Inspector | None = None,
-) -> FastAPI:
+def create_app(service: OpenAIServing, render_metrics: RenderMetrics, config: ServerConfig) -> FastAPI:
     """Create the application for one served model."""
     app = FastAPI(title="retain", version=__version__, description=DESCRIPTION, redoc_url=None, docs_url=None)
     app.state.body_parser = service.body_parser  # see BodyRoute
@@ -55,8 +48,8 @@ def create_app(
     app.include_router(tokenization.create_router(service))
     app.include_router(anthropic_routes.create_router(service))
     _add_operations_routes(app, service, render_metrics)
-    if inspector:
-        inspector_routes.add_routes(app, service, inspector)
+    for observer in service.engine_thread.observers:
+        observer.add_routes(app, service.engine_thread, service.preparation)
     add_error_handlers(app)
     app.add_middleware(HeadMiddleware)
     app.add_middleware(AuthMiddleware, config=config, admission=service.admission)

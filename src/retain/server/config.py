@@ -20,6 +20,7 @@ from retain.options import (
     PositiveInt,
     Size,
     check_bounds,
+    option,
 )
 from retain.server.auth import ApiKeys
 
@@ -33,42 +34,31 @@ class Limits:
     Raises ValueError for a number out of its bounds.
     """
 
-    max_queued_requests: NonNegativeInt = field(
-        default=256, metadata={"help": "waiting requests at most, besides running ones"}
+    max_queued_requests: NonNegativeInt = option(256, "waiting requests at most, besides running ones")
+    max_requests_per_key: PositiveInt | None = option(None, "concurrent requests of one API key at most")
+    max_output_tokens: PositiveInt | None = option(None, "output tokens of a request at most")
+    max_choices: PositiveInt = option(16, "choices of one request at most: prompts times n")
+    max_body_size: Size = option(8 * 2**20, "size of a request body at most")
+    max_in_flight_bytes: Size = option(
+        256 * 2**20, "bytes of the bodies of requests in flight at most; an idle server takes any legal body"
     )
-    max_requests_per_key: PositiveInt | None = field(
-        default=None, metadata={"help": "concurrent requests of one API key at most"}
+    upload_timeout: PositiveFloat = option(30.0, "seconds to receive a request body")
+    max_header_size: Size = option(64 * 2**10, "size of a request's line and headers at most")
+    header_timeout: PositiveFloat = option(
+        10.0, "seconds to receive the headers of a request, and the rest of a refused body"
     )
-    max_output_tokens: PositiveInt | None = field(default=None, metadata={"help": "output tokens of a request at most"})
-    max_choices: PositiveInt = field(default=16, metadata={"help": "choices of one request at most: prompts times n"})
-    max_body_size: Size = field(default=8 * 2**20, metadata={"help": "size of a request body at most"})
-    max_in_flight_bytes: Size = field(
-        default=256 * 2**20,
-        metadata={"help": "bytes of the bodies of requests in flight at most; an idle server takes any legal body"},
+    send_timeout: PositiveFloat = option(
+        60.0, "seconds in which a client must read some of an answer that waits for it"
     )
-    upload_timeout: PositiveFloat = field(default=30.0, metadata={"help": "seconds to receive a request body"})
-    max_header_size: Size = field(default=64 * 2**10, metadata={"help": "size of a request's line and headers at most"})
-    header_timeout: PositiveFloat = field(
-        default=10.0, metadata={"help": "seconds to receive the headers of a request, and the rest of a refused body"}
+    max_connections: PositiveInt = option(512, "open connections at most; others are closed at once")
+    request_timeout: PositiveFloat = option(600.0, "seconds from the arrival of a request to the end of its response")
+    sandbox_timeout: PositiveFloat = option(
+        5.0, "seconds of a processor to compile a grammar or to render a chat template"
     )
-    send_timeout: PositiveFloat = field(
-        default=60.0, metadata={"help": "seconds in which a client must read some of an answer that waits for it"}
+    max_stored_bytes: Annotated[ByteCount, Bounds(0, MAX_SIZE)] = option(
+        64 * 2**20, "bytes of stored responses at most; 0 stores none"
     )
-    max_connections: PositiveInt = field(
-        default=512, metadata={"help": "open connections at most; others are closed at once"}
-    )
-    request_timeout: PositiveFloat = field(
-        default=600.0, metadata={"help": "seconds from the arrival of a request to the end of its response"}
-    )
-    sandbox_timeout: PositiveFloat = field(
-        default=5.0, metadata={"help": "seconds of a processor to compile a grammar or to render a chat template"}
-    )
-    max_stored_bytes: Annotated[ByteCount, Bounds(0, MAX_SIZE)] = field(
-        default=64 * 2**20, metadata={"help": "bytes of stored responses at most; 0 stores none"}
-    )
-    max_pin_seconds: NonNegativeFloat = field(
-        default=3600.0, metadata={"help": "longest time a prompt may be pinned, in seconds"}
-    )
+    max_pin_seconds: NonNegativeFloat = option(3600.0, "longest time a prompt may be pinned, in seconds")
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -78,60 +68,40 @@ class Limits:
 class ServerConfig:
     """Address, model name, API keys and features of a server. Raises ValueError for a number out of its bounds."""
 
-    host: str = field(default="127.0.0.1", metadata={"help": "address to bind"})
-    port: Port = field(default=8000, metadata={"help": "port to bind; 0 picks a free one"})
-    served_model_name: tuple[str, ...] = field(
-        default=("model",),
-        metadata={"help": "model names that clients may use, the first of them in logs", "nargs": "+"},
+    host: str = option("127.0.0.1", "address to bind")
+    port: Port = option(8000, "port to bind; 0 picks a free one")
+    served_model_name: tuple[str, ...] = option(
+        ("model",), "model names that clients may use, the first of them in logs", nargs="+"
     )
-    any_model_name: bool = field(
-        default=False, metadata={"help": "answer requests whatever model they name: it is always the same one"}
-    )
-    normalize_prompts: bool = field(
-        default=False,
-        metadata={
-            "help": "leave out the header line of Claude Code, and sort tools, so that prompts that say the same begin "
-            "with the same tokens; a header of the response says so"
-        },
+    any_model_name: bool = option(False, "answer requests whatever model they name: it is always the same one")
+    normalize_prompts: bool = option(
+        False,
+        "leave out the header line of Claude Code, and sort tools, so that prompts that say the same begin "
+        "with the same tokens; a header of the response says so",
     )
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
-    insecure_no_api_key: bool = field(
-        default=False, metadata={"help": "listen beyond this machine even without API keys, for everybody"}
-    )
-    allowed_hosts: tuple[str, ...] = field(
-        default=(),
-        metadata={
-            "help": "Host name that requests may use on a server without API keys, besides local ones (may be repeated)"
-        },
+    insecure_no_api_key: bool = option(False, "listen beyond this machine even without API keys, for everybody")
+    allowed_hosts: tuple[str, ...] = option(
+        (), "Host name that requests may use on a server without API keys, besides local ones (may be repeated)"
     )
     limits: Limits = field(default_factory=Limits)
-    allowed_origins: tuple[str, ...] = field(default=(), metadata={"help": "allowed CORS origin (may be repeated)"})
-    allowed_drafters: tuple[str, ...] = field(
-        default=(), metadata={"help": "drafter that requests may select (may be repeated)"}
+    allowed_origins: tuple[str, ...] = option((), "allowed CORS origin (may be repeated)")
+    allowed_drafters: tuple[str, ...] = option((), "drafter that requests may select (may be repeated)")
+    enable_inspector: bool = option(False, "serve the cache inspector at /inspect")
+    otlp_traces_endpoint: str = option(
+        "", "send a trace of each request there, by OTLP over HTTP: http://localhost:4318/v1/traces"
     )
-    enable_inspector: bool = field(default=False, metadata={"help": "serve the cache inspector at /inspect"})
-    otlp_traces_endpoint: str = field(
-        default="",
-        metadata={"help": "send a trace of each request there, by OTLP over HTTP: http://localhost:4318/v1/traces"},
+    trace_content: bool = option(False, "put prompts and answers into traces, too")
+    kv_events: str = option(
+        "",
+        "publish what the prefix cache holds, for gateways: tcp://127.0.0.1:5557 (replays at the next "
+        "port); elsewhere everybody who reaches the address can read all prompts: add ,insecure=yes",
     )
-    trace_content: bool = field(default=False, metadata={"help": "put prompts and answers into traces, too"})
-    kv_events: str = field(
-        default="",
-        metadata={
-            "help": "publish what the prefix cache holds, for gateways: tcp://127.0.0.1:5557 (replays at the next "
-            "port); elsewhere everybody who reaches the address can read all prompts: add ,insecure=yes"
-        },
+    stream_interval: PositiveInt = option(
+        1,
+        "tokens of a streamed chunk, at least, except for the first and the last: more tokens cost the processor less",
     )
-    stream_interval: PositiveInt = field(
-        default=1,
-        metadata={
-            "help": "tokens of a streamed chunk, at least, except for the first and the last: more tokens cost the "
-            "processor less"
-        },
-    )
-    drain_timeout: NonNegativeInt = field(
-        default=300, metadata={"help": "seconds that running requests get after SIGTERM"}
-    )
+    drain_timeout: NonNegativeInt = option(300, "seconds that running requests get after SIGTERM")
 
     def __post_init__(self) -> None:
         if isinstance(self.served_model_name, str):

@@ -20,6 +20,8 @@ from typing import TypeVar
 from retain.engine.request import Request
 from retain.kv.text import Text
 from retain.llm import LLM
+from retain.server.metric_families import render_page
+from retain.server.observers import CreateObserver, Observer
 from retain.server.request_group import EngineError, PooledCallStats, RequestGroup
 from retain.threads import without_stop_iteration
 
@@ -28,25 +30,6 @@ log = logging.getLogger(__name__)
 SHUTTING_DOWN = "the server is shutting down"
 ENGINE_FAILED = "the engine has failed and accepts no more requests"
 STEP_FAILED = "the engine failed while running this request or another of its batch"
-
-
-class Observer:
-    """Watches requests and steps, for metrics, traces and the inspector. Called in the engine thread.
-
-    Each method does nothing unless a class replaces it.
-    """
-
-    def on_request(self, request: Request, group: RequestGroup) -> None:
-        """Handle a request that was just queued."""
-
-    def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
-        """Handle a step that took `step_s` seconds and sampled tokens for these requests."""
-
-    def on_finish(self, request: Request, group: RequestGroup) -> None:
-        """Handle a request that finished, failed or was cancelled; `group.num_unfinished` does not count it."""
-
-    def on_pooled_call(self, stats: PooledCallStats) -> None:
-        """Handle the end of a call whose texts were pooled. Its requests were reported, too."""
 
 
 class EngineThread:
@@ -111,6 +94,14 @@ class EngineThread:
         if self._stopped:
             self._run_remaining_commands()
         return await asyncio.wrap_future(done)
+
+    async def observe(self, create: Sequence[CreateObserver]) -> None:
+        """Let observers watch the engine from now on. Raises what making them raises."""
+        await self.call(lambda: self.observers.extend(make(self.llm) for make in create))
+
+    async def render_metrics(self) -> bytes:
+        """Return the metrics of all observers in Prometheus' text format."""
+        return await self.call(lambda: render_page(self.observers))
 
     def close(self) -> None:
         """Accept no more requests, and fail all that are unfinished."""

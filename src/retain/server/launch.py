@@ -7,33 +7,24 @@ import gc
 import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, cast
 
 import uvicorn
 
 from retain.llm import LLM
-from retain.plugins import needs_extra
 from retain.server import hosts
 from retain.server.app import create_app
 from retain.server.config import ServerConfig
 from retain.server.drain import GracefulServer, QuietlyCancelled, Watchdog
 from retain.server.engine_thread import EngineThread
 from retain.server.http_protocol import BoundedHttpProtocol, RejectionLog
-from retain.server.inspector.recorder import Inspector
-from retain.server.kv_events import config as kv_events_config
-from retain.server.metrics import Metrics
+from retain.server.observers import open_observers
 from retain.server.openai.serving import OpenAIServing
 from retain.server.sandbox import MAX_CHARACTERS, Sandbox
 from retain.signals import restored_handlers
 from retain.threads import reset_cpu_affinity
-
-if TYPE_CHECKING:
-    from opentelemetry.sdk.trace import TracerProvider
-
-    from retain.server.kv_events.publisher import KVEventPublisher
-    from retain.server.tracing import RequestTracer
 
 log = logging.getLogger(__name__)
 
@@ -62,23 +53,6 @@ def serve(
         runner.run(_serve(load_llm, server_config, on_ready, watchdog or own_watchdog))
 
 
-def _open_publisher(spec: str, stack: ExitStack) -> KVEventPublisher:
-    """Bind the addresses of KV events until the stack is closed, before a model is loaded. Raises ValueError."""
-    config = kv_events_config.parse(spec)
-    with needs_extra("--kv-events", "events"):
-        from retain.server.kv_events.publisher import KVEventPublisher
-    return stack.enter_context(closing(KVEventPublisher(config)))
-
-
-def _open_traces(endpoint: str, stack: ExitStack) -> TracerProvider:
-    """Send spans to this address until the stack is closed. Raises ValueError."""
-    with needs_extra("--otlp-traces-endpoint", "otel"):
-        from retain.server import tracing
-    provider = tracing.open_provider(endpoint)
-    stack.callback(provider.shutdown)
-    return provider
-
-
 def _get_loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
@@ -94,12 +68,9 @@ async def _serve(
     on_ready: Callable[[GracefulServer], None] | None,
     watchdog: Watchdog,
 ) -> None:
-    async with open_service(load_llm, server_config) as opened:
-        service = opened.service
-        engine_thread = opened.service.engine_thread
-        render_metrics = partial(engine_thread.call, opened.metrics.render)
+    async with open_service(load_llm, server_config) as service:
         config = uvicorn.Config(
-            QuietlyCancelled(create_app(service, render_metrics, server_config, opened.inspector)),
+            QuietlyCancelled(create_app(service, service.engine_thread.render_metrics, server_config)),
             host=server_config.host,
             port=server_config.port,
             log_level="warning",
@@ -113,25 +84,15 @@ async def _serve(
     log.info("shut down")
 
 
-class OpenedService(NamedTuple):
-    """A served model, and what observes its engine."""
-
-    service: OpenAIServing
-    metrics: Metrics
-    inspector: Inspector | None
-
-
 @asynccontextmanager
-async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig) -> AsyncIterator[OpenedService]:
+async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig) -> AsyncIterator[OpenAIServing]:
     """Run an engine in its thread, to be served from this event loop, until the context ends.
 
     Raises what `load_llm` raises, and ValueError for a drafter that does not fit the model.
     """
     reset_cpu_affinity()  # OpenMP pinned this thread to a core, which the engine thread would inherit
     with ExitStack() as stack:
-        publisher = _open_publisher(server_config.kv_events, stack) if server_config.kv_events else None
-        endpoint = server_config.otlp_traces_endpoint
-        provider = _open_traces(endpoint, stack) if endpoint else None
+        observers = open_observers(server_config, stack)
         engine_thread = EngineThread(load_llm)
         llm = await engine_thread.start()
         limits = server_config.limits
@@ -139,27 +100,14 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
         try:
             for drafter in server_config.allowed_drafters:
                 await engine_thread.call(partial(llm.add_drafter, drafter))
-            metrics = Metrics(llm, server_config.served_model_name[0])
-            if publisher:
-                await engine_thread.call(partial(publisher.follow, llm.cache))
-                metrics.count_kv_events = publisher.counts
-            inspector = Inspector(llm) if server_config.enable_inspector else None
-            engine_thread.observers += [metrics, inspector] if inspector else [metrics]
-            if provider:
-                engine_thread.observers.append(_create_tracer(provider, llm, server_config))
+            await engine_thread.observe(observers)
             service = OpenAIServing(llm, engine_thread, server_config, sandbox)
             with existing_objects_frozen():
-                yield OpenedService(service, metrics, inspector)
+                yield service
             service.close()
         finally:
             sandbox.close()
             await engine_thread.stop()
-
-
-def _create_tracer(provider: TracerProvider, llm: LLM, config: ServerConfig) -> RequestTracer:
-    from retain.server.tracing import RequestTracer
-
-    return RequestTracer(provider, llm.tokenizer, config.served_model_name[0], config.trace_content)
 
 
 @contextmanager

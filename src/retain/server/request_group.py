@@ -29,29 +29,19 @@ class EngineError(Exception):
         self.status = status
 
 
+@dataclass(slots=True, eq=False)
 class OutputDelta:
     """New output of one choice since its last delta.
 
     `prompt_logprobs` come with the first delta only, for the prompt's tokens but its first, where they were requested.
     """
 
-    __slots__ = ("finish_reason", "index", "logprobs", "prompt_logprobs", "text", "token_ids")
-
-    def __init__(
-        self,
-        index: int,
-        text: str,
-        token_ids: Sequence[int] = (),
-        logprobs: Sequence[Logprob] = (),
-        finish_reason: FinishReason | None = None,
-        prompt_logprobs: Sequence[Logprob] = (),
-    ):
-        self.index = index
-        self.text = text
-        self.token_ids = token_ids
-        self.logprobs = logprobs
-        self.finish_reason = finish_reason
-        self.prompt_logprobs = prompt_logprobs
+    index: int
+    text: str
+    token_ids: Sequence[int] = ()
+    logprobs: Sequence[Logprob] = ()
+    finish_reason: FinishReason | None = None
+    prompt_logprobs: Sequence[Logprob] = ()
 
 
 class Pin(NamedTuple):

@@ -1,6 +1,6 @@
 """The base of all objects in requests: strict types, and three kinds of fields.
 
-A model declares the fields that the server honours. Its table of other fields (client_fields.py) has those that are
+A model declares the fields that the server honours. Its table of other fields (client_fields.toml) has those that are
 accepted without effect and those that are refused for a reason. A field in neither is an error.
 """
 
@@ -8,45 +8,18 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
+from retain.server.client_fields import Accepted, FieldTable, Refused, read_field_tables
+
 log = logging.getLogger(__name__)
 ANNOTATIONS = ("title", "description", "default")  # of a JSON schema: they hold for all its alternatives
 REFUSED_FIELD = "refused_field"  # the type of pydantic's error; its context has the name of the `field`
-
-
-@dataclass(frozen=True)
-class Accepted:
-    """A field that is left out, because it changes nothing here. `values`: only these change nothing; None: all."""
-
-    why: str
-    values: tuple[Any, ...] | None = None
-
-    def allows(self, value: Any) -> bool:
-        """Return whether a JSON value is left out. Types count: false is not 0."""
-        return self.values is None or any(type(v) is type(value) and v == value for v in self.values)
-
-
-@dataclass(frozen=True)
-class Refused:
-    """A field that would change the answer, and that the server cannot honour."""
-
-    why: str
-
-
-FieldTable = Mapping[str, Accepted | Refused]
-ONLY_DEFAULT = "another value would change the answer"
-
-
-def only(*values: Any, why: str = ONLY_DEFAULT) -> Accepted:
-    """Accept these values only: those that ask for what the server does anyway."""
-    return Accepted(why, values)
 
 
 class StrictModel(BaseModel):
@@ -55,10 +28,10 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     other_fields: ClassVar[FieldTable] = {}
 
-    def __init_subclass__(cls, other_fields: FieldTable | None = None, **config: Any) -> None:
-        """`other_fields` are those of the class; without them it has those of its base."""
+    def __init_subclass__(cls, other_fields: str | None = None, **config: Any) -> None:
+        """`other_fields`: the table of the class in client_fields.toml; without one it has that of its base."""
         super().__init_subclass__(**config)
-        cls.other_fields = cls.other_fields if other_fields is None else other_fields
+        cls.other_fields = cls.other_fields if other_fields is None else read_field_tables()[other_fields]
 
     @model_validator(mode="before")
     @classmethod

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from retain.options import Bounds, NonNegativeInt, check_bounds
+from retain.options import Bounds, NonNegativeInt, check_bounds, option
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,8 @@ class TuneConfig:
             "tokens with the same likeliest one), or rouge=0.98 (of the full cache's ROUGE-L)"
         }
     )
-    policies: tuple[str, ...] = field(
-        default=(
+    policies: tuple[str, ...] = option(
+        (
             "gate",
             "reread:share=all,value=norm",
             "h2o:share=all,value=norm",
@@ -30,23 +30,19 @@ class TuneConfig:
             "keydiff",
             "sinks",
         ),
-        metadata={"help": "KV policies to try, separated by spaces", "separator": " "},
+        "KV policies to try, separated by spaces",
+        separator=" ",
     )
-    budgets: tuple[str, ...] = field(
-        default=("75%", "60%", "50%", "40%", "30%", "20%", "12%", "8%"),
-        metadata={"help": "budgets of each policy that names none, comma-separated", "separator": ","},
+    budgets: tuple[str, ...] = option(
+        ("75%", "60%", "50%", "40%", "30%", "20%", "12%", "8%"),
+        "budgets of each policy that names none, comma-separated",
+        separator=",",
     )
-    first: NonNegativeInt = field(default=0, metadata={"help": "records to skip at the start of the data"})
-    num_items: Annotated[int, Bounds(4)] = field(
-        default=32, metadata={"help": "prompts at most; few policies are measured on all of them"}
-    )
-    max_prompt_len: Annotated[int, Bounds(64)] = field(default=2000, metadata={"help": "tokens of a prompt, at most"})
-    output_len: Annotated[int, Bounds(2)] = field(
-        default=64, metadata={"help": "tokens of the model's own answers, where the data has none"}
-    )
-    journal: Path | None = field(
-        default=None, metadata={"help": "file of the measurements: a run that was stopped continues from it"}
-    )
+    first: NonNegativeInt = option(0, "records to skip at the start of the data")
+    num_items: Annotated[int, Bounds(4)] = option(32, "prompts at most; few policies are measured on all of them")
+    max_prompt_len: Annotated[int, Bounds(64)] = option(2000, "tokens of a prompt, at most")
+    output_len: Annotated[int, Bounds(2)] = option(64, "tokens of the model's own answers, where the data has none")
+    journal: Path | None = option(None, "file of the measurements: a run that was stopped continues from it")
 
     def __post_init__(self) -> None:
         check_bounds(self)

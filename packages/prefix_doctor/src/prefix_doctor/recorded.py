@@ -14,7 +14,7 @@ from retain.processing.tokenizer import Tokenizer
 from retain.server.field_paths import find_field
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import describe_first
-from retain.server.openai.messages import render_prompt, to_template_tools
+from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
 from retain.server.openai.protocol import CompletionRequest, SamplingFields
 from retain.server.tool_formats import detect_tool_format
 
@@ -73,7 +73,8 @@ def encode_body(source: str, body: Any, tokenizer: Tokenizer) -> Iterator[Record
     if "messages" in body:
         chat = _validate(ChatCompletionRequest, body)
         tool_format = detect_tool_format(tokenizer.chat_templates.find(has_tools=True) or "")
-        text = render_prompt(chat, to_template_tools(chat), tokenizer, tool_format)
+        messages = fit_messages(to_template_messages(chat.messages), tokenizer, tool_format)
+        text = render_prompt(chat, messages, to_template_tools(chat), tokenizer, tool_format)
         ids = tokenizer.encode(text, add_special_tokens=False)
         yield RecordedPrompt(source, ids, chat.kv_policy, chat.cache_salt or "")
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from retain.server import client_fields
+from retain.server.client_fields import read_refused_types
 from retain.server.request_model import StrictModel, tag_text_or_list
 
 SEPARATOR = "\n\n"  # between turns of the same role, which become one, and beside documents
@@ -20,7 +20,7 @@ READABLE_MEMBERS = (
 )
 
 
-class CacheControl(StrictModel, other_fields=client_fields.MESSAGES_CACHE_CONTROL):
+class CacheControl(StrictModel, other_fields="messages_cache_control"):
     """Breakpoint: the prompt up to this block stays in the prefix cache for some time."""
 
     type: Literal["ephemeral"]
@@ -52,7 +52,7 @@ class CacheableBlock(StrictModel):
         return None
 
 
-class TextBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK):
+class TextBlock(CacheableBlock, other_fields="messages_cited_block"):
     """Text."""
 
     type: Literal["text"]
@@ -69,7 +69,7 @@ TextContent = Annotated[
 ]
 
 
-class TextSource(StrictModel, other_fields=client_fields.MESSAGES_TEXT_SOURCE):
+class TextSource(StrictModel, other_fields="messages_text_source"):
     """Text of a document."""
 
     type: Literal["text"]
@@ -93,7 +93,7 @@ class ContentSource(StrictModel):
         return join_text(self.content)
 
 
-class DocumentBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK):
+class DocumentBlock(CacheableBlock, other_fields="messages_cited_block"):
     """Document of plain text."""
 
     type: Literal["document"]
@@ -107,7 +107,7 @@ class DocumentBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BL
         return "\n".join(filter(None, (self.title, self.context, self.source.prompt_text)))
 
 
-class SearchResultBlock(CacheableBlock, other_fields=client_fields.MESSAGES_CITED_BLOCK):
+class SearchResultBlock(CacheableBlock, other_fields="messages_cited_block"):
     """Result of a search that the client ran."""
 
     type: Literal["search_result"]
@@ -136,7 +136,7 @@ class ToolReferenceBlock(CacheableBlock):
 ResultPart = Annotated[TextBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock, Field(discriminator="type")]
 
 
-class ToolUseBlock(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL_USE):
+class ToolUseBlock(CacheableBlock, other_fields="messages_tool_use"):
     """Tool call of an assistant message."""
 
     type: Literal["tool_use"]
@@ -145,7 +145,7 @@ class ToolUseBlock(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL_USE)
     input: dict[str, Any]
 
 
-class ToolResultBlock(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL_RESULT):
+class ToolResultBlock(CacheableBlock, other_fields="messages_tool_result"):
     """Result of a tool call, in a user message."""
 
     type: Literal["tool_result"]
@@ -177,7 +177,7 @@ class RedactedThinkingBlock(CacheableBlock):
     data: str
 
 
-class CompactionBlock(CacheableBlock, other_fields=client_fields.MESSAGES_COMPACTION):
+class CompactionBlock(CacheableBlock, other_fields="messages_compaction"):
     """Summary of an earlier part of the conversation."""
 
     type: Literal["compaction"]
@@ -261,6 +261,6 @@ def _iter_readable(value: Any) -> Iterator[str]:
     elif isinstance(value, list):
         for item in value:
             yield from _iter_readable(item)
-    elif isinstance(value, dict) and str(value.get("type")) not in client_fields.MESSAGES_REFUSED_TYPES:
+    elif isinstance(value, dict) and str(value.get("type")) not in read_refused_types():
         for name in READABLE_MEMBERS:
             yield from _iter_readable(value.get(name))

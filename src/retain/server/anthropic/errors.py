@@ -9,7 +9,7 @@ from uuid import uuid4
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from retain.server.client_fields import MESSAGES_REFUSED_TYPES
+from retain.server.client_fields import read_refused_types
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
 from retain.server.openai.errors import APIError, ContextLengthError, describe_first
 
@@ -77,6 +77,6 @@ def to_validation_error(errors: Sequence[Mapping[str, Any]]) -> APIError:
     elif first.get("type") == "union_tag_invalid":  # a type of block, such as an image
         name, tag = (first["ctx"][key].strip("'") for key in ("discriminator", "tag"))
         message = f"the {name} '{tag}' is not supported here"
-        if refused := MESSAGES_REFUSED_TYPES.get(tag):
-            message += f": {refused.why}"
+        if refused := read_refused_types().get(tag):
+            message += f": {refused}"
     return APIError(400, f"{param}: {message}" if param else message, param)

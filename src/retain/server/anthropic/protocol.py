@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
 from retain.files import quote
-from retain.server import client_fields
 from retain.server.anthropic.blocks import (
     AssistantBlock,
     CacheControl,
@@ -53,7 +52,7 @@ class AssistantMessage(StrictModel):
     ]
 
 
-class SystemMessage(StrictModel, other_fields=client_fields.MESSAGES_SYSTEM_MESSAGE):
+class SystemMessage(StrictModel, other_fields="messages_system_message"):
     """System message inside a conversation, where the chat template has such messages."""
 
     role: Literal["system"]
@@ -66,20 +65,20 @@ class SystemMessage(StrictModel, other_fields=client_fields.MESSAGES_SYSTEM_MESS
 Message = UserMessage | AssistantMessage | SystemMessage
 
 
-class ToolChoice(StrictModel, other_fields=client_fields.MESSAGES_TOOL_CHOICE):
+class ToolChoice(StrictModel, other_fields="messages_tool_choice"):
     """Whether tools are called: as the model likes, one of any, or none."""
 
     type: Literal["auto", "any", "none"]
 
 
-class NamedToolChoice(StrictModel, other_fields=client_fields.MESSAGES_TOOL_CHOICE):
+class NamedToolChoice(StrictModel, other_fields="messages_tool_choice"):
     """Forces a call of one tool."""
 
     type: Literal["tool"]
     name: str
 
 
-class Thinking(StrictModel, other_fields=client_fields.MESSAGES_THINKING):
+class Thinking(StrictModel, other_fields="messages_thinking"):
     """Whether the model reasons before it answers, where its chat template offers the choice."""
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -92,7 +91,7 @@ class JsonOutputFormat(StrictModel):
     schema_: dict[str, Any] = Field(alias="schema")
 
 
-class OutputConfig(StrictModel, other_fields=client_fields.MESSAGES_OUTPUT):
+class OutputConfig(StrictModel, other_fields="messages_output"):
     """Format of the answer."""
 
     format: JsonOutputFormat | None = None
@@ -110,7 +109,7 @@ class DiagnosticsOptions(StrictModel, extra="ignore"):
     previous_message_id: Annotated[str, Field(max_length=128)] | None = None
 
 
-class ConversationFields(ExtensionFields, other_fields=client_fields.MESSAGES):
+class ConversationFields(ExtensionFields, other_fields="messages"):
     """Fields that the prompt is made of, common to both addresses."""
 
     model: str
@@ -164,7 +163,7 @@ class ConversationFields(ExtensionFields, other_fields=client_fields.MESSAGES):
         return self.messages[-1].role == "assistant" and not self.last_turn_calls_tool
 
 
-class CountTokensRequest(ConversationFields, other_fields=client_fields.COUNT_TOKENS):
+class CountTokensRequest(ConversationFields, other_fields="count_tokens"):
     """POST /v1/messages/count_tokens."""
 
 

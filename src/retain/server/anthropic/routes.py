@@ -66,8 +66,7 @@ def prepare_message(
     service: OpenAIServing, body: MessagesRequest, key: ApiKey, fingerprints: PromptFingerprints
 ) -> Prepared:
     """Prepare a message. Raises APIError or ValueError."""
-    chat, notes = service.normalize(to_chat_request(body))
-    request, (parser,) = service.prepare_chat_request(chat, key)
+    request, (parser,), chat = service.prepare_chat_request(to_chat_request(body), key)
     fingerprint = build_fingerprint(chat, request) if body.diagnostics else None
     comparison = None
     if fingerprint and body.diagnostics and (previous_id := body.diagnostics.previous_message_id):
@@ -83,7 +82,7 @@ def prepare_message(
         warnings=[
             *warn_of("tools", (tool.kind for tool in body.left_out_tools)),
             *warn_of("MCP servers", (server.name for server in body.mcp_servers or ())),
-            *notes,
+            *chat.notes,
         ],
         comparison=comparison,
     )
@@ -112,6 +111,5 @@ def find_pins(service: OpenAIServing, body: ConversationFields, request: Generat
 
 
 def _encode_prompt(service: OpenAIServing, body: ConversationFields) -> list[int]:
-    chat, _ = service.normalize(to_chat_request(body))
-    prompt, _ = service.render_chat(chat)
-    return service.llm.tokenizer.encode(prompt, add_special_tokens=False)
+    chat = service.chat_renderer.render_prompt(to_chat_request(body))
+    return service.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)

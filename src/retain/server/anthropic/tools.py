@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from retain.files import quote
-from retain.server import client_fields
 from retain.server.anthropic.blocks import CacheableBlock
 from retain.server.anthropic.client_tools import describe_client_tool
 from retain.server.openai.protocol import Json
@@ -24,7 +23,7 @@ HOSTED_TOOLS = re.compile(
 )
 
 
-class Tool(CacheableBlock, other_fields=client_fields.MESSAGES_TOOL):
+class Tool(CacheableBlock, other_fields="messages_tool"):
     """Function that the model may call."""
 
     type: Literal["custom"] | None = None

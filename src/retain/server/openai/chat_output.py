@@ -13,16 +13,10 @@ from retain.processing.reasoning import (
     ReasoningMarks,
     ReasoningSplitter,
     TextPart,
-    find_reasoning_marks,
     partial_mark_length,
 )
 from retain.server.call_scanner import CallScanner, MarkerScanner, Scan, compile_marks, cut_marks
 from retain.server.tool_format import AnswerParser, ChatOutput, ParsedToolCall, Schemas, ToolFormat
-
-
-def supports_reasoning(template: str) -> bool:
-    """Return whether a chat template writes reasoning between marks that are known."""
-    return find_reasoning_marks(template) is not None
 
 
 class ReasoningParser:

@@ -6,16 +6,13 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
 
-from retain.server import client_fields
-from retain.server.openai.protocol import GenerationResponseFields, SamplingFields
+from retain.server.openai.protocol import GenerationResponseFields, OutputLimit, SamplingFields
 from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[
     dict[Annotated[str, Field(pattern="^[A-Za-z_][A-Za-z0-9_]{0,63}$")], Any], Field(max_length=64)
 ]
-PositiveInt32 = Annotated[int, Field(ge=1, lt=2**31)]
-OutputLimit = Annotated[int, Field(ge=-1, lt=2**31)]
 
 
 class FunctionDefinition(StrictModel):
@@ -27,21 +24,21 @@ class FunctionDefinition(StrictModel):
     strict: bool | None = None
 
 
-class ToolParam(StrictModel, other_fields=client_fields.CHAT_TOOL):
+class ToolParam(StrictModel, other_fields="chat_tool"):
     """Tool that the model may call."""
 
     type: Literal["function"]
     function: FunctionDefinition
 
 
-class FunctionCall(StrictModel, other_fields=client_fields.CHAT_FUNCTION_CALL):
+class FunctionCall(StrictModel, other_fields="chat_function_call"):
     """Name and JSON-encoded arguments of a function call."""
 
     name: str
     arguments: str
 
 
-class ToolCall(StrictModel, other_fields=client_fields.CHAT_TOOL_CALL):
+class ToolCall(StrictModel, other_fields="chat_tool_call"):
     """Tool call of an assistant message."""
 
     id: str
@@ -49,7 +46,7 @@ class ToolCall(StrictModel, other_fields=client_fields.CHAT_TOOL_CALL):
     function: FunctionCall
 
 
-class TextContentPart(StrictModel, other_fields=client_fields.CHAT_TEXT_PART):
+class TextContentPart(StrictModel, other_fields="chat_text_part"):
     """Text content part."""
 
     type: Literal["text"]
@@ -82,7 +79,7 @@ Content = Annotated[
 ]
 
 
-class InputMessageParam(StrictModel, other_fields=client_fields.CHAT_INPUT_MESSAGE):
+class InputMessageParam(StrictModel, other_fields="chat_input_message"):
     """System, developer, user or tool message."""
 
     role: Literal["system", "developer", "user", "tool"]
@@ -91,7 +88,7 @@ class InputMessageParam(StrictModel, other_fields=client_fields.CHAT_INPUT_MESSA
     tool_call_id: str | None = None
 
 
-class AssistantMessageParam(StrictModel, other_fields=client_fields.CHAT_ASSISTANT_MESSAGE):
+class AssistantMessageParam(StrictModel, other_fields="chat_assistant_message"):
     """Assistant message."""
 
     role: Literal["assistant"]
@@ -154,7 +151,7 @@ class JsonSchemaFormat(StrictModel):
 ResponseFormat = Annotated[TextOrJsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class Reasoning(StrictModel, other_fields=client_fields.CHAT_REASONING):
+class Reasoning(StrictModel, other_fields="chat_reasoning"):
     """How much the model is to reason, as OpenRouter's API has it."""
 
     effort: ReasoningEffort | None = None
@@ -177,7 +174,7 @@ class PromptEndFields(StrictModel):
         return self
 
 
-class ChatCompletionRequest(SamplingFields, PromptEndFields, other_fields=client_fields.CHAT):
+class ChatCompletionRequest(SamplingFields, PromptEndFields, other_fields="chat"):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[MessageParam], Field(min_length=1, fail_fast=True)]

@@ -20,7 +20,7 @@ from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.pooled_calls import MAX_TEXTS, PooledFields, PooledUsage, answer_pooled
-from retain.server.openai.protocol import Json, NonEmptyStr, TokenIds, tag_prompt
+from retain.server.openai.protocol import Json, NonEmptyStr, PositiveCount, TokenIds, tag_prompt
 from retain.server.openai.serving import OpenAIServing, compose_salt
 
 
@@ -37,7 +37,7 @@ class EmbeddingRequest(PooledFields):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True), Tag("<lists>")],
         Discriminator(tag_prompt),
     ]
-    dimensions: Annotated[int, Field(ge=1, lt=2**31)] | None = Field(
+    dimensions: PositiveCount | None = Field(
         None, description="Numbers of a vector: its first ones, for models that are trained for that"
     )
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: of little-endian float32")

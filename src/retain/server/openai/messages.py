@@ -62,11 +62,8 @@ def join_system_messages(messages: Sequence[Json]) -> list[Json]:
     return [{**message, "content": "\n\n".join(texts)} for message, texts in joined]
 
 
-def fit_messages(
-    body: ChatCompletionRequest, tokenizer: Tokenizer, tool_format: ToolFormat | None = None
-) -> list[Json]:
+def fit_messages(messages: list[Json], tokenizer: Tokenizer, tool_format: ToolFormat | None = None) -> list[Json]:
     """Return messages as the chat template takes them: with one system message, where it shows no others."""
-    messages = to_template_messages(body.messages)
     joined = join_system_messages(messages)
     if joined != messages and not _shows_system_messages(tokenizer):
         messages = joined
@@ -85,10 +82,13 @@ def _shows_system_messages(tokenizer: Tokenizer) -> bool:
 
 
 def render_prompt(
-    body: ChatCompletionRequest, tools: Sequence[Json], tokenizer: Tokenizer, tool_format: ToolFormat | None = None
+    body: ChatCompletionRequest,
+    messages: Sequence[Json],
+    tools: Sequence[Json],
+    tokenizer: Tokenizer,
+    tool_format: ToolFormat | None = None,
 ) -> str:
-    """Return the prompt text of a conversation with these tools. Raises ValueError."""
-    messages = fit_messages(body, tokenizer, tool_format)
+    """Return the prompt text of a conversation with these messages, fitted, and tools. Raises ValueError."""
     if tool_format and tools:
         messages, tools = tool_format.place_tools(messages, tools)
     return tokenizer.apply_chat_template(

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Annotated, ClassVar, TypeVar
+from typing import ClassVar, TypeVar
 
 import orjson
 from fastapi import Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from retain.engine.request import FinishReason
 from retain.processing.output import RequestOutputState
 from retain.processing.pooling import PooledPlan
-from retain.server import client_fields
 from retain.server.openai.errors import APIError
-from retain.server.openai.protocol import Json
+from retain.server.openai.protocol import CacheSalt, Json
 from retain.server.openai.serving import OpenAIServing
 from retain.server.request_group import CallInfo, EngineError, PooledCallStats, RequestGroup
 from retain.server.request_model import StrictModel
@@ -26,16 +25,14 @@ T = TypeVar("T")
 MAX_TEXTS = 2048  # of a call, as in OpenAI's API
 
 
-class PooledFields(StrictModel, other_fields=client_fields.POOLED):
+class PooledFields(StrictModel, other_fields="pooled"):
     """Fields common to all requests whose texts are pooled."""
 
     prompt_field: ClassVar[str]  # what errors about the texts name
     operation: ClassVar[str]  # in traces
 
     model: str
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="Share prefixes only with requests of the same key and salt"
-    )
+    cache_salt: CacheSalt = None
 
 
 class PooledUsage(BaseModel):

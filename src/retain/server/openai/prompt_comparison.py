@@ -22,8 +22,8 @@ from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import hash_blocks
 from retain.processing.input import GenerateRequest
 from retain.sequences import count_common
-from retain.server.openai.chat_protocol import AssistantMessageParam, ChatCompletionRequest, InputMessageParam
-from retain.server.openai.messages import to_template_tools
+from retain.server.openai.chat_protocol import AssistantMessageParam, InputMessageParam
+from retain.server.openai.rendered_chat import RenderedChat
 
 BLOCK_SIZE = 32  # tokens of a hash: differences behind the last whole block are too small to matter
 MAX_BYTES = 16 << 20  # of what is kept: the prompts of about 7 million tokens
@@ -114,12 +114,13 @@ def compare(earlier: PromptFingerprint, current: PromptFingerprint) -> PromptCom
     return PromptComparison(change, min(earlier.num_tokens, current.num_tokens) - num_common * BLOCK_SIZE)
 
 
-def build_fingerprint(body: ChatCompletionRequest, request: GenerateRequest) -> PromptFingerprint:
+def build_fingerprint(chat: RenderedChat, request: GenerateRequest) -> PromptFingerprint:
     """Return the fingerprint of a conversation whose prompt is that of an engine's request."""
+    body = chat.body
     leading = list(takewhile(lambda message: message.role in SYSTEM_ROLES, body.messages))
     parts = {
         PromptChange.SALT: request.salt,
-        PromptChange.TOOLS: to_template_tools(body),
+        PromptChange.TOOLS: chat.tools,
         PromptChange.SYSTEM: list(_iter_texts(leading)),
         PromptChange.EFFORT: body.reasoning_effort,
         PromptChange.VARIABLES: body.template_variables,

@@ -13,13 +13,16 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, field
 from retain.plugins import parse_spec
 from retain.processing.input import Prompt, list_prompts
 from retain.sampling_params import MAX_STOP_LENGTH, SamplingParams, check_stop_strings
-from retain.server import client_fields
 from retain.server.request_model import StrictModel
 
 Json = dict[str, Any]
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+PositiveCount = Annotated[int, Field(ge=1, lt=2**31)]
+OutputLimit = Annotated[int, Field(ge=-1, lt=2**31)]  # -1: none
+TokenId = Count
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
+Penalty = Annotated[float, Field(ge=0.01, le=10)]  # 1: none
 Seed = Annotated[int, Field(ge=-1, lt=2**63)]
 TopP = Annotated[float, Field(ge=0, le=1)]
 SEED_DESCRIPTION = "-1: a random one"
@@ -41,6 +44,11 @@ StopField = Annotated[
     Discriminator(lambda stop: "<list>" if isinstance(stop, list) else "<text>"),  # errors are those of one of them
 ]
 EMPTY_AS_NONE = AfterValidator(lambda text: text or None)  # for a text of clients that have nothing to say
+OptionalText = Annotated[str, EMPTY_AS_NONE]
+CacheSalt = Annotated[
+    Annotated[str, Field(max_length=256)] | None,
+    Field(description="Share prefixes only with requests of the same key and salt"),
+]
 
 
 def tag_prompt(value: Any) -> str:
@@ -54,7 +62,7 @@ def tag_prompt(value: Any) -> str:
 STOP_DESCRIPTION = f"End the output before one of these texts: at most 16, of {MAX_STOP_LENGTH} characters together"
 
 
-class StreamOptions(StrictModel, other_fields=client_fields.STREAM_OPTIONS):
+class StreamOptions(StrictModel, other_fields="stream_options"):
     """Options of a streamed response."""
 
     include_usage: bool = False
@@ -64,34 +72,28 @@ class StreamOptions(StrictModel, other_fields=client_fields.STREAM_OPTIONS):
 class ExtensionFields(StrictModel):
     """Fields that OpenAI's API does not have."""
 
-    kv_policy: Annotated[str, EMPTY_AS_NONE] | None = Field(
+    kv_policy: OptionalText | None = Field(
         None, description="KV cache policy of this request, see docs/guide/policies.md"
     )
-    speculate: Annotated[str, EMPTY_AS_NONE] | None = Field(
+    speculate: OptionalText | None = Field(
         None, description="Drafter for speculative decoding: off, or one listed by GET /v1/models"
     )
-    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        None, description="Share prefixes only with requests of the same key and salt"
-    )
+    cache_salt: CacheSalt = None
     pin: Annotated[float, Field(ge=0)] | None = Field(
         None, description="Seconds to keep the prompt's pages in the prefix cache; 0: as long as there is room"
     )
     explain_prefix: bool = Field(
         False, description="Say why no more of the prompt was cached: `retain.prefix` of each choice"
     )
-    top_k: Annotated[int, Field(ge=-1, lt=2**31)] = Field(
-        0, description="Sample from the most likely tokens; 0 or -1: from all"
-    )
+    top_k: OutputLimit = Field(0, description="Sample from the most likely tokens; 0 or -1: from all")
     min_p: Annotated[float, Field(ge=0, le=1)] = Field(
         0.0, description="Exclude tokens below this share of the highest probability"
     )
-    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] = Field(
-        1.0, description="Penalty of tokens in prompt or output; 1: none"
-    )
+    repetition_penalty: Penalty = Field(1.0, description="Penalty of tokens in prompt or output; 1: none")
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] = Field(
         default_factory=list, description="Token ids that end the output"
     )
-    min_tokens: Annotated[int, Field(ge=0, lt=2**31)] = Field(
+    min_tokens: Count = Field(
         0, description="Output tokens at least, before an end token, a stop token or a stop string"
     )
     ignore_eos: bool = Field(False, description="Generate up to max_tokens, past the end of text")
@@ -115,13 +117,11 @@ class GenerationFields(ExtensionFields):
     stream: bool | None = None
 
 
-class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
+class SamplingFields(GenerationFields, other_fields="sampling"):
     """Sampling fields common to both completion endpoints."""
 
-    max_tokens: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(
-        None, description="Cut to what the context leaves; -1: all of that"
-    )
-    n_predict: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="llama.cpp's max_tokens")
+    max_tokens: OutputLimit | None = Field(None, description="Cut to what the context leaves; -1: all of that")
+    n_predict: OutputLimit | None = Field(None, description="llama.cpp's max_tokens")
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = Field(None, description=TOP_P_DESCRIPTION)
     n: Annotated[int, Field(ge=1, le=128)] | None = None
@@ -131,9 +131,7 @@ class SamplingFields(GenerationFields, other_fields=client_fields.SAMPLING):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     logit_bias: LogitBias | None = Field(None, description="Bias by token id")
-    repeat_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = Field(
-        None, description="llama.cpp's repetition_penalty, over the whole text"
-    )
+    repeat_penalty: Penalty | None = Field(None, description="llama.cpp's repetition_penalty, over the whole text")
     return_token_ids: bool = Field(False, description="Return the ids of prompt and answer, as in vLLM's server")
 
     @property
@@ -197,7 +195,7 @@ class GenerationResponseFields(BaseModel):
     retain: list[Json] = Field(description="KV cache and speculation statistics per choice")
 
 
-class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
+class CompletionRequest(SamplingFields, other_fields="completion"):
     """POST /v1/completions."""
 
     prompt_field = "prompt"
@@ -211,7 +209,7 @@ class CompletionRequest(SamplingFields, other_fields=client_fields.COMPLETION):
         Discriminator(tag_prompt),
     ]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    suffix: Annotated[str, EMPTY_AS_NONE] | None = Field(
+    suffix: OptionalText | None = Field(
         None, description="Text behind the answer, which fills the middle: for models with the tokens of that"
     )
     echo: bool | None = Field(

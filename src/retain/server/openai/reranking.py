@@ -18,7 +18,7 @@ from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.errors import ERROR_RESPONSES
 from retain.server.openai.pooled_calls import MAX_TEXTS, PooledFields, PooledUsage, answer_pooled
-from retain.server.openai.protocol import Json, NonEmptyStr
+from retain.server.openai.protocol import Count, Json, NonEmptyStr
 from retain.server.openai.serving import OpenAIServing, compose_salt
 from retain.server.request_model import StrictModel
 
@@ -48,7 +48,7 @@ class RerankRequest(ScoringFields):
 
     query: NonEmptyStr
     documents: Annotated[list[NonEmptyStr | TextDocument], Field(min_length=1, max_length=MAX_TEXTS, fail_fast=True)]
-    top_n: Annotated[int, Field(ge=0, lt=2**31)] | None = Field(None, description="Best documents to return; 0: all")
+    top_n: Count | None = Field(None, description="Best documents to return; 0: all")
     return_documents: bool = True
 
     @property

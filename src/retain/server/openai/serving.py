@@ -34,15 +34,9 @@ from retain.server.openai.choice_builders import (
 )
 from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
-from retain.server.openai.messages import (
-    build_grammar,
-    fit_messages,
-    render_prompt,
-    to_template_messages,
-    to_template_tools,
-)
-from retain.server.openai.prompt_normalization import normalize_prompt
-from retain.server.openai.protocol import CompletionRequest, GenerationFields, Json, SamplingFields
+from retain.server.openai.messages import build_grammar
+from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
+from retain.server.openai.rendered_chat import ChatRenderer, RenderedChat
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup
@@ -63,6 +57,14 @@ class Prepared(NamedTuple):
     pins: Sequence[Pin] = ()
 
 
+class PreparedChat(NamedTuple):
+    """The request of a conversation, a parser of each of its answers, and how it was rendered."""
+
+    request: GenerateRequest
+    parsers: list[ChatOutputParser]
+    chat: RenderedChat
+
+
 class OpenAIServing:
     """Serves one model, under one or several names."""
 
@@ -73,7 +75,6 @@ class OpenAIServing:
         self.limits = server_config.limits
         self.model_names = server_config.served_model_name
         self.any_model_name = server_config.any_model_name
-        self.normalizes_prompts = server_config.normalize_prompts
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
@@ -83,7 +84,13 @@ class OpenAIServing:
         self.grammar_trials = GrammarTrials(sandbox, num_keys)
         self.created = int(time())
         llm.tokenizer.chat_templates.renderer = sandbox
-        self.dialect = ChatDialect.read(llm.tokenizer)
+        dialect = ChatDialect.read(llm.tokenizer)
+        self.chat_renderer = ChatRenderer(llm.input_processor, dialect, server_config.normalize_prompts)
+
+    @property
+    def dialect(self) -> ChatDialect:
+        """How the model writes answers."""
+        return self.chat_renderer.dialect
 
     @property
     def tool_format(self) -> ToolFormat | None:
@@ -104,61 +111,36 @@ class OpenAIServing:
 
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
-        body, notes = self.normalize(body)
-        request, parsers = self.prepare_chat_request(body, key)
+        request, parsers, chat = self.prepare_chat_request(body, key)
         wants_logprobs = request.params.logprobs is not None
         choices = [ChatChoiceBuilder(self.llm.tokenizer, i, wants_logprobs, parser) for i, parser in enumerate(parsers)]
-        encoder = ChatCompletionEncoder(choices, self.llm.output_processor, body)
-        encoder.headers = add_warnings(encoder.headers, notes)
+        encoder = ChatCompletionEncoder(choices, self.llm.output_processor, chat.body)
+        encoder.headers = add_warnings(encoder.headers, chat.notes)
         return Prepared([request], encoder)
 
-    def normalize(self, body: ChatCompletionRequest) -> tuple[ChatCompletionRequest, list[str]]:
-        """Return a conversation as the server renders it, and warnings of what it changes, if it changes any."""
-        return normalize_prompt(body) if self.normalizes_prompts else (body, [])
-
-    def prepare_chat_request(
-        self, body: ChatCompletionRequest, key: ApiKey
-    ) -> tuple[GenerateRequest, list[ChatOutputParser]]:
+    def prepare_chat_request(self, body: ChatCompletionRequest, key: ApiKey) -> PreparedChat:
         """Return the request of a conversation, and a parser for each choice. Raises APIError or ValueError.
 
         Every API of conversations converts its requests to chat completions, so that all have the same prompt.
         """
-        tokenizer = self.llm.tokenizer
-        prompt, tools = self.render_chat(body)
-        ids = tokenizer.encode(prompt, add_special_tokens=False)
-        request = self._build_base_request(ids, body, key)
-        if self.llm.input_processor.protects_system(body.kv_policy):
-            request = replace(request, num_system_tokens=self._count_system_tokens(body))
+        chat = self.chat_renderer.render(body)
+        ids = self.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)
+        request = replace(self._build_base_request(ids, body, key), num_system_tokens=chat.num_system_tokens)
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
-        params = body.to_sampling_params(max_tokens, logprobs)
-        begun = to_template_messages(body.messages[-1:])[0]["content"] if body.continue_final_message else ""
-        start = prompt.rindex(begun.strip()) if begun.strip() else len(prompt)
         # Half of the tokens are left for a structured output.
-        reasoning = self.dialect.find_reasoning(prompt[:start], bool(tools), max_tokens and max_tokens // 2)
+        reasoning = self.dialect.find_reasoning(chat.asked, bool(chat.tools), max_tokens and max_tokens // 2)
         request = replace(
             request,
-            params=params,
-            grammar=build_grammar(body, tools, self.tool_format, reasoning, self.dialect.special_tokens),
+            params=body.to_sampling_params(max_tokens, logprobs),
+            grammar=build_grammar(body, chat.tools, self.tool_format, reasoning, self.dialect.special_tokens),
             shown_tokens=frozenset(self.dialect.special_tokens.values()),
-            reasoning=reasoning and reasoning.after(prompt[start:]),
+            reasoning=reasoning and reasoning.after(chat.begun),
         )
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
-        parser = self.dialect.create_parser(prompt[:start], prompt[start:], tools, reasoning)
-        return request, [parser.copy() for _ in range(body.n or 1)]
-
-    def _count_system_tokens(self, body: ChatCompletionRequest) -> int:
-        return self.llm.tokenizer.count_system_tokens(fit_messages(body, self.llm.tokenizer, self.tool_format))
-
-    def render_chat(self, body: ChatCompletionRequest) -> tuple[str, list[Json]]:
-        """Return the prompt text of a conversation, and its tools. Raises APIError or ValueError."""
-        tools = to_template_tools(body)
-        if tools and not self.tool_format:
-            raise APIError(400, self.dialect.why_no_tools, "tools")
-        prompt = render_prompt(body, tools, self.llm.tokenizer, self.tool_format)
-        self.llm.input_processor.check_length(prompt)
-        return prompt, tools
+        parser = self.dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning)
+        return PreparedChat(request, [parser.copy() for _ in range(body.n or 1)], chat)
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""

@@ -8,7 +8,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field
 
-from retain.server import client_fields
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import MessageParam, PromptEndFields
 from retain.server.openai.errors import ERROR_RESPONSES
@@ -18,7 +17,7 @@ from retain.server.openai.serving import OpenAIServing
 from retain.server.request_model import StrictModel
 
 
-class TokenizeCompletionRequest(StrictModel, other_fields=client_fields.TOKENIZE):
+class TokenizeCompletionRequest(StrictModel, other_fields="tokenize"):
     """POST /tokenize with a prompt."""
 
     model: str | None = None
@@ -26,7 +25,7 @@ class TokenizeCompletionRequest(StrictModel, other_fields=client_fields.TOKENIZE
     add_special_tokens: bool = True
 
 
-class TokenizeChatRequest(PromptEndFields, other_fields=client_fields.TOKENIZE_CHAT):
+class TokenizeChatRequest(PromptEndFields, other_fields="tokenize_chat"):
     """POST /tokenize with messages."""
 
     model: str | None = None

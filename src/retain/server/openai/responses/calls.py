@@ -10,13 +10,12 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from retain.server import client_fields
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.content import Content, join_content
 from retain.server.request_model import StrictModel, tag_by_type
 
 
-class Item(StrictModel, other_fields=client_fields.RESPONSES_ITEM):
+class Item(StrictModel, other_fields="responses_item"):
     """Base of items. Clients send back what they were given, so ids have any length."""
 
     id: str | None = None
@@ -113,7 +112,7 @@ class ShellAction(StrictModel):
     max_output_length: int | None = None
 
 
-class ShellCallItem(BaseCallItem, other_fields=client_fields.RESPONSES_SHELL_CALL):
+class ShellCallItem(BaseCallItem, other_fields="responses_shell_call"):
     """Call of the client's shell with several commands."""
 
     type: Literal["shell_call"]
@@ -163,7 +162,7 @@ CallItem = (
 )
 
 
-class CallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM):
+class CallOutputItem(Item, other_fields="responses_output_item"):
     """Result of a function call or of a call of a custom tool."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -202,7 +201,7 @@ class TimeoutOutcome(StrictModel):
     type: Literal["timeout"]
 
 
-class CommandOutput(StrictModel, other_fields=client_fields.RESPONSES_COMMAND_OUTPUT):
+class CommandOutput(StrictModel, other_fields="responses_command_output"):
     """What a command wrote, and how it ended."""
 
     stdout: str
@@ -215,7 +214,7 @@ class CommandOutput(StrictModel, other_fields=client_fields.RESPONSES_COMMAND_OU
     ]
 
 
-class ShellCallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM):
+class ShellCallOutputItem(Item, other_fields="responses_output_item"):
     """Results of the commands of a shell call."""
 
     type: Literal["shell_call_output"]
@@ -228,7 +227,7 @@ class ShellCallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM
         return json.dumps([one.model_dump() for one in self.output], ensure_ascii=False)
 
 
-class ApplyPatchCallOutputItem(Item, other_fields=client_fields.RESPONSES_OUTPUT_ITEM):
+class ApplyPatchCallOutputItem(Item, other_fields="responses_output_item"):
     """Result of a change of a file."""
 
     type: Literal["apply_patch_call_output"]

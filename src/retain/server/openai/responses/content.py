@@ -6,19 +6,18 @@ from typing import Annotated, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from retain.server import client_fields
 from retain.server.openai.chat_protocol import RefusalContentPart
 from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
 
 
-class InputText(StrictModel, other_fields=client_fields.RESPONSES_INPUT_TEXT):
+class InputText(StrictModel, other_fields="responses_input_text"):
     """Text of a user, a system message or a tool's output."""
 
     type: Literal["input_text", "text"]
     text: str
 
 
-class OutputText(StrictModel, other_fields=client_fields.RESPONSES_OUTPUT_TEXT):
+class OutputText(StrictModel, other_fields="responses_output_text"):
     """Text of the model."""
 
     type: Literal["output_text"]

@@ -12,7 +12,6 @@ from uuid import uuid4
 
 from pydantic import Discriminator, Field, Tag
 
-from retain.server import client_fields
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.calls import (
     ApplyPatchCallItem,
@@ -87,7 +86,7 @@ class ReasoningText(StrictModel):
     text: str
 
 
-class ReasoningItem(Item, other_fields=client_fields.RESPONSES_REASONING):
+class ReasoningItem(Item, other_fields="responses_reasoning"):
     """Reasoning before an answer, passed on to the chat template."""
 
     type: Literal["reasoning"]
@@ -104,7 +103,7 @@ class ReasoningItem(Item, other_fields=client_fields.RESPONSES_REASONING):
         return decode_reasoning(self.encrypted_content or "")
 
 
-class ToolsItem(Item, other_fields=client_fields.RESPONSES_TOOLS_ITEM):
+class ToolsItem(Item, other_fields="responses_tools_item"):
     """Tools that a conversation adds to those of its request."""
 
     type: Literal["additional_tools", "tool_search_output"]

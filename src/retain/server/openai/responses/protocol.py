@@ -6,9 +6,16 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Discriminator, Field, Tag
 
-from retain.server import client_fields
-from retain.server.openai.chat_protocol import PositiveInt32, ReasoningEffort, TextOrJsonObjectFormat
-from retain.server.openai.protocol import EMPTY_AS_NONE, TOP_P_DESCRIPTION, GenerationFields, Json, Seed, TopP
+from retain.server.openai.chat_protocol import ReasoningEffort, TextOrJsonObjectFormat
+from retain.server.openai.protocol import (
+    EMPTY_AS_NONE,
+    TOP_P_DESCRIPTION,
+    GenerationFields,
+    Json,
+    PositiveCount,
+    Seed,
+    TopP,
+)
 from retain.server.openai.responses.items import InputItem
 from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
 from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
@@ -49,17 +56,17 @@ OutputFormat = Annotated[
 ]
 
 
-class TextOptions(StrictModel, other_fields=client_fields.RESPONSES_TEXT):
+class TextOptions(StrictModel, other_fields="responses_text"):
     """Options of the answer's text."""
 
     format: OutputFormat | None = None
 
 
-class ResponsesStreamOptions(StrictModel, other_fields=client_fields.RESPONSES_STREAM_OPTIONS):
+class ResponsesStreamOptions(StrictModel, other_fields="responses_stream_options"):
     """Options of a streamed response."""
 
 
-class ReasoningOptions(StrictModel, other_fields=client_fields.RESPONSES_REASONING_OPTIONS):
+class ReasoningOptions(StrictModel, other_fields="responses_reasoning_options"):
     """How the model reasons."""
 
     effort: ReasoningEffort | None = Field(
@@ -67,14 +74,14 @@ class ReasoningOptions(StrictModel, other_fields=client_fields.RESPONSES_REASONI
     )
 
 
-class PromptCacheOptions(StrictModel, other_fields=client_fields.RESPONSES_PROMPT_CACHE):
+class PromptCacheOptions(StrictModel, other_fields="responses_prompt_cache"):
     """Options of the prefix cache."""
 
     prewarm: bool | None = None
     comparison_response_id: Annotated[str, Field(max_length=128)] | None = None
 
 
-class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
+class ResponsesRequest(GenerationFields, other_fields="responses"):
     """POST /v1/responses."""
 
     input: Annotated[
@@ -94,7 +101,7 @@ class ResponsesRequest(GenerationFields, other_fields=client_fields.RESPONSES):
     ) = Field(None, description="Returned with the response")
     user: str | None = Field(None, description="Returned with the response")
     safety_identifier: str | None = Field(None, description="Returned with the response")
-    max_output_tokens: PositiveInt32 | None = None
+    max_output_tokens: PositiveCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: TopP | None = Field(None, description=TOP_P_DESCRIPTION)
     seed: Seed | None = Field(None, description="As in chat completions; OpenAI's Responses API has no seed")

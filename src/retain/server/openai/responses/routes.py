@@ -57,8 +57,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                     store.put(key.name, response["id"], turn)
 
             converted = convert_request(body, [*conversation.load_history(), *items])
-            chat, notes = service.normalize(converted.chat)
-            generated, (parser,) = service.prepare_chat_request(chat, key)
+            generated, (parser,), chat = service.prepare_chat_request(converted.chat, key)
             fingerprint = build_fingerprint(chat, generated)
             comparison = None
             if body.prompt_cache_options and (earlier_id := body.prompt_cache_options.comparison_response_id):
@@ -70,7 +69,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                 service.llm.tokenizer,
                 service.llm.output_processor,
                 converted.tools,
-                [*converted.warnings, *notes],
+                [*converted.warnings, *chat.notes],
                 keep,
                 comparison,
             )

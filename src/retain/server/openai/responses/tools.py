@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from retain.server import client_fields
 from retain.server.openai.protocol import Json
 from retain.server.request_model import LeftOutModel, StrictModel, get_type, tag_by_type, tag_text_or_list
 
@@ -26,7 +25,7 @@ HOSTED_TOOLS = (
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
-class FunctionTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
+class FunctionTool(StrictModel, other_fields="responses_tool"):
     """Function that the model may call."""
 
     type: Literal["function"]
@@ -58,7 +57,7 @@ InputFormat = Annotated[
 ]
 
 
-class CustomTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
+class CustomTool(StrictModel, other_fields="responses_tool"):
     """Tool whose input is a text. The model sees a function with one string, `input`."""
 
     type: Literal["custom"]
@@ -96,20 +95,20 @@ class LocalShellTool(StrictModel):
     type: Literal["local_shell"]
 
 
-class LocalEnvironment(StrictModel, other_fields=client_fields.RESPONSES_ENVIRONMENT):
+class LocalEnvironment(StrictModel, other_fields="responses_environment"):
     """The client's machine."""
 
     type: Literal["local"]
 
 
-class ShellTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
+class ShellTool(StrictModel, other_fields="responses_tool"):
     """Shell of the client, for several commands a call."""
 
     type: Literal["shell"]
     environment: LocalEnvironment | None = None
 
 
-class ApplyPatchTool(StrictModel, other_fields=client_fields.RESPONSES_TOOL):
+class ApplyPatchTool(StrictModel, other_fields="responses_tool"):
     """Changes of files by the client."""
 
     type: Literal["apply_patch"]

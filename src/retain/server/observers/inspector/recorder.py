@@ -27,7 +27,7 @@ from retain.kv.stats.pool import PAGE_STATES, PoolStats
 from retain.llm import LLM
 from retain.processing.output import describe_prefix
 from retain.processing.tokenizer import Tokenizer
-from retain.server.engine_thread import Observer
+from retain.server.observers import Observer
 from retain.server.request_group import RequestGroup
 
 MAX_LIVE = 16
@@ -67,8 +67,8 @@ class PrefixMiss:
         }
 
 
-class Inspector(Observer):
-    """Observes the requests of one engine. Every method runs in the engine thread (see Observer)."""
+class Recorder(Observer):
+    """Records the requests of one engine. Every method runs in the engine thread (see Observer)."""
 
     def __init__(self, llm: LLM):
         self.llm = llm

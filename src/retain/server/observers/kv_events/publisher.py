@@ -21,9 +21,9 @@ import msgspec
 import zmq
 
 from retain.kv.manager import KVCacheManager
-from retain.server.kv_events.config import KVEventsConfig
-from retain.server.kv_events.queue import KVEventQueue
-from retain.server.kv_events.wire import END_OF_REPLAY, encode_sequence_number
+from retain.server.observers.kv_events.config import KVEventsConfig
+from retain.server.observers.kv_events.queue import KVEventQueue
+from retain.server.observers.kv_events.wire import END_OF_REPLAY, encode_sequence_number
 
 log = logging.getLogger(__name__)
 MAX_BATCH_EVENTS = 256

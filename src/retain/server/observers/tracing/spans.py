@@ -26,7 +26,7 @@ from retain.engine.request import FinishReason, Request
 from retain.files import quote
 from retain.kv.eviction import policies
 from retain.processing.tokenizer import Tokenizer
-from retain.server.engine_thread import Observer
+from retain.server.observers import Observer
 from retain.server.request_group import REPORTED_REASONS, CallInfo, PooledCallStats, RequestGroup
 from retain.server.usage import count_tokens
 

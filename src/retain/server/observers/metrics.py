@@ -7,19 +7,22 @@ scrape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
 from time import perf_counter
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, Metric
 
 from retain.engine.request import Request
 from retain.engine.spec_decode.stats import SpecDecodeStats
 from retain.kv.stats.pool import PoolStats
 from retain.llm import LLM
-from retain.server.engine_thread import Observer
+from retain.server.config import ServerConfig
+from retain.server.metric_families import MetricFamilies
+from retain.server.observers import CreateObserver, Observer
 from retain.server.request_group import REPORTED_REASONS, RequestGroup
 
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -29,7 +32,11 @@ AGE_BUCKETS = (1, 5, 15, 60, 300, 900, 3600, 14400, 86400)
 HIT_BUCKETS = (0, 1, 2, 5, 10, 50, 100)
 TIER_DIRECTIONS = ("read", "written")
 TIER_SIZES = ("tier", "bytes", "capacity", "spans")  # of a tier's statistics, what is no count of events
-Values = float | Mapping[Any, float]  # by the value of a label, or by those of several
+
+
+def open_observer(config: ServerConfig, stack: ExitStack) -> CreateObserver:
+    """Return what counts: every server does."""
+    return lambda llm: Metrics(llm, config.served_model_name[0])
 
 
 class Metrics(Observer):
@@ -38,82 +45,67 @@ class Metrics(Observer):
     def __init__(self, llm: LLM, model_name: str):
         self.llm = llm
         self.registry = CollectorRegistry()
-        self.labels = {"model_name": model_name, "engine": "0"}
+        self.families = MetricFamilies(model_name)
+        self.labels = self.families.labels
         # Time and number of output tokens at the last step that sampled for a request.
         self._last_sample: WeakKeyDictionary[Request, tuple[float, int]] = WeakKeyDictionary()
         self.num_ring_overwrites = 0
-        self.count_kv_events: Callable[[], Mapping[str, int]] | None = None  # by what became of them
-        self.step_time = self._histogram("retain_engine_step_seconds", "Engine step time", TOKEN_LATENCY_BUCKETS)
         self._create_token_metrics()
         self._create_time_metrics()
         self._create_eviction_metrics()
-        self.registry.register(self)
 
     def _create_token_metrics(self) -> None:
         counter = self._counter
-        histogram = self._histogram
+        size_histogram = partial(self._histogram, TOKEN_COUNT_BUCKETS)
         self.prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed")
         self.generation_tokens = counter("vllm:generation_tokens", "Generated tokens")
-        self.finished_requests = Counter(
-            "vllm:request_success", "Finished requests", [*self.labels, "finished_reason"], registry=self.registry
-        )
+        self.finished_requests = counter("vllm:request_success", "Finished requests", "finished_reason")
         for reason in REPORTED_REASONS.values():
             self.finished_requests.labels(**self.labels, finished_reason=reason)
         self.draft_rounds = counter("vllm:spec_decode_num_drafts", "Rounds of drafts")
         self.draft_tokens = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens")
         self.accepted_tokens = counter("vllm:spec_decode_num_accepted_tokens", "Accepted draft tokens")
-        self.accepted_by_position = Counter(
+        self.accepted_by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Accepted draft tokens by their position in a round",
-            [*self.labels, "position"],
-            registry=self.registry,
+            "position",
         )
-        sizes = TOKEN_COUNT_BUCKETS
-        self.request_prompt_tokens = histogram("vllm:request_prompt_tokens", "Prompt tokens of a request", sizes)
-        self.request_output_tokens = histogram("vllm:request_generation_tokens", "Generated tokens of a request", sizes)
-        self.request_max_tokens = histogram("vllm:request_params_max_tokens", "Tokens that a request allows", sizes)
+        self.request_prompt_tokens = size_histogram("vllm:request_prompt_tokens", "Prompt tokens of a request")
+        self.request_output_tokens = size_histogram("vllm:request_generation_tokens", "Generated tokens of a request")
+        self.request_max_tokens = size_histogram("vllm:request_params_max_tokens", "Tokens that a request allows")
 
     def _create_time_metrics(self) -> None:
-        histogram = self._histogram
-        of_token = TOKEN_LATENCY_BUCKETS
-        of_request = LATENCY_BUCKETS
-        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token", of_request)
-        self.itl = histogram("vllm:inter_token_latency_seconds", "Inter-token latency", of_token)
-        self.tpot = histogram(
-            "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request", of_token
+        histogram = partial(self._histogram, LATENCY_BUCKETS)
+        token_histogram = partial(self._histogram, TOKEN_LATENCY_BUCKETS)
+        self.step_time = token_histogram("retain_engine_step_seconds", "Engine step time")
+        self.ttft = histogram("vllm:time_to_first_token_seconds", "Time to first token")
+        self.itl = token_histogram("vllm:inter_token_latency_seconds", "Inter-token latency")
+        self.tpot = token_histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time per output token of a request"
         )
-        self.e2e_latency = histogram("vllm:e2e_request_latency_seconds", "End-to-end request latency", of_request)
-        self.queue_time = histogram(
-            "vllm:request_queue_time_seconds", "Time until a request begins to be computed", of_request
-        )
-        self.prefill_time = histogram(
-            "vllm:request_prefill_time_seconds", "Time from then until its first token", of_request
-        )
-        self.decode_time = histogram(
-            "vllm:request_decode_time_seconds", "Time from its first token until its last", of_request
-        )
+        self.e2e_latency = histogram("vllm:e2e_request_latency_seconds", "End-to-end request latency")
+        self.queue_time = histogram("vllm:request_queue_time_seconds", "Time until a request begins to be computed")
+        self.prefill_time = histogram("vllm:request_prefill_time_seconds", "Time from then until its first token")
+        self.decode_time = histogram("vllm:request_decode_time_seconds", "Time from its first token until its last")
         self.inference_time = histogram(
-            "vllm:request_inference_time_seconds",
-            "Time in which a request was computed: prefill and decode",
-            of_request,
+            "vllm:request_inference_time_seconds", "Time in which a request was computed: prefill and decode"
         )
 
     def _create_eviction_metrics(self) -> None:
-        histogram = self._histogram
-        self.eviction_age = histogram(
-            "retain_prefix_eviction_age_seconds", "Age of cached prefixes at eviction", AGE_BUCKETS
+        age_histogram = partial(self._histogram, AGE_BUCKETS)
+        hit_histogram = partial(self._histogram, HIT_BUCKETS)
+        self.eviction_age = age_histogram("retain_prefix_eviction_age_seconds", "Age of cached prefixes at eviction")
+        self.eviction_idle = age_histogram(
+            "retain_prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction"
         )
-        self.eviction_idle = histogram(
-            "retain_prefix_eviction_idle_seconds", "Time since last hit of cached prefixes at eviction", AGE_BUCKETS
-        )
-        self.eviction_hits = histogram(
-            "retain_prefix_eviction_hits", "Hits of cached prefixes before eviction", HIT_BUCKETS
-        )
+        self.eviction_hits = hit_histogram("retain_prefix_eviction_hits", "Hits of cached prefixes before eviction")
 
-    def _counter(self, name: str, documentation: str) -> Counter:
-        return Counter(name, documentation, [*self.labels], registry=self.registry).labels(**self.labels)
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        """Return a counter of this engine, or with own labels what makes the counters of their values."""
+        counter = Counter(name, documentation, [*self.labels, *labels], registry=self.registry)
+        return counter if labels else counter.labels(**self.labels)
 
-    def _histogram(self, name: str, documentation: str, buckets: Sequence[float]) -> Histogram:
+    def _histogram(self, buckets: Sequence[float], name: str, documentation: str) -> Histogram:
         metric = Histogram(name, documentation, [*self.labels], buckets=buckets, registry=self.registry)
         return metric.labels(**self.labels)
 
@@ -178,41 +170,35 @@ class Metrics(Observer):
 
     # ---- at each scrape ------------------------------------------------------------------------------------------
 
-    def render(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+    def collect(self) -> Iterator[Metric]:
+        """Yield what was counted, and the state of the scheduler, the pool and the tiers."""
         for record in self.llm.cache.prefix_cache.take_evictions():
             self.eviction_age.observe(record.age)
             self.eviction_idle.observe(record.idle)
             self.eviction_hits.observe(record.hits)
-        return generate_latest(self.registry)
-
-    def collect(self) -> Iterator[Metric]:
-        """Yield the state of the scheduler, the pool and the tiers (a prometheus_client collector)."""
+        yield from self.registry.collect()
         cache = self.llm.cache
         scheduler = self.llm.engine.scheduler
         stats = cache.pool_stats()
-        yield self._gauge_family("vllm:num_requests_running", "Running requests", len(scheduler.running))
-        yield self._gauge_family("vllm:num_requests_waiting", "Waiting requests", len(scheduler.waiting))
+        yield self.families.gauge("vllm:num_requests_running", "Running requests", len(scheduler.running))
+        yield self.families.gauge("vllm:num_requests_waiting", "Waiting requests", len(scheduler.waiting))
         usage = 1 - cache.free_pages / max(cache.total_pages, 1)
-        yield self._gauge_family("vllm:kv_cache_usage_perc", "Fraction of the page pool in use", usage)
+        yield self.families.gauge("vllm:kv_cache_usage_perc", "Fraction of the page pool in use", usage)
         yield self._cache_config()
-        yield self._counter_family("vllm:num_preemptions", "Preempted requests", scheduler.num_preemptions)
-        yield self._gauge_family("retain_slots", "Occupied slots", stats.slots_by_state, "state")
-        yield self._gauge_family("retain_slot_holes", "Empty slots in allocated pages", stats.num_holes)
-        yield self._gauge_family("retain_pages", "Pages of the pool", stats.pages_by_state, "state")
-        yield self._gauge_family("retain_page_bytes", "Bytes of a page", stats.page_bytes)
-        yield self._gauge_family(
+        yield self.families.counter("vllm:num_preemptions", "Preempted requests", scheduler.num_preemptions)
+        yield self.families.gauge("retain_slots", "Occupied slots", stats.slots_by_state, "state")
+        yield self.families.gauge("retain_slot_holes", "Empty slots in allocated pages", stats.num_holes)
+        yield self.families.gauge("retain_pages", "Pages of the pool", stats.pages_by_state, "state")
+        yield self.families.gauge("retain_page_bytes", "Bytes of a page", stats.page_bytes)
+        yield self.families.gauge(
             "retain_snapshots", "Positions of cached texts that others go on from", stats.num_checkpoints
         )
         size = stats.num_checkpoint_pages * stats.page_bytes
-        yield self._gauge_family(
+        yield self.families.gauge(
             "retain_snapshot_bytes", "Bytes that checkpoints hold beside the pages of their texts", size
         )
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
-        yield self._counter_family("retain_evicted_slots", "Evicted slots", evicted, "policy")
-        if self.count_kv_events:
-            events = self.count_kv_events()
-            yield self._counter_family("retain_kv_events", "Events about cached pages", events, "outcome")
+        yield self.families.counter("retain_evicted_slots", "Evicted slots", evicted, "policy")
         yield from self._collect_prefixes(stats)
         yield from self._collect_tiers(stats.tier_stats)
 
@@ -225,13 +211,13 @@ class Metrics(Observer):
             "num_gpu_blocks": str(cache.total_pages // cache.planner.pages_of_text(cache.planner.block_size)),
             "enable_prefix_caching": str(cache.prefix_cache.enabled),
         }
-        return self._gauge_family(
+        return self.families.gauge(
             "vllm:cache_config_info", "The cache, as labels of the value 1", {tuple(values.values()): 1}, *values
         )
 
     def _collect_prefixes(self, stats: PoolStats) -> Iterator[Metric]:
         """Yield how many tokens were asked for, and where they were: in vLLM's terms a tier is external."""
-        counter = self._counter_family
+        counter = self.families.counter
         in_pool = stats.prefix_hit_tokens["pool"]
         queried = stats.num_queried_tokens
         yield counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache", queried)
@@ -245,38 +231,22 @@ class Metrics(Observer):
 
     def _collect_tiers(self, tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
         used = {tier["tier"]: tier["bytes"] for tier in tiers}
-        yield self._gauge_family("retain_tier_used_bytes", "Bytes stored in the tier", used, "tier")
+        yield self.families.gauge("retain_tier_used_bytes", "Bytes stored in the tier", used, "tier")
         capacity = {tier["tier"]: tier["capacity"] for tier in tiers}
-        yield self._gauge_family("retain_tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
+        yield self.families.gauge("retain_tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
         counts = {(t["tier"], name): value for t in tiers for name, value in t.items() if name not in TIER_SIZES}
         transferred = {key: value for key, value in counts.items() if key[1] in TIER_DIRECTIONS}
-        yield self._counter_family(
+        yield self.families.counter(
             "retain_tier_transferred_bytes",
             "Bytes read from and written to the tier",
             transferred,
             "tier",
             "direction",
         )
-        yield self._counter_family(
+        yield self.families.counter(
             "retain_tier_events",
             "Spans evicted, damaged, failed or skipped, and block cache hits and misses",
             {key: value for key, value in counts.items() if key not in transferred},
             "tier",
             "event",
         )
-
-    def _gauge_family(self, name: str, documentation: str, values: Values, *labels: str) -> Metric:
-        family = GaugeMetricFamily(name, documentation, labels=[*self.labels, *labels])
-        return _with_values(family, [*self.labels.values()], values)
-
-    def _counter_family(self, name: str, documentation: str, values: Values, *labels: str) -> Metric:
-        family = CounterMetricFamily(name, documentation, labels=[*self.labels, *labels])
-        return _with_values(family, [*self.labels.values()], values)
-
-
-def _with_values(family: CounterMetricFamily | GaugeMetricFamily, labels: Sequence[str], values: Values) -> Metric:
-    """Add the values of a metric: one, or one for each value of its own label, or of several."""
-    by_labels: Mapping[Any, float] = values if isinstance(values, Mapping) else {(): values}
-    for key, value in by_labels.items():
-        family.add_metric([*labels, *([key] if isinstance(key, str) else key)], value)
-    return family

@@ -8,9 +8,10 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
-from retain.server.inspector.recorder import Inspector
+from retain.server.observers import EngineReader
+from retain.server.observers.inspector.recorder import Recorder
 from retain.server.openai.errors import APIError
-from retain.server.openai.serving import OpenAIServing
+from retain.server.preparation import PreparationPool
 
 STATIC_FOLDER = Path(__file__).parent / "static"
 SCRIPTS_AND_STYLES = ("common.js", "inspect.css", "inspect.js", "playground.js")
@@ -25,9 +26,17 @@ SECURITY_HEADERS = {
 }
 
 
-def add_routes(app: FastAPI, service: OpenAIServing, inspector: Inspector) -> None:
-    """Add the routes under /inspect."""
-    engine_thread = service.engine_thread
+class Inspector(Recorder):
+    """Shows at /inspect what it has recorded."""
+
+    def add_routes(self, app: FastAPI, engine: EngineReader, preparation: PreparationPool) -> None:
+        """Add the routes under /inspect."""
+        add_pages(app)
+        add_records(app, self, engine, preparation)
+
+
+def add_pages(app: FastAPI) -> None:
+    """Add the routes of the pages and of what they load."""
 
     def serve_file(file_name: str) -> Any:
         async def send_file() -> FileResponse:
@@ -45,26 +54,30 @@ def add_routes(app: FastAPI, service: OpenAIServing, inspector: Inspector) -> No
             return RedirectResponse(f"?{request.url.remove_query_params('run').query}", 303)
         return FileResponse(STATIC_FOLDER / "playground.html", headers=SECURITY_HEADERS)
 
+
+def add_records(app: FastAPI, recorder: Recorder, engine: EngineReader, preparation: PreparationPool) -> None:
+    """Add the routes of the JSON that the pages poll."""
+
     @app.get("/inspect/state", include_in_schema=False, response_model=None)
     async def get_state(request: Request) -> JSONResponse:
         key = request.state.key
         request.state.admission.admit(1)  # its work is as long as the texts of the key's requests
-        return JSONResponse(await engine_thread.read(lambda: inspector.get_state(key.name, key.is_operator)))
+        return JSONResponse(await engine.read(lambda: recorder.get_state(key.name, key.is_operator)))
 
     @app.get("/inspect/requests/{request_id}", include_in_schema=False, response_model=None)
     async def get_request(request_id: int, request: Request, layer: int | None = None) -> JSONResponse:
         key = request.state.key.name
-        if layer is not None and layer not in inspector.caches:
-            raise APIError(400, f"layer is one of {', '.join(map(str, inspector.caches))}", "layer")
+        if layer is not None and layer not in recorder.caches:
+            raise APIError(400, f"layer is one of {', '.join(map(str, recorder.caches))}", "layer")
         request.state.admission.admit(1)  # its work is as long as the request's text
-        detail = await engine_thread.read(lambda: inspector.get_request_detail(request_id, key, layer))
-        return await service.preparation.run(key, lambda: _json_or_404(detail))
+        detail = await engine.read(lambda: recorder.get_request_detail(request_id, key, layer))
+        return await preparation.run(key, lambda: _json_or_404(detail))
 
     @app.get("/inspect/requests/{request_id}/tokens/{position}", include_in_schema=False, response_model=None)
     async def get_token(request_id: int, position: int, request: Request) -> JSONResponse:
         key = request.state.key.name
         request.state.admission.admit(1)
-        return _json_or_404(await engine_thread.read(lambda: inspector.get_token_detail(request_id, key, position)))
+        return _json_or_404(await engine.read(lambda: recorder.get_token_detail(request_id, key, position)))
 
 
 def _json_or_404(detail: dict[str, Any] | None) -> JSONResponse:

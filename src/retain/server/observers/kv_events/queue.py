@@ -7,7 +7,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from retain.kv.prefix.events import StoredPages
-from retain.server.kv_events.wire import (
+from retain.server.observers.kv_events.wire import (
     Block,
     Event,
     all_blocks_cleared,

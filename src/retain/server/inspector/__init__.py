@@ -1,1 +1,0 @@
-"""The inspector: what running requests keep in their cache. Does not depend on: the OpenAI API."""

@@ -1,0 +1,68 @@
+"""Conversations as the model reads them. Each is rendered once, and every API of conversations reads the record."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from retain.processing.input import InputProcessor
+from retain.server.openai.chat_dialect import ChatDialect
+from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.errors import APIError
+from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
+from retain.server.openai.prompt_normalization import normalize_prompt
+from retain.server.openai.protocol import Json
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation with the text of its prompt.
+
+    `body` is the conversation as it was rendered, and `notes` warn of what was changed for that. `begun` is the end of
+    the prompt, where the answer has begun already. `num_system_tokens` are those that the policy keeps.
+    """
+
+    body: ChatCompletionRequest
+    notes: list[str]
+    tools: Sequence[Json]
+    messages: Sequence[Json]  # as the template takes them
+    prompt: str
+    begun: str
+    num_system_tokens: int = 0
+
+    @property
+    def asked(self) -> str:
+        """The prompt up to the answer."""
+        return self.prompt[: len(self.prompt) - len(self.begun)]
+
+
+class ChatRenderer:
+    """Renders conversations for a model. With `normalizes`, those that say the same begin alike."""
+
+    def __init__(self, input_processor: InputProcessor, dialect: ChatDialect, normalizes: bool):
+        self.input_processor = input_processor
+        self.dialect = dialect
+        self.normalizes = normalizes
+
+    def render(self, body: ChatCompletionRequest) -> RenderedChat:
+        """Render a conversation that is to be answered. Raises APIError or ValueError."""
+        chat = self.render_prompt(body)
+        if not self.input_processor.protects_system(body.kv_policy):
+            return chat
+        return replace(chat, num_system_tokens=self.input_processor.tokenizer.count_system_tokens(chat.messages))
+
+    def render_prompt(self, body: ChatCompletionRequest) -> RenderedChat:
+        """Render a conversation whose tokens are compared or counted only. Raises APIError or ValueError."""
+        body, notes = normalize_prompt(body) if self.normalizes else (body, [])
+        tool_format = self.dialect.tool_format
+        tools = to_template_tools(body)
+        if tools and not tool_format:
+            raise APIError(400, self.dialect.why_no_tools, "tools")
+        tokenizer = self.input_processor.tokenizer
+        sent = to_template_messages(body.messages)
+        messages = fit_messages(sent, tokenizer, tool_format)
+        prompt = render_prompt(body, messages, tools, tokenizer, tool_format)
+        self.input_processor.check_length(prompt)
+        last = sent[-1]["content"].strip() if body.continue_final_message else ""
+        begun = prompt[prompt.rindex(last) :] if last else ""
+        return RenderedChat(body, notes, tools, messages, prompt, begun)
