@@ -40,11 +40,12 @@ ARM_ISAS = {
 
 # Files that are compiled for each instruction set, and their flags, as in CMakeLists.txt.
 FOR_EACH_ISA = {
-    "isa_kernels.cpp": [],
-    "slot_kernels.cpp": [],
-    "ggml_blocks.cpp": ["-ffp-contract=off"],
-    "state_kernels.cpp": [],
+    "isa/isa_kernels.cpp": [],
+    "slots/slot_kernels.cpp": [],
+    "gemm/ggml_blocks.cpp": ["-ffp-contract=off"],
+    "attention/state_kernels.cpp": [],
 }
+OF_PYTHON = ("program/binding.cpp", "program/operations.cpp", "isa/native_isa.cpp")  # or of the build alone
 
 
 def main() -> int:
@@ -57,7 +58,8 @@ def main() -> int:
     is_arm = machine.startswith(("aarch64", "arm64"))
     isas, define = (ARM_ISAS, "-DRETAIN_ARM") if is_arm else (X86_ISAS, "-DRETAIN_X86")
     with tempfile.TemporaryDirectory() as folder:
-        sources = [p for p in SOURCES.glob("*.cpp") if p.name not in ("binding.cpp", "native_isa.cpp", *FOR_EACH_ISA)]
+        left_out = {SOURCES / p for p in (*OF_PYTHON, *FOR_EACH_ISA)}
+        sources = sorted(set(SOURCES.glob("*/*.cpp")) - left_out)
         built = "".join(f"ISA({name})" for name in isas)
         jobs = [(p, [define, f"-DRETAIN_BUILT_ISAS={built}"]) for p in sources]
         check = (ROOT / "tools/isa_check.cpp", [define, "-O1"])  # GCC 12 for aarch64 fails at vectorizing it

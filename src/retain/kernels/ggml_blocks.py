@@ -1,6 +1,6 @@
 """Unpack ggml's blocks, in which GGUF files hold matrices: the common types in one numpy pass, others by `gguf`.
 
-This is the definition; the cpu backend unpacks most types in C++ (cpu/csrc/ggml_blocks.cpp), and tests require equal
+This is the definition; the cpu backend unpacks most types in C++ (cpu/csrc/gemm/ggml_blocks.cpp), and tests require equal
 results. The library knows every type, but works on sixteen rows at a time, which takes seconds for the 262144 rows of
 Gemma's embedding. Both give the same bits; a test checks it.
 """

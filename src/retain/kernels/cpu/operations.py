@@ -1,7 +1,7 @@
-"""What the C++ program gets for each operation: a name of csrc/operations.cpp, and fields that are numbers.
+"""What the C++ program gets for each operation: a name of csrc/program/operations.cpp, and fields that are numbers.
 
 A record has the fields of its operation, converted. Only what C++ reads otherwise stands here. Weights are packed in
-tiles (csrc/packed_gemm.h).
+tiles (csrc/gemm/packed_gemm.h).
 """
 
 from __future__ import annotations

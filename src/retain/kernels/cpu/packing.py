@@ -1,4 +1,4 @@
-"""Pack weight matrices into the tiles that C++ multiplies (csrc/packed_gemm.h draws them)."""
+"""Pack weight matrices into the tiles that C++ multiplies (csrc/gemm/packed_gemm.h draws them)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "layer_states.h"
+#include "attention/layer_states.h"
 #include "thread_team.h"
 #include "types.h"
 

@@ -13,7 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "weight_format.h"
+#include "gemm/weight_format.h"
 
 namespace retain {
 

@@ -1,8 +1,8 @@
 // Where the numbers of a slot are in its page: writes and reads one token.
 #pragma once
 
-#include "gemm.h"
-#include "slot_rounding.h"
+#include "gemm/gemm.h"
+#include "slots/slot_rounding.h"
 
 namespace retain::RETAIN_ISA {
 

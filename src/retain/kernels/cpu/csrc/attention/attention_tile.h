@@ -5,10 +5,10 @@
 // padded tables cheap.
 #pragma once
 
-#include "attention_mass.h"
-#include "integer_pages.h"
-#include "page_gemm.h"
-#include "simd.h"
+#include "attention/attention_mass.h"
+#include "attention/integer_pages.h"
+#include "attention/page_gemm.h"
+#include "isa/simd.h"
 #include "types.h"
 
 namespace retain::RETAIN_ISA {

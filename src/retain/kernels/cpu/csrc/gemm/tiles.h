@@ -11,7 +11,7 @@
 // With RETAIN_EMULATE_TILES the same operations run on memory, so that any machine can test the kernels.
 #pragma once
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
 

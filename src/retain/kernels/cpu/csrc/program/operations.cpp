@@ -9,7 +9,7 @@
 #include <string>
 #include <unordered_map>
 
-#include "record.h"
+#include "program/record.h"
 
 namespace retain {
 

@@ -1,5 +1,5 @@
 // The buffers of a program, and the loop that runs its operations.
-#include "program.h"
+#include "program/program.h"
 
 #include <cmath>
 #include <stdexcept>

@@ -10,9 +10,9 @@
 
 #include <cstddef>
 
-#include "prefetch.h"
+#include "isa/prefetch.h"
 #ifdef RETAIN_TILES
-#include "tile_gemm.h"
+#include "gemm/tile_gemm.h"
 #endif
 
 namespace retain::RETAIN_ISA {

@@ -2,7 +2,7 @@
 // weights. A block of 2 x 2 tiles of C takes two tiles of A and two of B for every 32 inputs, so each is used twice.
 #pragma once
 
-#include "tiles.h"
+#include "gemm/tiles.h"
 
 namespace retain::RETAIN_ISA {
 

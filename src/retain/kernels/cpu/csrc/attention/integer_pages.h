@@ -13,8 +13,8 @@
 
 #include <type_traits>
 
-#include "integer_products.h"
-#include "page_gemm.h"
+#include "gemm/integer_products.h"
+#include "attention/page_gemm.h"
 
 namespace retain::RETAIN_ISA {
 

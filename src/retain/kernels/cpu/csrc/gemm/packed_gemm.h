@@ -22,9 +22,9 @@
 // products on tiles, with the same bits.
 #pragma once
 
-#include "simd.h"
+#include "isa/simd.h"
 #ifdef RETAIN_TILES
-#include "tiles.h"
+#include "gemm/tiles.h"
 #endif
 
 namespace retain::RETAIN_ISA {

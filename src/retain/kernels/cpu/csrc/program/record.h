@@ -8,7 +8,7 @@
 #include <string>
 #include <tuple>
 
-#include "program.h"
+#include "program/program.h"
 
 namespace retain {
 

@@ -1,8 +1,8 @@
 // The kernels of one instruction set that touch slots: attention, masses, writes and reads. CMake compiles this file
 // once for each set, beside isa_kernels.cpp.
-#include "attention_mass.h"
-#include "attention_tile.h"
-#include "slot_layout.h"
+#include "attention/attention_mass.h"
+#include "attention/attention_tile.h"
+#include "slots/slot_layout.h"
 
 namespace retain::RETAIN_ISA {
 

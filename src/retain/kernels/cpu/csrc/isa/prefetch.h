@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -5,8 +5,8 @@
 // of tokens share loads only. So a token's bits depend neither on where steps cut its text, nor on its company.
 #include <algorithm>
 
-#include "layer_states.h"
-#include "simd.h"
+#include "attention/layer_states.h"
+#include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
 

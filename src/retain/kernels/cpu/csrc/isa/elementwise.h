@@ -1,7 +1,7 @@
 // Row operations between two products: norms, RoPE, activations.
 #pragma once
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
 

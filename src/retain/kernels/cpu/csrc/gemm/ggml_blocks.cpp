@@ -4,7 +4,7 @@
 //
 // A block is N numbers in groups that share a scale: x = scale * (q - ZERO) (+ shift). The structs below know the bits of
 // each type, as ggml-common.h of llama.cpp defines them. What follows them is the same for all types.
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -5,8 +5,8 @@
 // product is issued before the last one is added.
 #pragma once
 
-#include "packed_gemm.h"
-#include "tile_gemm.h"
+#include "gemm/packed_gemm.h"
+#include "gemm/tile_gemm.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -3,7 +3,7 @@
 
 #include <utility>
 
-#include "elementwise.h"
+#include "isa/elementwise.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -2,7 +2,7 @@
 // compute them where the instruction set has tiles and the shapes are whole tiles; vectors compute the same bits.
 #pragma once
 
-#include "gemm.h"
+#include "gemm/gemm.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -1,7 +1,7 @@
 // Mass weights of a scored tile, from tempered and noised scores, and their sums over the tile's rows.
 #pragma once
 
-#include "simd.h"
+#include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
 

@@ -5,9 +5,9 @@
 // tiles over a panel (log/cpu-speed.md). Elsewhere integers are faster.
 #pragma once
 
-#include "packed_gemm.h"
+#include "gemm/packed_gemm.h"
 #ifdef RETAIN_TILES
-#include "tile_gemm.h"
+#include "gemm/tile_gemm.h"
 #endif
 
 namespace retain::RETAIN_ISA {

@@ -1,10 +1,10 @@
 // The kernels of one instruction set for weights and activations. CMake compiles this file once for each set, with
 // RETAIN_ISA as the namespace and RETAIN_WIDTH lanes in a vector.
-#include "dequantized_gemm.h"
-#include "elementwise.h"
-#include "packed_gemm.h"
+#include "gemm/dequantized_gemm.h"
+#include "isa/elementwise.h"
+#include "gemm/packed_gemm.h"
 #ifdef RETAIN_TILES
-#include "packed_tile_gemm.h"
+#include "gemm/packed_tile_gemm.h"
 #endif
 
 namespace retain::RETAIN_ISA {

@@ -1,5 +1,5 @@
 // Short convolutions and linear attention: checks, and the work of each thread. state_kernels.cpp computes.
-#include "layer_states.h"
+#include "attention/layer_states.h"
 
 #include <stdexcept>
 

@@ -3,7 +3,7 @@
 #include <stdexcept>
 #include <string_view>
 
-#include "isa_support.h"
+#include "isa/isa_support.h"
 #include "kernels.h"
 
 namespace retain {

@@ -6,7 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include "record.h"
+#include "program/record.h"
 
 namespace nb = nanobind;
 using namespace retain;

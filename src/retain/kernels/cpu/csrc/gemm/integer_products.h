@@ -1,8 +1,8 @@
 // Products of rows of integers with stored bytes, by register blocks, and the rounding that makes such rows.
 #pragma once
 
-#include "prefetch.h"
-#include "slot_rounding.h"
+#include "isa/prefetch.h"
+#include "slots/slot_rounding.h"
 
 namespace retain::RETAIN_ISA {
 
