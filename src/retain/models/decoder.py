@@ -108,7 +108,7 @@ class Attention:
         return self.sizes.num_kv_heads if is_own else 0
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         H = self.spec.num_heads
         G = self.num_written_heads
         a = self.sizes

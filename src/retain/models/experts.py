@@ -27,7 +27,7 @@ class MixtureOfExperts:
     latent: tuple[Linear, Linear] | None = None  # the linear layers before the experts, and behind them
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = self.experts.num_experts
         scores = Buffer(f"scores {n}", n)
         yield from self.gate.emit(x, scores)
@@ -50,7 +50,7 @@ class SharedExpertMixture:
     shared: Layer
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         yield from self.mixture.emit(x, out, add)
         yield from self.shared.emit(x, out, add=True)
 

@@ -90,7 +90,7 @@ class LowRankLinear:
     up_proj: Linear
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         rank = self.down_proj.weight.shape[0]
         narrow = Buffer(f"narrow {rank}", rank)
         yield from self.down_proj.emit(x, narrow)
@@ -109,7 +109,7 @@ class LatentProjection:
     key_weight: Weight  # [H latent, nope]: W_K^T of each head
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer. Raises ValueError if the output is to be added."""
+        """Yield the operations of the layer, which writes `out`. Raises ValueError if the output is to be added."""
         if add:
             raise ValueError("rows of q, k and v cannot be added to a buffer")
         s = self.sizes

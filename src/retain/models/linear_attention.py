@@ -51,7 +51,7 @@ class ShortConvolution:
     out_proj: Linear
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = len(self.weight)
         gates = Buffer(f"convolution gates {2 * n}", 2 * n)
         z = Buffer(f"convolution input {n}", n)
@@ -108,7 +108,7 @@ class GatedLinearAttention:
     out_proj: Linear
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = self.attention.width
         z = Buffer(f"linear attention z {n}", n)
         y = Buffer(f"linear attention {n}", n)
@@ -127,7 +127,7 @@ class GatedDeltaNet(GatedLinearAttention):
     """Compute out_proj(norm(attention) * silu(z)). `norm` is one of each value head."""
 
     def emit_gate(self, y: Buffer, gate: Buffer) -> Iterator[Operation]:
-        """See GatedLinearAttention."""
+        """Emit the product of the attention y with the gate, silu(z), and the norm."""
         yield from self.norm.emit(y, y)
         yield ops.Multiply(y, gate)
 

@@ -68,7 +68,7 @@ class SandwichNormLayer:
     norm4: Layer
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         h, y = (Buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
         yield from self.norm1.emit(x, h)
         yield from self.attention.emit(h, y)

@@ -140,7 +140,7 @@ class PerLayerEmbedding(Embedding):
     inputs_norm: RMSNorm  # [L, P]
 
     def emit(self, out: Buffer) -> Iterator[Operation]:
-        """See Embedding."""
+        """Yield the operations of the layer, which fills buffer `out` for the ids and positions of a step."""
         yield from super().emit(out)
         width = self.inputs_table.shape[1]
         projected = Buffer("projected layer inputs", width)
@@ -212,7 +212,7 @@ class Gemma4Layer:
     scalar: float
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         E = self.attention.spec.hidden_size
         h, y = (Buffer(name, E) for name in ("h", "y"))
         yield from self.norm1.emit(x, h)
@@ -237,7 +237,7 @@ class CappedHead:
     limit: float
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         yield from self.linear.emit(x, out, add)
         yield ops.Softcap(out, self.limit)
 

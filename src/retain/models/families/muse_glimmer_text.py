@@ -80,7 +80,7 @@ class NormedEmbedding(Embedding):
     norm: RMSNorm
 
     def emit(self, out: Buffer) -> Iterator[Operation]:
-        """See Embedding."""
+        """Yield the operations of the layer, which fills buffer `out` for the ids and positions of a step."""
         yield from super().emit(out)
         yield from self.norm.emit(out, out)
 

@@ -44,7 +44,7 @@ class OutputNormLayer:
     mlp_norm: Layer
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         y = Buffer("y", self.attention.spec.hidden_size)
         for branch, norm in ((self.attention, self.attention_norm), (self.mlp, self.mlp_norm)):
             yield from branch.emit(x, y)

@@ -53,7 +53,7 @@ class PostNormLayer:
     mlp: Layer
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         yield from self.attention.emit(x, x, add=True)
         yield from self.norm1.emit(x, x)
         yield from self.mlp.emit(x, x, add=True)
