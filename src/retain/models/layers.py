@@ -91,6 +91,19 @@ class ClippedLinear:
 
 
 @dataclass(frozen=True, eq=False)
+class CappedHead:
+    """Compute a head whose logits are bounded: limit tanh(x / limit)."""
+
+    linear: Linear
+    limit: float
+
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
+        yield from self.linear.emit(x, out, add)
+        yield ops.Softcap(out, self.limit)
+
+
+@dataclass(frozen=True, eq=False)
 class Sequential:
     """Apply linear layers one after another."""
 
@@ -157,6 +170,11 @@ class PartNorms:
         """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         for norm in self.norms:
             yield from norm.emit(x, out, add)
+
+
+def load_norm(w: Weights, name: str, eps: float, offset: float = 0.0) -> RMSNorm:
+    """Load a norm that multiplies by w + `offset`. The sum is float32: near 1, bfloat16 has only two digits."""
+    return RMSNorm(w[f"{name}.weight"].float() + offset, eps)
 
 
 class LayerNorm:
