@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from retain.kernels.attention_params import AttentionParams
+from retain.models import llama_like
 from retain.models.decoder import Decoder, DecoderLayer, ModelSpec
 from retain.models.families import llama
 from retain.models.family_config import add_defaults
@@ -27,7 +28,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, llama.DEFAULTS)
     windows = tuple(c["sliding_window"] if i % 2 else None for i in range(c["num_hidden_layers"]))
-    spec = llama.make_spec(c, windows)
+    spec = llama_like.make_spec(c, windows)
     return replace(spec, attention=AttentionParams(spec.attention.scale, softcap=c["attn_logit_softcapping"]))
 
 
@@ -35,7 +36,7 @@ def build(w: Weights) -> Decoder:
     """Build the decoder. Each layer has sink logits of its own."""
     w = w.with_defaults(llama.DEFAULTS)
     spec = spec_from_config(w.config)
-    decoder = llama.build_decoder(w, spec, llama.OptionalTensors(qkv_bias=True))
+    decoder = llama_like.build_decoder(w, spec, llama_like.OptionalTensors(qkv_bias=True))
 
     def load_layer(i: int) -> DecoderLayer:
         layer: Any = decoder.load_layer(i)

@@ -60,6 +60,7 @@ LAYERS = [
 ]
 # Rooms of the server, and which of the others each may import.
 SERVER_ROOMS = {"openai": set(), "anthropic": {"openai"}, "observers": {"openai"}}
+FAMILIES = "retain.models.families"
 LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
 # What may be known of the cache outside of `kv`: the manager, rows, what they are asked for and what they answer.
@@ -249,6 +250,18 @@ def test_a_scheduler_can_use_any_cache_that_has_the_members_of_the_protocol(cls)
         init = inspect.getsource(found.__init__)
         properties = {name for name, value in vars(protocol).items() if isinstance(value, property)}
         assert all(hasattr(found, name) or f"self.{name}" in init for name in properties)
+
+
+def test_a_family_imports_at_most_llama_of_the_others():
+    """What several families share lies in models/, which imports none of them: `load_family` finds one by its name.
+
+    A family X whose config has a text model inside may import X_text.
+    """
+    for name, path in MODULES.items():
+        if room_of(name) == "models":
+            found = {m for m in imported_modules(path) if m.startswith(f"{FAMILIES}.")} - {name}
+            may_import = {f"{FAMILIES}.llama", f"{name}_text"} if name.startswith(f"{FAMILIES}.") else set()
+            assert found <= may_import, path
 
 
 @pytest.mark.parametrize("room", SERVER_ROOMS)

@@ -16,8 +16,7 @@ from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
 from retain.kernels.weight import Weight
-from retain.models.families.gemma4_text import CappedHead
-from retain.models.layers import Linear, Sequential, resolve_activation
+from retain.models.layers import CappedHead, Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceModel, build_model, random_tokens, run_decoder
 from tests.helpers.family_variants import Changes

@@ -7,10 +7,10 @@ Letters: T fresh tokens, E hidden size, H query heads, G kv heads, R = H / G, D 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -19,7 +19,8 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.kv_cache_spec import KVCacheSpec, LayerCacheSpec, OwnCacheSpec, uniform_layers
 from retain.kernels.ops import Buffer, Operation, WidthError
 from retain.kernels.rope import Rope
-from retain.models.layers import Embedding, HeadLinear, Layer, Linear
+from retain.kernels.weight import Weight
+from retain.models.layers import Embedding, HeadLinear, Layer, Linear, load_lm_head
 from retain.models.weights import Weights
 
 
@@ -62,16 +63,21 @@ class ModelSpec:
 
 
 def multi_head_spec(
-    vocab_size: int, hidden_size: int, num_heads: int, num_layers: int, max_position_embeddings: int
+    c: Mapping[str, Any],
+    hidden_size: str = "hidden_size",
+    num_heads: str = "num_attention_heads",
+    num_layers: str = "num_hidden_layers",
+    context: str = "max_position_embeddings",
 ) -> ModelSpec:
-    """Return the spec of full multi-head attention, with H = G and D = E / H."""
-    head_dim = hidden_size // num_heads
+    """Return the spec of full multi-head attention, with H = G and D = E / H. Sizes have these keys in the config."""
+    heads = c[num_heads]
+    head_dim = c[hidden_size] // heads
     return ModelSpec(
-        vocab_size=vocab_size,
-        hidden_size=hidden_size,
-        num_heads=num_heads,
-        max_position_embeddings=max_position_embeddings,
-        caches=uniform_layers(num_heads, head_dim, (None,) * num_layers),
+        vocab_size=c["vocab_size"],
+        hidden_size=c[hidden_size],
+        num_heads=heads,
+        max_position_embeddings=c[context],
+        caches=uniform_layers(heads, head_dim, (None,) * c[num_layers]),
         attention=AttentionParams(head_dim**-0.5),
     )
 
@@ -108,7 +114,7 @@ class Attention:
         return self.sizes.num_kv_heads if is_own else 0
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         H = self.spec.num_heads
         G = self.num_written_heads
         a = self.sizes
@@ -136,11 +142,19 @@ class Attention:
         yield from self.o_proj.emit(o, out, add)
 
 
-def emit_residual_branch(x: Buffer, hidden_size: int, norm: Layer, branch: Layer) -> Iterator[Operation]:
-    """Yield the operations of x += branch(norm(x))."""
-    h = Buffer("h", hidden_size)
-    yield from norm.emit(x, h)
-    yield from branch.emit(h, x, add=True)
+@dataclass(frozen=True, eq=False)
+class BranchLayer:
+    """Compute x += branch(norm(x)) for each pair of a norm and a branch, one after another."""
+
+    hidden_size: int
+    branches: tuple[tuple[Layer, Layer], ...]
+
+    def emit(self, x: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which updates buffer `x` in place."""
+        h = Buffer("h", self.hidden_size)
+        for norm, branch in self.branches:
+            yield from norm.emit(x, h)
+            yield from branch.emit(h, x, add=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,21 +168,8 @@ class PreNormLayer:
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
         """Yield the operations of the layer, which updates buffer `x` in place."""
-        for norm, branch in ((self.norm1, self.attention), (self.norm2, self.mlp)):
-            yield from emit_residual_branch(x, self.attention.spec.hidden_size, norm, branch)
-
-
-@dataclass(frozen=True, eq=False)
-class BranchLayer:
-    """Compute x += branch(norm(x))."""
-
-    hidden_size: int
-    norm: Layer
-    branch: Layer
-
-    def emit(self, x: Buffer) -> Iterator[Operation]:
-        """Yield the operations of the layer, which updates buffer `x` in place."""
-        return emit_residual_branch(x, self.hidden_size, self.norm, self.branch)
+        branches = (self.norm1, self.attention), (self.norm2, self.mlp)
+        return BranchLayer(self.attention.spec.hidden_size, branches).emit(x)
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,6 +190,49 @@ class ParallelLayer:
             yield from self.norm2.emit(x, g := Buffer("g", E))
         yield from self.attention.emit(h, x, add=True)
         yield from self.mlp.emit(g, x, add=True)
+
+
+@dataclass(frozen=True, eq=False)
+class SandwichNormLayer:
+    """Compute x += norm2(attention(norm1(x))), then x += norm4(mlp(norm3(x)))."""
+
+    norm1: Layer
+    attention: Attention
+    norm2: Layer
+    norm3: Layer
+    mlp: Layer
+    norm4: Layer
+
+    def emit(self, x: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which updates buffer `x` in place."""
+        h, y = (Buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
+        yield from self.norm1.emit(x, h)
+        yield from self.attention.emit(h, y)
+        yield from self.norm2.emit(y, x, add=True)
+        yield from self.norm3.emit(x, h)
+        yield from self.emit_mlp(x, h, y)
+        yield from self.norm4.emit(y, x, add=True)
+
+    def emit_mlp(self, x: Buffer, h: Buffer, y: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the MLP: `x` is its input, `h` that behind a norm, `y` the output."""
+        return self.mlp.emit(h, y)
+
+
+@dataclass(frozen=True, eq=False)
+class OutputNormLayer:
+    """Compute x += attention_norm(attention(x)), then x += mlp_norm(mlp(x))."""
+
+    attention: Attention
+    attention_norm: Layer
+    mlp: Layer
+    mlp_norm: Layer
+
+    def emit(self, x: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the layer, which updates buffer `x` in place."""
+        y = Buffer("y", self.attention.spec.hidden_size)
+        for branch, norm in ((self.attention, self.attention_norm), (self.mlp, self.mlp_norm)):
+            yield from branch.emit(x, y)
+            yield from norm.emit(y, x, add=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,9 +270,16 @@ class Decoder:
         yield from self.lm_head.emit(last, Buffer(ops.LOGITS, s.vocab_size))
 
 
-def scope_base_model(w: Weights, name: str, *prefixes: str) -> Weights:
-    """Scope the weights to the first prefix under which `name` exists, else to the first prefix.
+def load_ends(
+    w: Weights, *prefixes: str, embedding: str = "embed_tokens", head: str = "lm_head", head_bias: bool = False
+) -> tuple[Weights, Weight, Linear]:
+    """Return the weights of the base model, the table of its embedding, and the head, which the config may tie to it.
 
-    The file of a base model lacks the prefix of the causal language model.
+    The base model has the first prefix under which the embedding exists. The file of a base model alone lacks the
+    prefix of the causal language model.
     """
-    return next((w.scope(p) for p in prefixes if p + name in w), w.scope(prefixes[0]))
+    name = f"{embedding}.weight"
+    m = w.scope(next((p for p in prefixes if p + name in w), prefixes[0]))
+    table = m.load_matrix(name, embedding=True)
+    tied_to = m.full_name(name) if w.config["tie_word_embeddings"] else None
+    return m, table, load_lm_head(w, head, table, tied_to, head_bias)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,6 +13,7 @@ from retain.kernels.experts import Experts, Router
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.weight import concat_rows
 from retain.models.layers import Layer, Linear, resolve_activation
+from retain.models.llama_like import load_mlp
 from retain.models.weights import Weights
 
 
@@ -27,7 +29,7 @@ class MixtureOfExperts:
     latent: tuple[Linear, Linear] | None = None  # the linear layers before the experts, and behind them
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = self.experts.num_experts
         scores = Buffer(f"scores {n}", n)
         yield from self.gate.emit(x, scores)
@@ -50,7 +52,7 @@ class SharedExpertMixture:
     shared: Layer
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         yield from self.mixture.emit(x, out, add)
         yield from self.shared.emit(x, out, add=True)
 
@@ -60,11 +62,55 @@ def load_shared_expert(w: Weights, act: str) -> MixtureOfExperts:
     gate, up, down = (w.load_matrix(f"shared_expert.{name}.weight") for name in EXPERT_NAMES)
     router = Router(top_k=1, is_sigmoid=True, normalize=False)
     experts = Experts(1, concat_rows((gate, up)), down, router, resolve_activation(act))
-    return MixtureOfExperts(Linear(w["shared_expert_gate.weight"].to(torch.float32)), experts)
+    return MixtureOfExperts(load_gate(w, "shared_expert_gate"), experts)
 
 
 ExpertNames = tuple[str, str, str]  # of the gate, the up and the down projection
 EXPERT_NAMES: ExpertNames = ("gate_proj", "up_proj", "down_proj")
+
+
+def load_gate(w: Weights, name: str = "gate") -> Linear:
+    """Load the linear layer of a router's scores, in float32."""
+    return Linear(w[f"{name}.weight"].to(torch.float32))
+
+
+def load_mixture(
+    w: Weights, num_experts: int, router: Router, act: str, names: ExpertNames = EXPERT_NAMES
+) -> MixtureOfExperts:
+    """Load the experts of a layer (see load_experts), and the scores of their router."""
+    return MixtureOfExperts(load_gate(w), load_experts(w, num_experts, router, act, names))
+
+
+def has_experts(c: Mapping[str, Any], i: int) -> bool:
+    """Return whether layer i of Qwen has experts; the others have an MLP."""
+    is_sparse = c["num_experts"] > 0 and (i + 1) % c["decoder_sparse_step"] == 0
+    return is_sparse and i not in (c["mlp_only_layers"] or ())
+
+
+def load_softmax_mixture(w: Weights, normalize: bool) -> MixtureOfExperts:
+    """Load Qwen's experts of a layer. Weights of experts add up to 1 if `normalize`."""
+    c = w.config
+    return load_mixture(w, c["num_experts"], Router(c["num_experts_per_tok"], normalize=normalize), c["hidden_act"])
+
+
+def load_sigmoid_router(w: Weights) -> Router:
+    """Load DeepSeek-V3's router of a layer. The bias of scores only chooses."""
+    c = w.config
+    return Router(
+        c["num_experts_per_tok"],
+        is_sigmoid=True,
+        normalize=c["norm_topk_prob"],
+        scale=c["routed_scaling_factor"],
+        bias=w["gate.e_score_correction_bias"].float(),
+        num_groups=c["n_group"],
+        top_groups=c["topk_group"],
+    )
+
+
+def load_shared_mixture(w: Weights, router: Router, bias: bool = False) -> SharedExpertMixture:
+    """Load DeepSeek's experts of a layer, and those of all tokens, which are one MLP."""
+    mixture = load_mixture(w, w.config["n_routed_experts"], router, w.config["hidden_act"])
+    return SharedExpertMixture(mixture, load_mlp(w.scope("shared_experts."), bias))
 
 
 def load_experts(w: Weights, num_experts: int, router: Router, act: str, names: ExpertNames = EXPERT_NAMES) -> Experts:

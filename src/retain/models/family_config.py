@@ -42,12 +42,13 @@ def check_supported(config: Mapping[str, Any], **supported: Any) -> None:
 
 
 OLDER_LAYER_TYPES = {"mamba": "linear_attention", "attention": "full_attention"}  # names of transformers before 5
+GPT2_NAMES: Mapping[str, str] = {  # of transformers, to the names in configs of GPT-2 and GPT-J
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
 ATTENTION_TYPES = ("full_attention", "sliding_attention")
-
-
-def alternate_layer_types(num_layers: int, pattern: int) -> list[str]:
-    """Return the types of layers of which each `pattern`-th has full attention, and the others slide."""
-    return ["sliding_attention" if i % pattern else "full_attention" for i in range(1, num_layers + 1)]
 
 
 def get_layer_types(
@@ -70,6 +71,25 @@ def get_layer_types(
     return list(layer_types)
 
 
+def get_alternating_types(c: Mapping[str, Any], pattern: int) -> list[str]:
+    """Return the type of each layer. By default each `pattern`-th has full attention, and the others slide."""
+    layers = range(1, c["num_hidden_layers"] + 1)
+    return get_layer_types(c, ["sliding_attention" if i % pattern else "full_attention" for i in layers])
+
+
 def get_windows(layer_types: Sequence[str], window: int | None) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, in tokens; None is full attention."""
     return tuple((window or None) if layer_type == "sliding_attention" else None for layer_type in layer_types)
+
+
+def get_late_windows(c: Mapping[str, Any]) -> tuple[int | None, ...]:
+    """Return the window of each layer in Qwen 2 and 3: of later layers by default, and with `use_sliding_window`."""
+    first = c["max_window_layers"]
+    layers = range(c["num_hidden_layers"])
+    layer_types = get_layer_types(c, ["full_attention" if i < first else "sliding_attention" for i in layers])
+    return get_windows(layer_types, c["sliding_window"] if c["use_sliding_window"] else None)
+
+
+def prediction_block(c: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what matches the names of the block behind the last layer, which predicts further tokens."""
+    return (rf"layers\.{c['num_hidden_layers']}\..*",)

@@ -9,7 +9,7 @@ outputs by W_V behind it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,9 +23,10 @@ from retain.kernels.kv_cache_spec import FullAttentionSpec
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.kernels.weight import Weight, select_rows, unpack
-from retain.models.decoder import Attention, ModelSpec
+from retain.models import llama_like
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer
 from retain.models.layers import HeadLinear, Layer, Linear, RMSNorm, load_linear
-from retain.models.rope import get_rope_parameters, yarn_gain
+from retain.models.rope import ROPE_DEFAULTS, get_rope_parameters, get_whole_head_rope, yarn_gain
 from retain.models.weights import Weights
 
 NORM_EPS = 1e-6  # of the latents, whatever `rms_norm_eps` says
@@ -65,10 +66,10 @@ def read_sizes(c: Mapping[str, Any]) -> LatentSizes:
     )
 
 
-def make_spec(c: Mapping[str, Any], rope_defaults: Mapping[str, Any]) -> ModelSpec:
+def make_spec(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from a config with its family's defaults. YaRN's gain of scores is in their scale."""
     sizes = read_sizes(c)
-    rope = get_rope_parameters(c, defaults=rope_defaults)
+    rope = get_rope_parameters(c, defaults=ROPE_DEFAULTS)
     all_dim = rope.get("mscale_all_dim") if rope["rope_type"] != "default" else None
     gain = yarn_gain(rope["factor"], all_dim) if all_dim else 1.0
     return ModelSpec(
@@ -90,7 +91,7 @@ class LowRankLinear:
     up_proj: Linear
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         rank = self.down_proj.weight.shape[0]
         narrow = Buffer(f"narrow {rank}", rank)
         yield from self.down_proj.emit(x, narrow)
@@ -109,7 +110,7 @@ class LatentProjection:
     key_weight: Weight  # [H latent, nope]: W_K^T of each head
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer. Raises ValueError if the output is to be added."""
+        """Yield the operations of the layer, which writes `out`. Raises ValueError if the output is to be added."""
         if add:
             raise ValueError("rows of q, k and v cannot be added to a buffer")
         s = self.sizes
@@ -175,3 +176,17 @@ def split_heads(weight: Weight, sizes: LatentSizes, dtype: torch.dtype) -> tuple
     dense = keys if isinstance(keys, Tensor) else keys.dequantize(dtype)
     transposed = dense.view(sizes.num_heads, sizes.nope, -1).transpose(1, 2).flatten(0, 1)
     return transposed.contiguous(), select_rows(weight, rows[:, sizes.nope :].flatten())
+
+
+def build_decoder(
+    w: Weights, s: ModelSpec, load_mlp: Callable[[Weights, int], Layer], interleaved: bool = True
+) -> Decoder:
+    """Build a decoder from weights whose config has its family's defaults. `load_mlp` loads the MLP of a layer."""
+    rope = get_whole_head_rope(w.config["qk_rope_head_dim"], w.config, interleaved=interleaved)
+
+    def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, _: llama_like.OptionalTensors) -> PreNormLayer:
+        norm1, norm2 = llama_like.load_input_norms(w)
+        attention = load_attention(w.scope("self_attn."), i, s, rope)
+        return PreNormLayer(norm1, attention, norm2, load_mlp(w.scope("mlp."), i))
+
+    return llama_like.build_decoder(w, s, llama_like.OptionalTensors(), build_layer, [rope])

@@ -37,7 +37,7 @@ class Linear:
         self.bias = bias
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         yield ops.MatMul(x, out, self.weight, self.bias, add)
 
     def select(self, index: Tensor) -> Linear:
@@ -67,7 +67,7 @@ class HeadLinear:
         return self.weight.shape[0]
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer. Raises ValueError if the output is to be added."""
+        """Yield the operations of the layer, which writes `out`. Raises ValueError if the output is to be added."""
         if add:
             raise ValueError("the output of a linear layer of each head cannot be added to a buffer")
         H = self.num_heads
@@ -83,11 +83,24 @@ class ClippedLinear:
     limit: float
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         if add:
             raise ValueError("the output of a clipped linear layer cannot be added to a buffer")
         yield from self.linear.emit(x, out)
         yield ops.Clip(out, self.limit)
+
+
+@dataclass(frozen=True, eq=False)
+class CappedHead:
+    """Compute a head whose logits are bounded: limit tanh(x / limit)."""
+
+    linear: Linear
+    limit: float
+
+    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
+        yield from self.linear.emit(x, out, add)
+        yield ops.Softcap(out, self.limit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +110,7 @@ class Sequential:
     layers: tuple[Linear, ...]
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         *first, last = self.layers
         for i, layer in enumerate(first):
             hidden = Buffer(f"chain {i}", layer.weight.shape[0])
@@ -143,7 +156,7 @@ class RMSNorm:
         self.first = first
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer. A weight with a row for each head reads and writes only those heads."""
+        """Yield the operations of the norm. A weight with a row for each head reads and writes only those heads."""
         yield ops.Norm(x, out, self.weight, None, self.eps, subtract_mean=False, add=add, first=self.first)
 
 
@@ -154,9 +167,14 @@ class PartNorms:
     norms: tuple[RMSNorm, ...]
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         for norm in self.norms:
             yield from norm.emit(x, out, add)
+
+
+def load_norm(w: Weights, name: str, eps: float, offset: float = 0.0) -> RMSNorm:
+    """Load a norm that multiplies by w + `offset`. The sum is float32: near 1, bfloat16 has only two digits."""
+    return RMSNorm(w[f"{name}.weight"].float() + offset, eps)
 
 
 class LayerNorm:
@@ -168,7 +186,7 @@ class LayerNorm:
         self.eps = eps
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         yield ops.Norm(x, out, self.weight, self.bias, self.eps, subtract_mean=True, add=add)
 
 
@@ -202,7 +220,7 @@ class MLP:
         self.act = resolve_activation(act)
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = self.up_proj.weight.shape[0]
         wide = Buffer(f"wide {n}", n)
         yield from self.up_proj.emit(x, wide)
@@ -219,7 +237,7 @@ class GatedMLP:
         self.act = resolve_activation(act)
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = self.gate_up_proj.weight.shape[0] // 2
         gate_up = Buffer(f"gate, up {n}", 2 * n)
         wide = Buffer(f"wide {n}", n)

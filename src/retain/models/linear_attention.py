@@ -1,4 +1,4 @@
-"""Layers without attention: short convolutions, and linear attention behind them (gated delta rule).
+"""Layers of linear attention behind a short convolution (gated delta rule).
 
 They cache what `KVCacheSpec` says for them, so a layer names its caches by number, as attention does.
 Letters: T fresh tokens, E hidden size, C channels of a convolution, W its window.
@@ -16,52 +16,10 @@ from retain.kernels import ops
 from retain.kernels.kv_cache_spec import LayerCacheSpec, LinearStateSpec, LinearTokensSpec, convolution_spec
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.ops import Buffer, Operation, WidthError
-from retain.models.decoder import emit_residual_branch
 from retain.models.layers import Layer, Linear, RMSNorm
 from retain.models.weights import Weights
 
 QK_NORM_EPS = 1e-6  # beside a sum of squares, in all models
-
-
-@dataclass(frozen=True, eq=False)
-class StateLayer:
-    """Compute x += mixer(norm1(x)), then x += mlp(norm2(x)), where the mixer is a layer of this file."""
-
-    hidden_size: int
-    norm1: Layer
-    mixer: Layer
-    norm2: Layer
-    mlp: Layer
-
-    def emit(self, x: Buffer) -> Iterator[Operation]:
-        """Yield the operations of the layer, which updates buffer `x` in place."""
-        for norm, branch in ((self.norm1, self.mixer), (self.norm2, self.mlp)):
-            yield from emit_residual_branch(x, self.hidden_size, norm, branch)
-
-
-@dataclass(frozen=True, eq=False)
-class ShortConvolution:
-    """Compute out_proj(c * convolve(b * z)), where b, c and z are linear in x (LFM2, arXiv 2511.23404)."""
-
-    cache: int  # the number of a ConvolutionSpec
-    gates_proj: Linear  # [T, E] -> [b | c], [T, 2 C]
-    in_proj: Linear  # [T, E] -> z, [T, C]
-    weight: Tensor  # [C, W]
-    bias: Tensor | None  # [C]
-    out_proj: Linear
-
-    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
-        n = len(self.weight)
-        gates = Buffer(f"convolution gates {2 * n}", 2 * n)
-        z = Buffer(f"convolution input {n}", n)
-        y = Buffer(f"convolution {n}", n)
-        yield from self.gates_proj.emit(x, gates)
-        yield from self.in_proj.emit(x, z)
-        yield ops.Multiply(z, gates)
-        yield ops.Convolve(z, y, self.cache, self.weight, self.bias)
-        yield ops.Multiply(y, gates, first=n)
-        yield from self.out_proj.emit(y, out, add)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +66,7 @@ class GatedLinearAttention:
     out_proj: Linear
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
+        """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
         n = self.attention.width
         z = Buffer(f"linear attention z {n}", n)
         y = Buffer(f"linear attention {n}", n)
@@ -127,7 +85,7 @@ class GatedDeltaNet(GatedLinearAttention):
     """Compute out_proj(norm(attention) * silu(z)). `norm` is one of each value head."""
 
     def emit_gate(self, y: Buffer, gate: Buffer) -> Iterator[Operation]:
-        """See GatedLinearAttention."""
+        """Emit the product of the attention y with the gate, silu(z), and the norm."""
         yield from self.norm.emit(y, y)
         yield ops.Multiply(y, gate)
 
@@ -165,10 +123,3 @@ def load_convolution_weight(w: Weights, name: str, channels: int, window: int) -
         expected = [channels, 1, window]
         raise WidthError(f"a convolution has a weight {list(weight.shape)}, but {expected} is expected")
     return weight.squeeze(1)
-
-
-def split_short_convolution(in_proj: Linear) -> tuple[Linear, Linear]:
-    """Return the layers of [b | c] and of z, given one whose output is [b | c | z]."""
-    rows = torch.arange(in_proj.weight.shape[0])
-    n = len(rows) // 3
-    return in_proj.select(rows[: 2 * n]), in_proj.select(rows[2 * n :])

@@ -31,7 +31,7 @@ class Mamba2Mixer(GatedLinearAttention):
     """Compute out_proj(norm(attention * silu(z))). Rows of qkv are [C | B | x]; `norm` is one of each group."""
 
     def emit_gate(self, y: Buffer, gate: Buffer) -> Iterator[Operation]:
-        """See GatedLinearAttention."""
+        """Emit the product of the attention y with the gate, silu(z), and the norm."""
         yield ops.Multiply(y, gate)
         yield from self.norm.emit(y, y)
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.kernels.rope import Rope
-from retain.models.decoder import Decoder, ModelSpec, ParallelLayer, scope_base_model
-from retain.models.families import llama
-from retain.models.family_config import add_defaults, alternate_layer_types, get_layer_types, get_windows
-from retain.models.layers import Embedding, LayerNorm, load_layer_norm, load_lm_head
+from retain.models.decoder import Decoder, ModelSpec, ParallelLayer, load_ends
+from retain.models.family_config import add_defaults, get_alternating_types, get_windows
+from retain.models.layers import Embedding, LayerNorm, load_layer_norm
+from retain.models.llama_like import OptionalTensors, build_attention, load_mlp, make_spec
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
@@ -30,22 +30,18 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 PATTERN = 4  # a full layer in so many
 
 
-def read_layer_types(c: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer."""
-    return get_layer_types(c, alternate_layer_types(c["num_hidden_layers"], PATTERN))
-
-
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. Heads share the hidden size."""
     c = add_defaults(c, DEFAULTS)
-    return llama.make_spec({**c, "head_dim": None}, get_windows(read_layer_types(c), c["sliding_window"]))
+    windows = get_windows(get_alternating_types(c, PATTERN), c["sliding_window"])
+    return make_spec({**c, "head_dim": None}, windows)
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: llama.OptionalTensors) -> ParallelLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: OptionalTensors) -> ParallelLayer:
     """Build one layer from the weights in layers.<i>."""
     norm = load_layer_norm(w, "input_layernorm", w.config["layer_norm_eps"], bias=False)
-    attention = llama.build_attention(w.scope("self_attn."), i, s, rope, tensors)
-    return ParallelLayer(norm, attention, None, llama.load_mlp(w.scope("mlp.")))
+    attention = build_attention(w.scope("self_attn."), i, s, rope, tensors)
+    return ParallelLayer(norm, attention, None, load_mlp(w.scope("mlp.")))
 
 
 def build(w: Weights) -> Decoder:
@@ -53,17 +49,14 @@ def build(w: Weights) -> Decoder:
     w = w.with_defaults(DEFAULTS)
     c = w.config
     s = spec_from_config(c)
-    layer_types = read_layer_types(c)
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
+    layer_types = get_alternating_types(c, PATTERN)
+    tensors = OptionalTensors.of_attention(c["attention_bias"])
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, interleaved=True)
-    m = scope_base_model(w, "embed_tokens.weight", "model.", "")
-    table = m.load_matrix("embed_tokens.weight", embedding=True)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
+    m, table, head = load_ends(w, "model.", "")
 
     def load_layer(i: int) -> ParallelLayer:
         own_rope = rope if layer_types[i] == "sliding_attention" else None
         return build_layer(m.scope(f"layers.{i}."), i, s, own_rope, tensors)
 
     norm = LayerNorm(m["norm.weight"].float() * w.logits_factor(c["logit_scale"]), None, c["layer_norm_eps"])
-    head = load_lm_head(w, "lm_head", table, tied_to)
     return Decoder(s, Embedding(table), load_layer, norm, head, [rope])

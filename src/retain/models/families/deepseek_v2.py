@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from retain.files import quote
 from retain.kernels.experts import Router
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.experts import MixtureOfExperts, SharedExpertMixture, load_experts
-from retain.models.families import deepseek_v3, llama
+from retain.models.experts import load_shared_mixture
 from retain.models.family_config import add_defaults
-from retain.models.latent_attention import make_spec
-from retain.models.layers import Layer, Linear
-from retain.models.rope import ROPE_DEFAULTS
+from retain.models.latent_attention import build_decoder, make_spec
+from retain.models.layers import Layer
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -47,7 +44,7 @@ OTHER_NAMES: Mapping[str, str] = {"num_experts": "n_routed_experts"}
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    return make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES), ROPE_DEFAULTS)
+    return make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES))
 
 
 def make_router(c: Mapping[str, Any]) -> Router:
@@ -65,15 +62,12 @@ def make_router(c: Mapping[str, Any]) -> Router:
 def load_mlp(w: Weights, i: int) -> Layer:
     """Load the experts of layer i with those of all tokens, which are one MLP; or its MLP."""
     c = w.config
-    bias = c["mlp_bias"]
     if i < c["first_k_dense_replace"]:
-        return llama.load_mlp(w, bias)
-    experts = load_experts(w, c["n_routed_experts"], make_router(c), c["hidden_act"])
-    mixture = MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)
-    return SharedExpertMixture(mixture, llama.load_mlp(w.scope("shared_experts."), bias))
+        return llama_like.load_mlp(w, c["mlp_bias"])
+    return load_shared_mixture(w, make_router(c), c["mlp_bias"])
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
-    return deepseek_v3.build_decoder(w, spec_from_config(w.config), load_mlp, interleaved=True)
+    return build_decoder(w, spec_from_config(w.config), load_mlp)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.families import llama
 from retain.models.family_config import add_defaults
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
@@ -29,7 +29,7 @@ ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 500000.0}
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    return llama.make_spec(add_defaults(c, DEFAULTS))
+    return llama_like.make_spec(add_defaults(c, DEFAULTS))
 
 
 def build(w: Weights) -> Decoder:
@@ -39,4 +39,4 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(c)
     bias = bool(c["use_bias"])
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS, interleaved=True)
-    return llama.build_decoder(w, s, llama.OptionalTensors.of_attention(bias, mlp_bias=bias), rope=rope)
+    return llama_like.build_decoder(w, s, llama_like.OptionalTensors.of_attention(bias, mlp_bias=bias), ropes=[rope])

@@ -6,19 +6,18 @@ tied to the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
-from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
-from retain.models.families import llama
-from retain.models.family_config import add_defaults, check_supported, get_layer_types, get_windows
-from retain.models.layers import Embedding, GatedMLP, Layer, RMSNorm, load_linear, load_lm_head
+from retain.models import llama_like
+from retain.models.decoder import Decoder, ModelSpec, SandwichNormLayer, load_ends
+from retain.models.family_config import add_defaults, check_supported, get_alternating_types, get_windows
+from retain.models.layers import Embedding, load_norm
 from retain.models.rope import complete_rope_parameters, get_rope
 from retain.models.weights import Weights
 
@@ -45,58 +44,15 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers; published configs leave out 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS)
-    windows = get_windows(read_layer_types(c), c["sliding_window"])
-    return replace(llama.make_spec(c, windows), attention=AttentionParams(c["query_pre_attn_scalar"] ** -0.5))
-
-
-def read_layer_types(c: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer, from a config with the defaults. Old configs have a pattern only."""
-    every = c["sliding_window_pattern"]
-    layers = range(1, c["num_hidden_layers"] + 1)
-    return get_layer_types(c, ["full_attention" if i % every == 0 else "sliding_attention" for i in layers])
-
-
-@dataclass(frozen=True, eq=False)
-class SandwichNormLayer:
-    """Compute x += norm2(attention(norm1(x))), then x += norm4(mlp(norm3(x)))."""
-
-    norm1: Layer
-    attention: Attention
-    norm2: Layer
-    norm3: Layer
-    mlp: Layer
-    norm4: Layer
-
-    def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
-        h, y = (Buffer(name, self.attention.spec.hidden_size) for name in ("h", "y"))
-        yield from self.norm1.emit(x, h)
-        yield from self.attention.emit(h, y)
-        yield from self.norm2.emit(y, x, add=True)
-        yield from self.norm3.emit(x, h)
-        yield from self.mlp.emit(h, y)
-        yield from self.norm4.emit(y, x, add=True)
-
-
-def load_norm(w: Weights, name: str, eps: float) -> RMSNorm:
-    """Load a norm that multiplies by 1 + w. The sum is float32: near 1, bfloat16 has only two digits."""
-    return RMSNorm(1 + w[f"{name}.weight"].float(), eps)
+    windows = get_windows(get_alternating_types(c, c["sliding_window_pattern"]), c["sliding_window"])
+    return replace(llama_like.make_spec(c, windows), attention=AttentionParams(c["query_pre_attn_scalar"] ** -0.5))
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> SandwichNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    c = w.config
-    eps = w.config["rms_norm_eps"]
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"], qk_norm=True)
-    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
-    return SandwichNormLayer(
-        load_norm(w, "input_layernorm", eps),
-        llama.build_attention(w.scope("self_attn."), i, s, rope, tensors, norm_offset=1),
-        load_norm(w, "post_attention_layernorm", eps),
-        load_norm(w, "pre_feedforward_layernorm", eps),
-        GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=False), c["hidden_activation"]),
-        load_norm(w, "post_feedforward_layernorm", eps),
-    )
+    tensors = llama_like.OptionalTensors.of_attention(w.config["attention_bias"], qk_norm=True)
+    attention = llama_like.build_attention(w.scope("self_attn."), i, s, rope, tensors, norm_offset=1)
+    return llama_like.load_sandwich_layer(w, attention, w.config["rms_norm_eps"])
 
 
 def get_ropes(c: Mapping[str, Any], dim: int) -> dict[str, Rope]:
@@ -114,16 +70,14 @@ def build(w: Weights) -> Decoder:
     c = w.config
     check_supported(c, attn_logit_softcapping=None, final_logit_softcapping=None, use_bidirectional_attention=False)
     s = spec_from_config(c)
-    layer_types = read_layer_types(c)
+    layer_types = get_alternating_types(c, c["sliding_window_pattern"])
     ropes = get_ropes(c, s.kv_cache.attention(0).k_dim)
-    m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
+    m, table, head = load_ends(w, "model.", "model.language_model.", "language_model.model.", "")
     # Rounded to dtype as in training: in bfloat16 25.25, not 25.3.
     scale = torch.tensor(s.hidden_size**0.5, dtype=m.dtype).item()
-    embed = Embedding(m.load_matrix("embed_tokens.weight", embedding=True), scale)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
-    output = load_lm_head(w, "lm_head", embed.table, tied_to)
 
     def load_layer(i: int) -> SandwichNormLayer:
         return build_layer(m.scope(f"layers.{i}."), i, s, ropes[layer_types[i]])
 
-    return Decoder(s, embed, load_layer, load_norm(m, "norm", c["rms_norm_eps"]), output, list(ropes.values()))
+    norm = load_norm(m, "norm", c["rms_norm_eps"], offset=1)
+    return Decoder(s, Embedding(table, scale), load_layer, norm, head, list(ropes.values()))

@@ -7,7 +7,7 @@ experts beside the MLP. Norms multiply by w; heads of v are normalized, too; sco
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,19 +20,19 @@ from retain.kernels.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, Shar
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
 from retain.kernels.weight import Weight
-from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
-from retain.models.experts import load_experts
-from retain.models.family_config import add_defaults, alternate_layer_types, get_layer_types
+from retain.models.decoder import Attention, Decoder, ModelSpec, SandwichNormLayer, load_ends
+from retain.models.experts import load_experts, load_gate
+from retain.models.family_config import add_defaults, get_alternating_types
 from retain.models.layers import (
+    CappedHead,
     Embedding,
-    GatedMLP,
-    Layer,
     Linear,
     RMSNorm,
     load_linear,
-    load_lm_head,
+    load_norm,
     resolve_activation,
 )
+from retain.models.llama_like import load_mlp, make_spec
 from retain.models.rope import complete_rope_parameters, get_rope
 from retain.models.weights import Weights
 
@@ -76,7 +76,7 @@ IGNORED_TENSORS = (r"layers\.\d+\.self_attn\.[kv]_(proj|norm)\.weight",)  # of l
 
 def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     """Return the type of each layer. The last one is full."""
-    types = get_layer_types(c, alternate_layer_types(c["num_hidden_layers"], PATTERN))
+    types = get_alternating_types(c, PATTERN)
     return [*types[:-1], "full_attention"]
 
 
@@ -120,14 +120,7 @@ def layer_specs(c: Mapping[str, Any]) -> tuple[LayerCacheSpec, ...]:
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS)
-    return ModelSpec(
-        vocab_size=c["vocab_size"],
-        hidden_size=c["hidden_size"],
-        num_heads=c["num_attention_heads"],
-        max_position_embeddings=c["max_position_embeddings"],
-        caches=layer_specs(c),
-        attention=AttentionParams(scale=1.0),
-    )
+    return replace(make_spec(c), caches=layer_specs(c), attention=AttentionParams(scale=1.0))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -140,7 +133,7 @@ class PerLayerEmbedding(Embedding):
     inputs_norm: RMSNorm  # [L, P]
 
     def emit(self, out: Buffer) -> Iterator[Operation]:
-        """See Embedding."""
+        """Yield the operations of the layer, which fills buffer `out` for the ids and positions of a step."""
         yield from super().emit(out)
         width = self.inputs_table.shape[1]
         projected = Buffer("projected layer inputs", width)
@@ -198,53 +191,27 @@ class ParallelExperts:
 
 
 @dataclass(frozen=True, eq=False)
-class Gemma4Layer:
+class Gemma4Layer(SandwichNormLayer):
     """Norms before and after both branches, then what the layer has of its own, then all times a number."""
 
-    norm1: Layer
-    attention: Attention
-    norm2: Layer
-    norm3: Layer
-    mlp: Layer
-    norm4: Layer
     experts: ParallelExperts | None
     layer_input: PerLayerInput | None
     scalar: float
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         E = self.attention.spec.hidden_size
-        h, y = (Buffer(name, E) for name in ("h", "y"))
-        yield from self.norm1.emit(x, h)
-        yield from self.attention.emit(h, y)
-        yield from self.norm2.emit(y, x, add=True)
-        yield from self.norm3.emit(x, h)
-        yield from self.mlp.emit(h, y)
-        if self.experts:
-            yield from self.experts.emit(x, y, h)
-        yield from self.norm4.emit(y, x, add=True)
+        yield from super().emit(x)
         if self.layer_input:
-            yield from self.layer_input.emit(x, y)
+            yield from self.layer_input.emit(x, Buffer("y", E))
         if self.scalar != 1:
             yield ops.Scale(x, torch.full((E,), self.scalar))
 
-
-@dataclass(frozen=True, eq=False)
-class CappedHead:
-    """Compute a head whose logits are bounded: limit tanh(x / limit)."""
-
-    linear: Linear
-    limit: float
-
-    def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
-        """See Layer."""
-        yield from self.linear.emit(x, out, add)
-        yield ops.Softcap(out, self.limit)
-
-
-def load_norm(w: Weights, name: str) -> RMSNorm:
-    """Load a norm."""
-    return RMSNorm(w[f"{name}.weight"], w.config["rms_norm_eps"])
+    def emit_mlp(self, x: Buffer, h: Buffer, y: Buffer) -> Iterator[Operation]:
+        """Yield the operations of the MLP, and of the experts beside it."""
+        yield from super().emit_mlp(x, h, y)
+        if self.experts:
+            yield from self.experts.emit(x, y, h)
 
 
 def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope, keys_are_values: bool) -> Attention:
@@ -267,19 +234,19 @@ def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope, keys_are_value
 def load_parallel_experts(w: Weights) -> ParallelExperts:
     """Load the experts of a layer, and their router. The router's norm takes the scale of its input."""
     c = w.config
+    eps = c["rms_norm_eps"]
     scale = w["router.scale"].float() * c["hidden_size"] ** -0.5
     router = Router(c["top_k_experts"], expert_scale=w["router.per_expert_scale"].float())
-    norm1, norm2, norm3 = (load_norm(w, f"{name}_layernorm_{i}") for name, i in NORMS_OF_EXPERTS)
+    norm1, norm2, norm3 = (load_norm(w, f"{name}_layernorm_{i}", eps) for name, i in NORMS_OF_EXPERTS)
     experts = load_experts(w, c["num_experts"], router, c["hidden_activation"])
-    gate = Linear(w["router.proj.weight"].to(torch.float32))
-    return ParallelExperts(RMSNorm(scale, c["rms_norm_eps"]), gate, norm1, norm2, norm3, experts)
+    return ParallelExperts(RMSNorm(scale, eps), load_gate(w, "router.proj"), norm1, norm2, norm3, experts)
 
 
 def load_layer_input(w: Weights, i: int) -> PerLayerInput:
     """Load what the inputs of layer i pass through."""
     gate, projection = (load_linear(w, n, bias=False) for n in ("per_layer_input_gate", "per_layer_projection"))
     act = resolve_activation(w.config["hidden_activation"])
-    norm = load_norm(w, "post_per_layer_input_norm")
+    norm = load_norm(w, "post_per_layer_input_norm", w.config["rms_norm_eps"])
     return PerLayerInput(gate, projection, norm, act, i, w.config["num_hidden_layers"])
 
 
@@ -287,24 +254,23 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Gemma4Layer:
     """Build one layer from the weights in layers.<i>."""
     c = w.config
     is_full = read_layer_types(c)[i] == "full_attention"
-    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
+    eps = c["rms_norm_eps"]
     return Gemma4Layer(
-        load_norm(w, "input_layernorm"),
+        load_norm(w, "input_layernorm", eps),
         build_attention(w.scope("self_attn."), i, s, rope, is_full and c["attention_k_eq_v"]),
-        load_norm(w, "post_attention_layernorm"),
-        load_norm(w, "pre_feedforward_layernorm"),
-        GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=False), c["hidden_activation"]),
-        load_norm(w, "post_feedforward_layernorm"),
+        load_norm(w, "post_attention_layernorm", eps),
+        load_norm(w, "pre_feedforward_layernorm", eps),
+        load_mlp(w.scope("mlp."), act_key="hidden_activation"),
+        load_norm(w, "post_feedforward_layernorm", eps),
         load_parallel_experts(w) if c["enable_moe_block"] else None,
         load_layer_input(w, i) if c["hidden_size_per_layer_input"] else None,
         float(w["layer_scalar"]),
     )
 
 
-def load_embedding(m: Weights) -> Embedding:
-    """Load the embedding, and that of all layers if there is one."""
+def load_embedding(m: Weights, table: Weight) -> Embedding:
+    """Return the embedding with this table, and load that of all layers if there is one."""
     c = m.config
-    table = m.load_matrix("embed_tokens.weight", embedding=True)
     # Rounded to dtype as in training.
     scale = torch.tensor(c["hidden_size"] ** 0.5, dtype=m.dtype).item()
     size = c["hidden_size_per_layer_input"]
@@ -346,14 +312,12 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(c)
     layer_types = read_layer_types(c)
     ropes = get_ropes(c)
-    m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "language_model.model.", "")
-    embedding = load_embedding(m)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
-    head = load_lm_head(w, "lm_head", embedding.table, tied_to)
+    m, table, head = load_ends(w, "model.", "model.language_model.", "language_model.model.", "")
     cap = c["final_logit_softcapping"]
 
     def load_layer(i: int) -> Gemma4Layer:
         return build_layer(m.scope(f"layers.{i}."), i, s, ropes[layer_types[i]])
 
+    norm = load_norm(m, "norm", c["rms_norm_eps"])
     output = CappedHead(head, float(cap)) if cap else head
-    return Decoder(s, embedding, load_layer, load_norm(m, "norm"), output, list(ropes.values()))
+    return Decoder(s, load_embedding(m, table), load_layer, norm, output, list(ropes.values()))

@@ -6,23 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.kernels.rope import Rope
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.families import deepseek_v3, llama
-from retain.models.family_config import add_defaults
+from retain.models.experts import load_shared_mixture, load_sigmoid_router
+from retain.models.family_config import add_defaults, prediction_block
 from retain.models.rope import get_partial_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
+    **llama_like.DEFAULTS,
     "vocab_size": 151552,
-    "hidden_size": 4096,
     "num_hidden_layers": 46,
     "num_attention_heads": 96,
     "num_key_value_heads": 8,
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
     "max_position_embeddings": 131072,
     "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
     "attention_bias": False,
     "n_shared_experts": 1,
     "n_routed_experts": 128,
@@ -34,24 +32,26 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "norm_topk_prob": True,
     "use_qk_norm": False,
 }
-OTHER_NAMES = deepseek_v3.OTHER_NAMES
+OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
 
 def ignored_tensors(c: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the block behind the last layer, which predicts further tokens."""
-    return deepseek_v3.ignored_tensors(add_defaults(c, DEFAULTS))
+    """Return the names of the block behind the last layer."""
+    return prediction_block(add_defaults(c, DEFAULTS))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    return llama.make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES))
+    return llama_like.make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES))
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama_like.OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
+    m = w.scope("mlp.")
     has_experts = i >= w.config["first_k_dense_replace"]
-    return llama.build_layer(w, i, s, rope, tensors, deepseek_v3.load_mixture(w.scope("mlp.")) if has_experts else None)
+    mlp = load_shared_mixture(m, load_sigmoid_router(m)) if has_experts else None
+    return llama_like.build_layer(w, i, s, rope, tensors, mlp)
 
 
 def build(w: Weights) -> Decoder:
@@ -60,5 +60,5 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(c)
     rope = get_partial_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS)
-    tensors = llama.OptionalTensors(qkv_bias=c["attention_bias"], qk_norm=c["use_qk_norm"])
-    return llama.build_decoder(w, s, tensors, build_layer, rope)
+    tensors = llama_like.OptionalTensors(qkv_bias=c["attention_bias"], qk_norm=c["use_qk_norm"])
+    return llama_like.build_decoder(w, s, tensors, build_layer, [rope])

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.families import deepseek_v3, llama
-from retain.models.family_config import add_defaults, check_supported, get_layer_types
-from retain.models.latent_attention import make_spec
+from retain.models.experts import load_shared_mixture, load_sigmoid_router
+from retain.models.family_config import add_defaults, check_supported, get_layer_types, prediction_block
+from retain.models.latent_attention import build_decoder, make_spec
 from retain.models.layers import Layer
-from retain.models.rope import ROPE_DEFAULTS, get_rope_parameters
+from retain.models.rope import get_rope_parameters
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -38,18 +39,18 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "mlp_layer_types": None,  # experts in all layers but the first
     "attention_bias": False,
 }
-OTHER_NAMES: Mapping[str, str] = {**deepseek_v3.OTHER_NAMES, "head_dim": "qk_rope_head_dim"}
+OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts", "head_dim": "qk_rope_head_dim"}
 MLP_TYPES = ("dense", "sparse")
 
 
 def ignored_tensors(c: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the block behind the last layer, which predicts further tokens."""
-    return deepseek_v3.ignored_tensors(add_defaults(c, DEFAULTS))
+    """Return the names of the block behind the last layer."""
+    return prediction_block(add_defaults(c, DEFAULTS))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. All layers have full attention."""
-    return make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES), ROPE_DEFAULTS)
+    return make_spec(add_defaults(c, DEFAULTS, OTHER_NAMES))
 
 
 def build(w: Weights) -> Decoder:
@@ -61,6 +62,6 @@ def build(w: Weights) -> Decoder:
     types = get_layer_types(c, default, MLP_TYPES, key="mlp_layer_types")
 
     def load_mlp(w: Weights, i: int) -> Layer:
-        return deepseek_v3.load_mixture(w) if types[i] == "sparse" else llama.load_mlp(w)
+        return load_shared_mixture(w, load_sigmoid_router(w)) if types[i] == "sparse" else llama_like.load_mlp(w)
 
-    return deepseek_v3.build_decoder(w, spec_from_config(c), load_mlp, c["rope_interleave"])
+    return build_decoder(w, spec_from_config(c), load_mlp, c["rope_interleave"])

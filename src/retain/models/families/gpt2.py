@@ -13,9 +13,9 @@ import torch
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.weight import scale_rows
-from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, multi_head_spec, scope_base_model
-from retain.models.family_config import add_defaults, check_supported
-from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, load_ends, multi_head_spec
+from retain.models.family_config import GPT2_NAMES, add_defaults, check_supported
+from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -30,19 +30,13 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "scale_attn_by_inverse_layer_idx": False,
     "tie_word_embeddings": True,
 }
-OTHER_NAMES: Mapping[str, str] = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 IGNORED_TENSORS = (r"attn\.bias", r"attn\.masked_bias")  # causal masks
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    s = multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
+    c = add_defaults(c, DEFAULTS, GPT2_NAMES)
+    s = multi_head_spec(c, "n_embd", "n_head", "n_layer", "n_positions")
     return s if c["scale_attn_weights"] else replace(s, attention=AttentionParams(scale=1.0))
 
 
@@ -68,13 +62,11 @@ def scale_q(qkv: Linear, s: ModelSpec, factor: float) -> Linear:
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names. The first GPT-2 files lack the prefix."""
-    w = w.with_defaults(DEFAULTS, OTHER_NAMES)
+    w = w.with_defaults(DEFAULTS, GPT2_NAMES)
     c = w.config
     s = spec_from_config(w.config)
     check_supported(c, add_cross_attention=False)
-    m = scope_base_model(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.load_matrix("wte.weight", embedding=True), position_table=m["wpe.weight"])
+    m, table, head = load_ends(w, "transformer.", "", embedding="wte")
+    embed = Embedding(table, position_table=m["wpe.weight"])
     norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
-    output = load_lm_head(w, "lm_head", embed.table, tied_to)
-    return Decoder(s, embed, lambda i: build_layer(m.scope(f"h.{i}."), i, s), norm, output)
+    return Decoder(s, embed, lambda i: build_layer(m.scope(f"h.{i}."), i, s), norm, head)

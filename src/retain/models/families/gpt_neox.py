@@ -9,17 +9,9 @@ import torch
 
 from retain.kernels.rope import Rope
 from retain.kernels.weight import select_rows
-from retain.models.decoder import (
-    Attention,
-    Decoder,
-    ModelSpec,
-    ParallelLayer,
-    PreNormLayer,
-    multi_head_spec,
-    scope_base_model,
-)
+from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, PreNormLayer, load_ends, multi_head_spec
 from retain.models.family_config import add_defaults
-from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear, load_lm_head
+from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear
 from retain.models.rope import get_rope, get_rope_parameters
 from retain.models.weights import Weights
 
@@ -41,10 +33,7 @@ IGNORED_TENSORS = (r"attention\.bias", r"attention\.masked_bias")  # causal mask
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    c = add_defaults(c, DEFAULTS)
-    layers = c["num_hidden_layers"]
-    context = c["max_position_embeddings"]
-    return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
+    return multi_head_spec(add_defaults(c, DEFAULTS))
 
 
 def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
@@ -72,10 +61,7 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(w.config)
     p = get_rope_parameters(c, "rotary_emb_base", "rotary_pct", ROPE_DEFAULTS)
     rope = get_rope(int(s.kv_cache.attention(0).k_dim * p["partial_rotary_factor"]), p)
-    m = scope_base_model(w, "embed_in.weight", "gpt_neox.", "")
-    embed = Embedding(m.load_matrix("embed_in.weight", embedding=True))
     name = "embed_out" if "embed_out.weight" in w else "lm_head"
+    m, table, head = load_ends(w, "gpt_neox.", "", embedding="embed_in", head=name)
     norm = load_layer_norm(m, "final_layer_norm", c["layer_norm_eps"])
-    tied_to = m.full_name("embed_in.weight") if c["tie_word_embeddings"] else None
-    output = load_lm_head(w, name, embed.table, tied_to)
-    return Decoder(s, embed, lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope), norm, output, [rope])
+    return Decoder(s, Embedding(table), lambda i: build_layer(m.scope(f"layers.{i}."), i, s, rope), norm, head, [rope])

@@ -11,10 +11,10 @@ import torch
 from retain.kernels.experts import Experts, Router
 from retain.kernels.rope import Rope
 from retain.kernels.weight import select_rows
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.experts import MixtureOfExperts, load_single_experts
-from retain.models.families import llama
-from retain.models.family_config import add_defaults, check_supported, get_layer_types, get_windows
+from retain.models.family_config import add_defaults, check_supported, get_alternating_types, get_windows
 from retain.models.layers import Linear
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
@@ -52,9 +52,7 @@ ROPE_DEFAULTS: Mapping[str, Any] = {  # where the config says nothing
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    kinds = ("sliding_attention", "full_attention")
-    layer_types = get_layer_types(c, [kinds[i % 2] for i in range(c["num_hidden_layers"])])
-    return llama.make_spec(c, get_windows(layer_types, c["sliding_window"]))
+    return llama_like.make_spec(c, get_windows(get_alternating_types(c, 2), c["sliding_window"]))
 
 
 def load_experts(w: Weights, num_experts: int, router: Router) -> Experts:
@@ -73,12 +71,12 @@ def load_experts(w: Weights, num_experts: int, router: Router) -> Experts:
     return Experts(num_experts, gate_up, down, router, act, gate_up_bias, w["experts.down_proj_bias"].flatten())
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama_like.OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
     c = w.config
     router = Linear(w["mlp.router.weight"], w["mlp.router.bias"])
     experts = load_experts(w.scope("mlp."), c["num_local_experts"], Router(c["num_experts_per_tok"]))
-    layer = llama.build_layer(w, i, s, rope, tensors, MixtureOfExperts(router, experts))
+    layer = llama_like.build_layer(w, i, s, rope, tensors, MixtureOfExperts(router, experts))
     params = replace(s.attention, sink_logits=w["self_attn.sinks"].float())
     return replace(layer, attention=replace(layer.attention, own_params=params))
 
@@ -95,5 +93,5 @@ def build(w: Weights) -> Decoder:
     c = w.config
     check_supported(c, swiglu_alpha=1.702, swiglu_limit=7.0)
     s = spec_from_config(c)
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
-    return llama.build_decoder(w, s, tensors, build_layer, get_gpt_oss_rope(c, s.kv_cache.attention(0).k_dim))
+    tensors = llama_like.OptionalTensors.of_attention(c["attention_bias"])
+    return llama_like.build_decoder(w, s, tensors, build_layer, [get_gpt_oss_rope(c, s.kv_cache.attention(0).k_dim)])

@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.kernels.rope import Rope
-from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, multi_head_spec, scope_base_model
-from retain.models.family_config import add_defaults
-from retain.models.layers import MLP, Embedding, load_layer_norm, load_linear, load_lm_head
+from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, load_ends, multi_head_spec
+from retain.models.family_config import GPT2_NAMES, add_defaults
+from retain.models.layers import MLP, Embedding, load_layer_norm, load_linear
 from retain.models.rope import get_rope
 from retain.models.weights import Weights
 
@@ -26,19 +26,12 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "layer_norm_epsilon": 1e-5,
     "tie_word_embeddings": False,
 }
-OTHER_NAMES: Mapping[str, str] = {
-    "hidden_size": "n_embd",
-    "max_position_embeddings": "n_positions",
-    "num_attention_heads": "n_head",
-    "num_hidden_layers": "n_layer",
-}
 IGNORED_TENSORS = (r"attn\.bias", r"attn\.masked_bias")  # causal masks
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    return multi_head_spec(c["vocab_size"], c["n_embd"], c["n_head"], c["n_layer"], c["n_positions"])
+    return multi_head_spec(add_defaults(c, DEFAULTS, GPT2_NAMES), "n_embd", "n_head", "n_layer", "n_positions")
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer:
@@ -52,13 +45,10 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer:
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
-    w = w.with_defaults(DEFAULTS, OTHER_NAMES)
+    w = w.with_defaults(DEFAULTS, GPT2_NAMES)
     c = w.config
     s = spec_from_config(w.config)
     rope = get_rope(c["rotary_dim"], {"rope_theta": 10000.0, "rope_type": "default"}, interleaved=True)
-    m = scope_base_model(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.load_matrix("wte.weight", embedding=True))
+    m, table, head = load_ends(w, "transformer.", "", embedding="wte", head_bias=True)
     norm = load_layer_norm(m, "ln_f", c["layer_norm_epsilon"])
-    tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
-    output = load_lm_head(w, "lm_head", embed.table, tied_to, bias=True)
-    return Decoder(s, embed, lambda i: build_layer(m.scope(f"h.{i}."), i, s, rope), norm, output, [rope])
+    return Decoder(s, Embedding(table), lambda i: build_layer(m.scope(f"h.{i}."), i, s, rope), norm, head, [rope])

@@ -9,14 +9,17 @@ from typing import Any
 
 from retain.files import quote
 from retain.kernels.rope import Rope
+from retain.models import granite_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.families import granite, llama
+from retain.models.families import llama
 from retain.models.family_config import add_defaults, get_layer_types, get_windows
+from retain.models.llama_like import OptionalTensors
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **granite.DEFAULTS,
+    **llama.DEFAULTS,
+    **granite_like.MULTIPLIERS,
     "vocab_size": 100352,
     "hidden_size": 2560,
     "num_hidden_layers": 24,
@@ -34,7 +37,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. Every fourth layer is full by default, from the first on."""
     c = add_defaults(c, DEFAULTS)
     default = ["sliding_attention" if i % 4 else "full_attention" for i in range(c["num_hidden_layers"])]
-    return granite.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
+    return granite_like.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
 
 
 def read_ropes(c: Mapping[str, Any], dim: int) -> list[Rope | None]:
@@ -50,16 +53,17 @@ def read_ropes(c: Mapping[str, Any], dim: int) -> list[Rope | None]:
     return [ropes.get(theta) for theta in thetas]
 
 
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: OptionalTensors) -> PreNormLayer:
+    """Build one layer from the weights in layers.<i>."""
+    layer = granite_like.build_layer(w, i, s, rope, tensors)
+    params = replace(s.attention, sink_logits=w["self_attn.sinks"].float())
+    return replace(layer, attention=replace(layer.attention, own_params=params))
+
+
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
     s = spec_from_config(w.config)
     ropes = read_ropes(w.config, s.kv_cache.attention(0).k_dim)
-
-    def build_layer(w: Weights, i: int, s: ModelSpec, _: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
-        layer = granite.build_layer(w, i, s, ropes[i], tensors)
-        params = replace(s.attention, sink_logits=w["self_attn.sinks"].float())
-        return replace(layer, attention=replace(layer.attention, own_params=params))
-
-    decoder = granite.build_decoder(w, s, granite.read_biases(w.config), build_layer)
-    return replace(decoder, ropes=list({id(rope): rope for rope in ropes if rope}.values()))
+    tensors = OptionalTensors.of_attention(w.config["attention_bias"], mlp_bias=w.config["mlp_bias"])
+    return granite_like.build_decoder(w, s, tensors, build_layer, ropes)

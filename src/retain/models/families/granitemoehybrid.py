@@ -7,27 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from retain.kernels.rope import Rope
-from retain.models.decoder import Decoder, DecoderLayer, ModelSpec, PreNormLayer, scope_base_model
-from retain.models.experts import SharedExpertMixture
-from retain.models.families import granite, granitemoe, llama
-from retain.models.families.granite import multiply
-from retain.models.families.granitemoe import load_mixture
+from retain.models import granite_like
+from retain.models.decoder import BranchLayer, Decoder, DecoderLayer, ModelSpec, load_ends
 from retain.models.family_config import add_defaults, get_layer_types
-from retain.models.layers import (
-    Embedding,
-    GatedMLP,
-    Layer,
-    RMSNorm,
-    load_linear,
-    load_lm_head,
-)
-from retain.models.linear_attention import StateLayer
+from retain.models.layers import Embedding, RMSNorm
+from retain.models.llama_like import OptionalTensors, load_input_norms
 from retain.models.mamba2 import Mamba2Config, load_mamba2, read_time_step_limits
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **granitemoe.DEFAULTS,
+    **granite_like.EXPERT_DEFAULTS,
     "position_embedding_type": None,
     "mamba_n_heads": 128,
     "mamba_n_groups": 1,
@@ -46,7 +36,7 @@ LAYER_TYPES = ("linear_attention", "full_attention")
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    spec = granite.make_spec(c)
+    spec = granite_like.make_spec(c)
     types = read_layer_types(c)
     by_type = {"full_attention": spec.caches[:1]}
     if "linear_attention" in types:
@@ -83,34 +73,16 @@ def read_mamba2_config(c: Mapping[str, Any]) -> Mamba2Config:
     )
 
 
-def load_mlp(w: Weights) -> Layer:
-    """Load the MLP of a layer and its experts, if it has any. Their last products take the residual's multiplier.
-
-    Gates and up projections are one matrix, and two in GGUF files.
-    """
-    c = w.config
-    down = multiply(load_linear(w, "shared_mlp.output_linear", bias=False), c["residual_multiplier"])
-    is_one = "shared_mlp.input_linear.weight" in w
-    names = ("shared_mlp.input_linear",) if is_one else ("shared_mlp.gate_proj", "shared_mlp.up_proj")
-    mlp = GatedMLP(load_linear(w, *names, bias=False), down, c["hidden_act"])
-    return SharedExpertMixture(load_mixture(w.scope("block_sparse_moe.")), mlp) if c["num_local_experts"] else mlp
-
-
 def load_layer(w: Weights, layer_type: str, cache: int, s: ModelSpec, rope: Rope | None) -> DecoderLayer:
     """Load a layer; `cache` is the number of its first cache."""
-    c = w.config
-    factor = c["residual_multiplier"]
-    norm1, norm2 = (
-        RMSNorm(w[f"{n}.weight"], c["rms_norm_eps"]) for n in ("input_layernorm", "post_attention_layernorm")
-    )
-    if layer_type == "linear_attention":
-        mixer = load_mamba2(w.scope("mamba."), cache, read_mamba2_config(c))
-        mixer = replace(mixer, out_proj=multiply(mixer.out_proj, factor))
-        return StateLayer(s.hidden_size, norm1, mixer, norm2, load_mlp(w))
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
-    attention = llama.build_attention(w.scope("self_attn."), cache, s, rope, tensors)
-    attention = replace(attention, o_proj=multiply(attention.o_proj, factor))
-    return PreNormLayer(norm1, attention, norm2, load_mlp(w))
+    mlp = granite_like.load_shared_mlp(w)
+    if layer_type == "full_attention":
+        tensors = OptionalTensors.of_attention(w.config["attention_bias"])
+        return granite_like.build_layer(w, cache, s, rope, tensors, mlp)
+    norm1, norm2 = load_input_norms(w)
+    mixer = load_mamba2(w.scope("mamba."), cache, read_mamba2_config(w.config))
+    out_proj = granite_like.multiply(mixer.out_proj, w.config["residual_multiplier"])
+    return BranchLayer(s.hidden_size, ((norm1, replace(mixer, out_proj=out_proj)), (norm2, mlp)))
 
 
 def build(w: Weights) -> Decoder:
@@ -122,14 +94,12 @@ def build(w: Weights) -> Decoder:
     first_caches = s.kv_cache.first_caches
     head_dim = c["head_dim"] or c["hidden_size"] // c["num_attention_heads"]
     rope = get_whole_head_rope(head_dim, c) if c["position_embedding_type"] == "rope" else None
-    m = scope_base_model(w, "embed_tokens.weight", "model.", "")
-    table = m.load_matrix("embed_tokens.weight", embedding=True)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
+    m, table, head = load_ends(w, "model.", "")
     return Decoder(
         s,
         Embedding(table, scale=float(c["embedding_multiplier"])),
         lambda i: load_layer(m.scope(f"layers.{i}."), types[i], first_caches[i], s, rope),
         RMSNorm(m["norm.weight"] / w.logits_factor(c["logits_scaling"]), c["rms_norm_eps"]),
-        load_lm_head(w, "lm_head", table, tied_to),
+        head,
         [rope] if rope else [],
     )

@@ -6,21 +6,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.kernels.rope import Rope
+from retain.models import granite_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.families import granitemoe, llama
-from retain.models.families.granitemoehybrid import load_mlp
+from retain.models.family_config import add_defaults
+from retain.models.llama_like import OptionalTensors
 from retain.models.weights import Weights
 
-DEFAULTS: Mapping[str, Any] = {**granitemoe.DEFAULTS, "shared_intermediate_size": 0}  # of transformers
-spec_from_config = granitemoe.spec_from_config
+DEFAULTS: Mapping[str, Any] = {**granite_like.EXPERT_DEFAULTS, "shared_intermediate_size": 0}  # of transformers
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: llama.OptionalTensors) -> PreNormLayer:
+def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
+    """Read the spec from config.json. All layers have full attention."""
+    return granite_like.make_spec(add_defaults(c, DEFAULTS))
+
+
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None, tensors: OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    mlp = load_mlp(w) if w.config["shared_intermediate_size"] else None
-    return granitemoe.build_layer(w, i, s, rope, tensors, mlp)
+    is_shared = w.config["shared_intermediate_size"]
+    mlp = granite_like.load_shared_mlp(w) if is_shared else granite_like.load_mixture(w.scope("block_sparse_moe."))
+    return granite_like.build_layer(w, i, s, rope, tensors, mlp)
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
-    return granitemoe.build_decoder(w.with_defaults(DEFAULTS), build_layer)
+    w = w.with_defaults(DEFAULTS)
+    tensors = OptionalTensors.of_attention(w.config["attention_bias"])
+    return granite_like.build_decoder(w, spec_from_config(w.config), tensors, build_layer)

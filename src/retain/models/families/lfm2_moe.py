@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from retain.kernels.experts import Router
+from retain.models import lfm2_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.experts import MixtureOfExperts, load_experts
-from retain.models.families import lfm2
+from retain.models.experts import load_mixture
 from retain.models.family_config import add_defaults
-from retain.models.layers import Layer, Linear
+from retain.models.layers import Layer
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **lfm2.SHARED_DEFAULTS,
+    **lfm2_like.DEFAULTS,
     "hidden_size": 2048,
     "num_dense_layers": 2,
     "num_experts": 32,
@@ -25,19 +23,19 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "routed_scaling_factor": 1.0,
     "norm_topk_prob": True,
 }
-ROPE_DEFAULTS = lfm2.ROPE_DEFAULTS
+ROPE_DEFAULTS = lfm2_like.ROPE_DEFAULTS
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json, which lists the type of each layer."""
-    return lfm2.make_spec(add_defaults(c, DEFAULTS, lfm2.OTHER_NAMES), None)
+    return lfm2_like.make_spec(add_defaults(c, DEFAULTS, lfm2_like.OTHER_NAMES), None)
 
 
 def load_mlp(w: Weights, i: int) -> Layer:
     """Load the experts of layer i, or its MLP."""
     c = w.config
     if i < c["num_dense_layers"]:
-        return lfm2.load_mlp(w, i)
+        return lfm2_like.load_mlp(w, i)
     router = Router(
         c["num_experts_per_tok"],
         is_sigmoid=True,
@@ -46,11 +44,10 @@ def load_mlp(w: Weights, i: int) -> Layer:
         bias=w["expert_bias"].float() if c["use_expert_bias"] else None,
         sum_epsilon=1e-6,
     )
-    experts = load_experts(w, c["num_experts"], router, "silu", names=("w1", "w3", "w2"))
-    return MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)
+    return load_mixture(w, c["num_experts"], router, "silu", names=("w1", "w3", "w2"))
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
-    w = w.with_defaults(DEFAULTS, lfm2.OTHER_NAMES)
-    return lfm2.build_decoder(w, spec_from_config(w.config), load_mlp)
+    w = w.with_defaults(DEFAULTS, lfm2_like.OTHER_NAMES)
+    return lfm2_like.build_decoder(w, spec_from_config(w.config), load_mlp)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.families import llama
 from retain.models.family_config import add_defaults
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **llama.SHARED_DEFAULTS,
+    **llama_like.DEFAULTS,
     "vocab_size": 32000,
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
@@ -22,10 +22,10 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. Without a window it is null, as in the later versions of the 7B."""
     c = add_defaults(c, DEFAULTS)
-    return llama.make_spec(c, (c["sliding_window"] or None,) * c["num_hidden_layers"])
+    return llama_like.make_spec(c, (c["sliding_window"] or None,) * c["num_hidden_layers"])
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
-    return llama.build_decoder(w, spec_from_config(w.config), llama.OptionalTensors())
+    return llama_like.build_decoder(w, spec_from_config(w.config), llama_like.OptionalTensors())

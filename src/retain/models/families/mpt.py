@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from retain.kernels.attention_params import AttentionParams
-from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, multi_head_spec, scope_base_model
+from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, load_ends, multi_head_spec
 from retain.models.family_config import FamilyConfig, add_defaults, check_supported
-from retain.models.layers import MLP, ClippedLinear, Embedding, load_layer_norm, load_linear, load_lm_head
+from retain.models.layers import MLP, ClippedLinear, Embedding, load_layer_norm, load_linear
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -40,7 +40,7 @@ def get_attention_config(c: Mapping[str, Any]) -> FamilyConfig:
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
-    s = multi_head_spec(c["vocab_size"], c["d_model"], c["n_heads"], c["n_layers"], c["max_seq_len"])
+    s = multi_head_spec(c, "d_model", "n_heads", "n_layers", "max_seq_len")
     a = get_attention_config(c)
     slopes = get_alibi_slopes(s.num_heads, a["alibi_bias_max"])
     scale = a["softmax_scale"] or s.attention.scale
@@ -78,9 +78,6 @@ def build(w: Weights) -> Decoder:
     check_supported(c, no_bias=True, logit_scale=None)
     check_supported(a, alibi=True, qk_ln=False, prefix_lm=False)
     check_supported(a, attn_type="multihead_attention", kv_n_heads=s.num_heads)
-    m = scope_base_model(w, "wte.weight", "transformer.", "")
-    embed = Embedding(m.load_matrix("wte.weight", embedding=True))
+    m, table, head = load_ends(w, "transformer.", "", embedding="wte")
     norm = load_layer_norm(m, "norm_f", c["layer_norm_epsilon"], bias=False)
-    tied_to = m.full_name("wte.weight") if c["tie_word_embeddings"] else None
-    output = load_lm_head(w, "lm_head", embed.table, tied_to)
-    return Decoder(s, embed, lambda i: build_layer(m.scope(f"blocks.{i}."), i, s), norm, output)
+    return Decoder(s, Embedding(table), lambda i: build_layer(m.scope(f"blocks.{i}."), i, s), norm, head)

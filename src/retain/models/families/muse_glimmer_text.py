@@ -16,12 +16,10 @@ from retain.files import quote
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
-from retain.models.decoder import Attention, Decoder, ModelSpec, scope_base_model
-from retain.models.families import llama
-from retain.models.families.gemma3_text import SandwichNormLayer, load_norm
-from retain.models.families.gemma4_text import CappedHead
+from retain.models import llama_like
+from retain.models.decoder import Attention, Decoder, ModelSpec, SandwichNormLayer, load_ends
 from retain.models.family_config import add_defaults, get_layer_types, get_windows
-from retain.models.layers import Embedding, GatedMLP, RMSNorm, load_linear, load_lm_head
+from retain.models.layers import CappedHead, Embedding, RMSNorm, load_linear
 from retain.models.rope import get_rope_parameters, get_whole_head_rope
 from retain.models.weights import Weights
 
@@ -57,7 +55,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. Every fourth layer is full by default."""
     c = add_defaults(c, DEFAULTS)
     default = ["full_attention" if x else "sliding_attention" for x in is_every_fourth(c)]
-    spec = llama.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
+    spec = llama_like.make_spec(c, get_windows(get_layer_types(c, default), c["sliding_window"]))
     return replace(spec, attention=AttentionParams(spec.attention.scale * c["qk_scale_factor"]))
 
 
@@ -80,7 +78,7 @@ class NormedEmbedding(Embedding):
     norm: RMSNorm
 
     def emit(self, out: Buffer) -> Iterator[Operation]:
-        """See Embedding."""
+        """Yield the operations of the layer, which fills buffer `out` for the ids and positions of a step."""
         yield from super().emit(out)
         yield from self.norm.emit(out, out)
 
@@ -88,25 +86,11 @@ class NormedEmbedding(Embedding):
 def build_attention(w: Weights, i: int, s: ModelSpec, rope: Rope | None) -> Attention:
     """Build the attention of one layer."""
     c = w.config
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
+    tensors = llama_like.OptionalTensors.of_attention(c["attention_bias"])
     sizes = s.kv_cache.attention(i)
     qk_norm = RMSNorm(torch.ones(s.num_heads + sizes.num_kv_heads, sizes.k_dim), c["rms_norm_eps"])
     gate = load_linear(w, "gate_proj", bias=False)
-    return replace(llama.build_attention(w, i, s, rope, tensors), qk_norm=qk_norm, gate_proj=gate)
-
-
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope | None) -> SandwichNormLayer:
-    """Build one layer from the weights in layers.<i>."""
-    c = w.config
-    gate_up = load_linear(w, "mlp.gate_proj", "mlp.up_proj", bias=False)
-    return SandwichNormLayer(
-        load_norm(w, "input_layernorm", c["rms_norm_eps"]),
-        build_attention(w.scope("self_attn."), i, s, rope),
-        load_norm(w, "post_attention_layernorm", c["post_norm_eps"]),
-        load_norm(w, "pre_feedforward_layernorm", c["rms_norm_eps"]),
-        GatedMLP(gate_up, load_linear(w, "mlp.down_proj", bias=False), c["hidden_activation"]),
-        load_norm(w, "post_feedforward_layernorm", c["post_norm_eps"]),
-    )
+    return replace(llama_like.build_attention(w, i, s, rope, tensors), qk_norm=qk_norm, gate_proj=gate)
 
 
 def build(w: Weights) -> Decoder:
@@ -117,14 +101,14 @@ def build(w: Weights) -> Decoder:
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c)
     is_rotated = read_rotated_layers(c)
     eps = c["rms_norm_eps"]
-    m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "")
-    table = m.load_matrix("embed_tokens.weight", embedding=True)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
+    m, table, head = load_ends(w, "model.", "model.language_model.", "")
 
     def load_layer(i: int) -> SandwichNormLayer:
-        return build_layer(m.scope(f"layers.{i}."), i, s, rope if is_rotated[i] else None)
+        layer = m.scope(f"layers.{i}.")
+        attention = build_attention(layer.scope("self_attn."), i, s, rope if is_rotated[i] else None)
+        return llama_like.load_sandwich_layer(layer, attention, c["post_norm_eps"])
 
     embedding = NormedEmbedding(table, norm=RMSNorm(torch.ones(s.hidden_size), eps))
     norm = RMSNorm(m["norm.weight"].float() * w.logits_factor(c["output_multiplier"]), eps)
-    head = CappedHead(load_lm_head(w, "lm_head", table, tied_to), float(c["final_logit_softcapping"]))
-    return Decoder(s, embedding, load_layer, norm, head, [rope])
+    output = CappedHead(head, float(c["final_logit_softcapping"]))
+    return Decoder(s, embedding, load_layer, norm, output, [rope])

@@ -5,20 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from retain.files import quote
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.kv_cache_spec import LayerCacheSpec, uniform_layers
 from retain.kernels.ops import WidthError
 from retain.kernels.weight import concat_rows
-from retain.models.decoder import BranchLayer, Decoder, ModelSpec, scope_base_model
-from retain.models.experts import MixtureOfExperts, SharedExpertMixture
-from retain.models.families import llama
-from retain.models.families.deepseek_v3 import load_router
+from retain.models import llama_like
+from retain.models.decoder import BranchLayer, Decoder, ModelSpec, load_ends
+from retain.models.experts import MixtureOfExperts, SharedExpertMixture, load_gate, load_sigmoid_router
 from retain.models.family_config import add_defaults, check_supported, get_layer_types
-from retain.models.layers import MLP, Embedding, Layer, Linear, RMSNorm, load_linear, load_lm_head, resolve_activation
+from retain.models.layers import MLP, Embedding, Layer, load_linear, load_norm, resolve_activation
 from retain.models.mamba2 import Mamba2Config, load_mamba2, read_time_step_limits
 from retain.models.weights import Weights
 
@@ -139,7 +136,7 @@ def load_mixture(w: Weights) -> SharedExpertMixture:
     """
     c = w.config
     n = c["n_routed_experts"]
-    router = load_router(w)
+    router = load_sigmoid_router(w)
     if "experts.up_proj" in w:
         up, down = (w.load_stack(f"experts.{name}", n) for name in ("up_proj", "down_proj"))
     else:
@@ -152,24 +149,23 @@ def load_mixture(w: Weights) -> SharedExpertMixture:
         if before.weight.shape[0] != size:
             raise WidthError(f"latent vectors have {before.weight.shape[0]} numbers, but {size} in the config")
         latent = before, behind
-    mixture = MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts, latent)
+    mixture = MixtureOfExperts(load_gate(w), experts, latent)
     return SharedExpertMixture(mixture, load_mlp(w.scope("shared_experts.")))
 
 
 def load_layer(w: Weights, i: int, layer_type: str, s: ModelSpec) -> BranchLayer:
     """Load layer i."""
     first_caches = s.kv_cache.first_caches
-    norm = RMSNorm(w["norm.weight"], w.config["layer_norm_epsilon"])
+    norm = load_norm(w, "norm", w.config["layer_norm_epsilon"])
     m = w.scope("mixer.")
+    branch: Layer
     if layer_type == "full_attention":
-        attention = llama.build_attention(m, first_caches[i], s, None, llama.OptionalTensors())
-        return BranchLayer(s.hidden_size, norm, attention)
-    mixer: Layer
-    if layer_type == "linear_attention":
-        mixer = load_mamba2(m, first_caches[i], read_mamba2_config(w.config))
+        branch = llama_like.build_attention(m, first_caches[i], s, None, llama_like.OptionalTensors())
+    elif layer_type == "linear_attention":
+        branch = load_mamba2(m, first_caches[i], read_mamba2_config(w.config))
     else:
-        mixer = load_mlp(m) if layer_type == "mlp" else load_mixture(m)
-    return BranchLayer(s.hidden_size, norm, mixer)
+        branch = load_mlp(m) if layer_type == "mlp" else load_mixture(m)
+    return BranchLayer(s.hidden_size, ((norm, branch),))
 
 
 def build(w: Weights) -> Decoder:
@@ -179,13 +175,11 @@ def build(w: Weights) -> Decoder:
     check_supported(c, sliding_window=None)
     s = spec_from_config(c)
     types = read_layer_types(c)
-    m = scope_base_model(w, "embeddings.weight", "model.", "backbone.", "")
-    table = m.load_matrix("embeddings.weight", embedding=True)
-    tied_to = m.full_name("embeddings.weight") if c["tie_word_embeddings"] else None
+    m, table, head = load_ends(w, "model.", "backbone.", "", embedding="embeddings")
     return Decoder(
         s,
         Embedding(table),
         lambda i: load_layer(m.scope(f"layers.{i}."), i, types[i], s),
-        RMSNorm(m["norm_f.weight"], c["layer_norm_epsilon"]),
-        load_lm_head(w, "lm_head", table, tied_to),
+        load_norm(m, "norm_f", c["layer_norm_epsilon"]),
+        head,
     )

@@ -7,34 +7,31 @@ from dataclasses import replace
 from typing import Any
 
 from retain.kernels.rope import Rope
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.families import llama, olmo2
-from retain.models.family_config import (
-    ATTENTION_TYPES,
-    add_defaults,
-    alternate_layer_types,
-    get_layer_types,
-    get_windows,
-)
+from retain.models.family_config import ATTENTION_TYPES, add_defaults, get_alternating_types, get_windows
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
-DEFAULTS: Mapping[str, Any] = {**olmo2.DEFAULTS, "sliding_window": 4096}  # of transformers
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    **llama_like.DEFAULTS,
+    "vocab_size": 50304,
+    "num_key_value_heads": None,  # num_attention_heads
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-5,
+    "attention_bias": False,
+    "sliding_window": 4096,
+}
 ROPE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     layer_type: {"rope_type": "default", "rope_theta": 500000.0} for layer_type in ATTENTION_TYPES
 }
 PATTERN = 4  # a full layer in so many
 
 
-def read_layer_types(c: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer."""
-    return get_layer_types(c, alternate_layer_types(c["num_hidden_layers"], PATTERN))
-
-
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
     c = add_defaults(c, DEFAULTS)
-    return llama.make_spec(c, get_windows(read_layer_types(c), c["sliding_window"]))
+    return llama_like.make_spec(c, get_windows(get_alternating_types(c, PATTERN), c["sliding_window"]))
 
 
 def get_ropes(c: Mapping[str, Any], dim: int) -> dict[str, Rope]:
@@ -65,12 +62,8 @@ def build(w: Weights) -> Decoder:
     w = w.with_defaults(DEFAULTS)
     c = w.config
     s = spec_from_config(c)
-    layer_types = read_layer_types(c)
     ropes = get_ropes(c, s.kv_cache.attention(0).k_dim)
-
-    def build_layer(w: Weights, i: int, s: ModelSpec, _: Rope, tensors: llama.OptionalTensors) -> olmo2.OutputNormLayer:
-        return olmo2.build_layer(w, i, s, ropes[layer_types[i]], tensors)
-
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"])
-    decoder = llama.build_decoder(w, s, tensors, build_layer, ropes["full_attention"])
+    of_layers = [ropes[layer_type] for layer_type in get_alternating_types(c, PATTERN)]
+    tensors = llama_like.OptionalTensors.of_attention(c["attention_bias"])
+    decoder = llama_like.build_decoder(w, s, tensors, llama_like.build_output_norm_layer, of_layers)
     return replace(decoder, ropes=list(ropes.values()))

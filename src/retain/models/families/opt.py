@@ -7,17 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from retain.kernels.ops import Buffer, Operation
-from retain.models.decoder import (
-    Attention,
-    Decoder,
-    DecoderLayer,
-    ModelSpec,
-    PreNormLayer,
-    multi_head_spec,
-    scope_base_model,
-)
+from retain.models.decoder import Attention, Decoder, DecoderLayer, ModelSpec, PreNormLayer, load_ends, multi_head_spec
 from retain.models.family_config import add_defaults, check_supported
-from retain.models.layers import MLP, Embedding, Layer, Sequential, load_layer_norm, load_linear, load_lm_head
+from retain.models.layers import MLP, Embedding, Layer, Sequential, load_layer_norm, load_linear
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -37,10 +29,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    c = add_defaults(c, DEFAULTS)
-    layers = c["num_hidden_layers"]
-    context = c["max_position_embeddings"]
-    return multi_head_spec(c["vocab_size"], c["hidden_size"], c["num_attention_heads"], layers, context)
+    return multi_head_spec(add_defaults(c, DEFAULTS))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +42,7 @@ class PostNormLayer:
     mlp: Layer
 
     def emit(self, x: Buffer) -> Iterator[Operation]:
-        """See DecoderLayer."""
+        """Yield the operations of the layer, which updates buffer `x` in place."""
         yield from self.attention.emit(x, x, add=True)
         yield from self.norm1.emit(x, x)
         yield from self.mlp.emit(x, x, add=True)
@@ -80,14 +69,11 @@ def build(w: Weights) -> Decoder:
     c = w.config
     s = spec_from_config(w.config)
     check_supported(c, layer_norm_elementwise_affine=True)
-    m = scope_base_model(w, "embed_tokens.weight", "model.decoder.", "decoder.")
+    m, table, lm_head = load_ends(w, "model.decoder.", "decoder.")
     is_narrow = c["word_embed_proj_dim"] not in (None, s.hidden_size)  # E' < E: projected on the way in and out
-    table = m.load_matrix("embed_tokens.weight", embedding=True)
     positions = m["embed_positions.weight"]
     projection = load_linear(m, "project_in", bias=False) if is_narrow else None
     embed = Embedding(table, position_table=positions, position_offset=2, projection=projection)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
-    lm_head = load_lm_head(w, "lm_head", table, tied_to)
     output = Sequential((load_linear(m, "project_out", bias=False), lm_head)) if is_narrow else lm_head
     has_norm = c["do_layer_norm_before"] and not c["_remove_final_layer_norm"]
     norm = load_layer_norm(m, "final_layer_norm", 1e-5) if has_norm else None

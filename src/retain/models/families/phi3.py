@@ -11,25 +11,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.kernels.rope import Rope
+from retain.models import llama_like
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer
-from retain.models.families import llama
 from retain.models.family_config import add_defaults
-from retain.models.layers import GatedMLP, RMSNorm, load_linear
+from retain.models.layers import load_linear
 from retain.models.rope import get_partial_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
+    **llama_like.DEFAULTS,
     "vocab_size": 32064,
     "hidden_size": 3072,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
     "num_key_value_heads": None,  # num_attention_heads
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
     "sliding_window": None,
-    "tie_word_embeddings": False,
 }
 ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
 
@@ -37,18 +33,14 @@ ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_facto
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. A window is one of all layers."""
     c = add_defaults(c, DEFAULTS)
-    return llama.make_spec(c, (c["sliding_window"] or None,) * c["num_hidden_layers"])
+    return llama_like.make_spec(c, (c["sliding_window"] or None,) * c["num_hidden_layers"])
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama_like.OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    qkv, o, gate_up, down = (
-        load_linear(w, name, bias=False)
-        for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj")
-    )
-    eps = w.config["rms_norm_eps"]
-    norm1, norm2 = (RMSNorm(w[f"{n}.weight"], eps) for n in ("input_layernorm", "post_attention_layernorm"))
-    return PreNormLayer(norm1, Attention(i, s, qkv, o, rope), norm2, GatedMLP(gate_up, down, w.config["hidden_act"]))
+    qkv, o = (load_linear(w, f"self_attn.{name}", bias=False) for name in ("qkv_proj", "o_proj"))
+    norm1, norm2 = llama_like.load_input_norms(w)
+    return PreNormLayer(norm1, Attention(i, s, qkv, o, rope), norm2, llama_like.load_stacked_mlp(w.scope("mlp.")))
 
 
 def build(w: Weights) -> Decoder:
@@ -57,4 +49,4 @@ def build(w: Weights) -> Decoder:
     s = spec_from_config(w.config)
     limit = w.context_limit or s.max_position_embeddings
     rope = get_partial_rope(s.kv_cache.attention(0).k_dim, w.config, ROPE_DEFAULTS, context_limit=limit)
-    return llama.build_decoder(w, s, llama.OptionalTensors(), build_layer, rope)
+    return llama_like.build_decoder(w, s, llama_like.OptionalTensors(), build_layer, [rope])

@@ -5,22 +5,33 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
-from retain.models.families import llama, qwen2
-from retain.models.family_config import add_defaults
+from retain.models.family_config import add_defaults, get_late_windows
 from retain.models.weights import Weights
 
-DEFAULTS: Mapping[str, Any] = {**qwen2.DEFAULTS, "head_dim": 128, "attention_bias": False}  # of transformers
+DEFAULTS: Mapping[str, Any] = {  # of transformers
+    **llama_like.DEFAULTS,
+    "vocab_size": 151936,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "max_position_embeddings": 32768,
+    "attention_bias": False,
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    return qwen2.make_spec(add_defaults(c, DEFAULTS))
+    c = add_defaults(c, DEFAULTS)
+    return llama_like.make_spec(c, get_late_windows(c))
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
     has_bias = w.config["attention_bias"]
-    tensors = llama.OptionalTensors.of_attention(has_bias, qk_norm=True)
-    return llama.build_decoder(w, qwen2.make_spec(w.config), tensors)
+    tensors = llama_like.OptionalTensors.of_attention(has_bias, qk_norm=True)
+    return llama_like.build_decoder(w, spec_from_config(w.config), tensors)

@@ -1,23 +1,7 @@
 """Qwen3.5 with experts and vision, of which only the text is computed: qwen3_5_moe_text in a multimodal config."""
 
-from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
-
-from retain.models.decoder import Decoder, ModelSpec
+from retain.models.composite import text_model
 from retain.models.families import qwen3_5_moe_text
-from retain.models.families.gemma3 import get_text_config
-from retain.models.weights import Weights
 
 IGNORED_TENSORS = qwen3_5_moe_text.IGNORED_TENSORS
-
-
-def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
-    """Read the spec from config.json."""
-    return qwen3_5_moe_text.spec_from_config(get_text_config(c, is_tied=False))
-
-
-def build(w: Weights) -> Decoder:
-    """Build the decoder from weights with Hugging Face's names."""
-    return qwen3_5_moe_text.build(w.with_config(get_text_config(w.config, is_tied=False)))
+spec_from_config, build = text_model(qwen3_5_moe_text, is_tied=False)

@@ -5,19 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from retain.kernels.experts import Router
 from retain.kernels.rope import Rope
+from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.experts import MixtureOfExperts, load_experts
-from retain.models.families import llama
+from retain.models.experts import has_experts, load_softmax_mixture
 from retain.models.family_config import add_defaults
-from retain.models.layers import Linear
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **llama.SHARED_DEFAULTS,
+    **llama_like.DEFAULTS,
     "vocab_size": 151936,
     "hidden_size": 2048,
     "num_hidden_layers": 24,
@@ -39,32 +35,18 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json. A sliding window is one of all layers."""
     c = add_defaults(c, DEFAULTS, OTHER_NAMES)
     window = c["sliding_window"] if c["use_sliding_window"] else None
-    return llama.make_spec(c, (window,) * c["num_hidden_layers"])
+    return llama_like.make_spec(c, (window,) * c["num_hidden_layers"])
 
 
-def has_experts(c: Mapping[str, Any], i: int) -> bool:
-    """Return whether layer i has experts; the others have an MLP."""
-    is_sparse = c["num_experts"] > 0 and (i + 1) % c["decoder_sparse_step"] == 0
-    return is_sparse and i not in (c["mlp_only_layers"] or ())
-
-
-def load_mixture(w: Weights, normalize: bool) -> MixtureOfExperts:
-    """Load the experts of a layer, and the scores of their router. Weights of experts add up to 1 if `normalize`."""
-    c = w.config
-    router = Router(c["num_experts_per_tok"], normalize=normalize)
-    experts = load_experts(w, c["num_experts"], router, c["hidden_act"])
-    return MixtureOfExperts(Linear(w["gate.weight"].to(torch.float32)), experts)
-
-
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama_like.OptionalTensors) -> PreNormLayer:
     """Build one layer from the weights in layers.<i>."""
-    mlp = load_mixture(w.scope("mlp."), w.config["norm_topk_prob"]) if has_experts(w.config, i) else None
-    return llama.build_layer(w, i, s, rope, tensors, mlp)
+    mlp = load_softmax_mixture(w.scope("mlp."), w.config["norm_topk_prob"]) if has_experts(w.config, i) else None
+    return llama_like.build_layer(w, i, s, rope, tensors, mlp)
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     has_bias = w.config["attention_bias"]
-    tensors = llama.OptionalTensors.of_attention(has_bias, qk_norm=True)
-    return llama.build_decoder(w, spec_from_config(w.config), tensors, build_layer)
+    tensors = llama_like.OptionalTensors.of_attention(has_bias, qk_norm=True)
+    return llama_like.build_decoder(w, spec_from_config(w.config), tensors, build_layer)

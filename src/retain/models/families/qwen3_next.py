@@ -2,49 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from retain.kernels.linear_attention import LinearAttention
-from retain.kernels.rope import Rope
-from retain.kernels.weight import stack_rows
-from retain.models.decoder import Attention, Decoder, DecoderLayer, ModelSpec, PreNormLayer, scope_base_model
-from retain.models.experts import SharedExpertMixture, load_shared_expert
-from retain.models.families import llama, qwen3_moe
-from retain.models.families.gemma3_text import load_norm
-from retain.models.family_config import add_defaults, get_layer_types
-from retain.models.layers import Embedding, Layer, Linear, RMSNorm, load_linear, load_lm_head, resolve_activation
-from retain.models.linear_attention import (
-    ConvolvedAttention,
-    GatedDeltaNet,
-    StateLayer,
-    linear_attention_specs,
-    load_convolution_weight,
-    make_qk_norm,
-)
-from retain.models.rope import get_partial_rope
+from retain.models import llama_like, qwen3_next_like
+from retain.models.decoder import Decoder, ModelSpec
+from retain.models.experts import has_experts
+from retain.models.family_config import add_defaults
+from retain.models.layers import Layer, Linear, load_linear
 from retain.models.weights import Weights
 
-SHARED_DEFAULTS: Mapping[str, Any] = {  # of qwen3_5_text and qwen3_5_moe_text, too
-    "num_attention_heads": 16,
-    "head_dim": 256,
-    "hidden_act": "silu",
-    "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-    "attention_bias": False,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "full_attention_interval": 4,
-}
 DEFAULTS: Mapping[str, Any] = {  # of transformers
-    **SHARED_DEFAULTS,
+    **qwen3_next_like.DEFAULTS,
     "vocab_size": 151936,
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -55,38 +27,13 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "num_experts_per_tok": 10,
     "norm_topk_prob": True,
 }
-ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-IGNORED_TENSORS = (r"mtp\..*",)  # a block that predicts further tokens
-LAYER_TYPES = ("linear_attention", "full_attention")
-
-LoadMLP = Callable[[Weights, int], Layer]
-LoadProjections = Callable[[Weights, LinearAttention], tuple[Linear, Linear, Linear]]
+ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
+IGNORED_TENSORS = qwen3_next_like.IGNORED_TENSORS
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     """Read the spec from config.json."""
-    return make_spec(add_defaults(c, DEFAULTS))
-
-
-def make_spec(c: Mapping[str, Any]) -> ModelSpec:
-    """Read the spec from a config with its family's defaults."""
-    spec = llama.make_spec(c)
-    linear = linear_attention_specs(
-        c["linear_num_key_heads"],
-        c["linear_num_value_heads"],
-        c["linear_key_head_dim"],
-        c["linear_value_head_dim"],
-        c["linear_conv_kernel_dim"],
-    )
-    by_type = {"linear_attention": linear, "full_attention": spec.caches[:1]}
-    return replace(spec, caches=tuple(cache for t in read_layer_types(c) for cache in by_type[t]))
-
-
-def read_layer_types(c: Mapping[str, Any]) -> list[str]:
-    """Return the type of each layer."""
-    period = c["full_attention_interval"]
-    default = [LAYER_TYPES[(i + 1) % period == 0] for i in range(c["num_hidden_layers"])]
-    return get_layer_types(c, default, LAYER_TYPES)
+    return qwen3_next_like.make_spec(add_defaults(c, DEFAULTS))
 
 
 def load_projections(w: Weights, p: LinearAttention) -> tuple[Linear, Linear, Linear]:
@@ -105,84 +52,14 @@ def load_projections(w: Weights, p: LinearAttention) -> tuple[Linear, Linear, Li
     return qkvz.select(torch.cat((q, k, v))), gates, qkvz.select(z)
 
 
-def load_linear_attention(w: Weights, cache: int, load_projections: LoadProjections) -> GatedDeltaNet:
-    """Load a layer of linear attention; `cache` is the number of its first cache."""
-    c = w.config
-    p = LinearAttention(
-        num_key_heads=c["linear_num_key_heads"],
-        num_value_heads=c["linear_num_value_heads"],
-        k_dim=c["linear_key_head_dim"],
-        v_dim=c["linear_value_head_dim"],
-        decay=-w["A_log"].float().exp(),
-        time_bias=w["dt_bias"].float(),
-    )
-    qkv_proj, gates_proj, z_proj = load_projections(w, p)
-    attention = ConvolvedAttention(
-        cache=cache,
-        params=p,
-        qkv_proj=qkv_proj,
-        gates_proj=gates_proj,
-        weight=load_convolution_weight(w, "conv1d.weight", p.qkv_width, c["linear_conv_kernel_dim"]),
-        act=resolve_activation(c["hidden_act"]),
-        qk_norm=make_qk_norm(p),
-    )
-    norm = RMSNorm(w["norm.weight"].view(1, p.v_dim).expand(p.num_value_heads, -1), c["rms_norm_eps"])
-    return GatedDeltaNet(attention, z_proj, norm, load_linear(w, "out_proj", bias=False))
-
-
-def load_attention(w: Weights, cache: int, s: ModelSpec, rope: Rope) -> Attention:
-    """Load a layer of attention. The file has rows of q and of the output gate for one head after another."""
-    c = w.config
-    bias = c["attention_bias"]
-    q_and_gate = load_linear(w, "q_proj", bias=bias)
-    rows = torch.arange(q_and_gate.weight.shape[0]).view(s.num_heads, 2, -1)
-    q, gate = (part.flatten() for part in rows.unbind(1))
-    kv = load_linear(w, "k_proj", "v_proj", bias=bias)
-    q_proj = q_and_gate.select(q)
-    biases = [x for x in (q_proj.bias, kv.bias) if x is not None]
-    qkv = Linear(stack_rows([q_proj.weight, kv.weight]), torch.cat(biases) if biases else None)
-    norm = llama.load_qk_norm(w, cache, s, c["rms_norm_eps"], offset=1)
-    return Attention(cache, s, qkv, load_linear(w, "o_proj", bias=bias), rope, norm, gate_proj=q_and_gate.select(gate))
-
-
 def load_mlp(w: Weights, i: int) -> Layer:
     """Load the experts of layer i, or its MLP."""
-    if not qwen3_moe.has_experts(w.config, i):
-        return llama.load_mlp(w)
-    return load_mixture(w, w.config["norm_topk_prob"])
-
-
-def load_mixture(w: Weights, normalize: bool) -> SharedExpertMixture:
-    """Load the experts of a layer, and the one of all tokens."""
-    return SharedExpertMixture(qwen3_moe.load_mixture(w, normalize), load_shared_expert(w, w.config["hidden_act"]))
+    if not has_experts(w.config, i):
+        return llama_like.load_mlp(w)
+    return qwen3_next_like.load_mixture(w, w.config["norm_topk_prob"])
 
 
 def build(w: Weights) -> Decoder:
     """Build the decoder from weights with Hugging Face's names."""
     w = w.with_defaults(DEFAULTS)
-    return build_decoder(w, make_spec(w.config), load_projections, load_mlp)
-
-
-def build_decoder(w: Weights, s: ModelSpec, load_projections: LoadProjections, load_mlp: LoadMLP) -> Decoder:
-    """Build a decoder from weights whose config has its family's defaults."""
-    c = w.config
-    eps = c["rms_norm_eps"]
-    layer_types = read_layer_types(c)
-    first_caches = s.kv_cache.first_caches
-    rope = get_partial_rope(c["head_dim"], c, ROPE_DEFAULTS)
-    m = scope_base_model(w, "embed_tokens.weight", "model.", "model.language_model.", "")
-    table = m.load_matrix("embed_tokens.weight", embedding=True)
-    tied_to = m.full_name("embed_tokens.weight") if c["tie_word_embeddings"] else None
-
-    def load_layer(i: int) -> DecoderLayer:
-        layer = m.scope(f"layers.{i}.")
-        norm1, norm2 = (load_norm(layer, name, eps) for name in ("input_layernorm", "post_attention_layernorm"))
-        mlp = load_mlp(layer.scope("mlp."), i)
-        if layer_types[i] == "linear_attention":
-            mixer = load_linear_attention(layer.scope("linear_attn."), first_caches[i], load_projections)
-            return StateLayer(s.hidden_size, norm1, mixer, norm2, mlp)
-        return PreNormLayer(norm1, load_attention(layer.scope("self_attn."), first_caches[i], s, rope), norm2, mlp)
-
-    head = load_lm_head(w, "lm_head", table, tied_to)
-    norm = load_norm(m, "norm", eps)
-    return Decoder(s, Embedding(table), load_layer, norm, head, [rope])
+    return qwen3_next_like.build_decoder(w, spec_from_config(w.config), load_projections, load_mlp)

@@ -6,23 +6,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from retain.files import quote
-from retain.kernels.rope import Rope
-from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
-from retain.models.families import llama
+from retain.models import llama_like
+from retain.models.decoder import Decoder, ModelSpec
 from retain.models.family_config import add_defaults, get_layer_types, get_windows
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
+    **llama_like.DEFAULTS,
     "vocab_size": 128256,
     "hidden_size": 2048,
     "num_hidden_layers": 36,
     "num_attention_heads": 16,
     "num_key_value_heads": 4,
-    "head_dim": None,  # hidden_size / num_attention_heads
-    "hidden_act": "silu",
     "max_position_embeddings": 32768,
-    "rms_norm_eps": 1e-6,
     "tie_word_embeddings": True,
     "attention_bias": False,
     "mlp_bias": False,
@@ -49,7 +46,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
     c = add_defaults(c, DEFAULTS)
     window = c["sliding_window"] if c["use_sliding_window"] else None
     default = ["full_attention" if x or window is None else "sliding_attention" for x in has_rope(c)]
-    return llama.make_spec(c, get_windows(get_layer_types(c, default), window))
+    return llama_like.make_spec(c, get_windows(get_layer_types(c, default), window))
 
 
 def build(w: Weights) -> Decoder:
@@ -57,11 +54,6 @@ def build(w: Weights) -> Decoder:
     w = w.with_defaults(DEFAULTS)
     c = w.config
     s = spec_from_config(c)
-    is_rotated = has_rope(c)
-
-    def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, tensors: llama.OptionalTensors) -> PreNormLayer:
-        return llama.build_layer(w, i, s, rope if is_rotated[i] else None, tensors)
-
     rope = get_whole_head_rope(s.kv_cache.attention(0).k_dim, c, ROPE_DEFAULTS)
-    tensors = llama.OptionalTensors.of_attention(c["attention_bias"], mlp_bias=c["mlp_bias"])
-    return llama.build_decoder(w, s, tensors, build_layer, rope)
+    tensors = llama_like.OptionalTensors.of_attention(c["attention_bias"], mlp_bias=c["mlp_bias"])
+    return llama_like.build_decoder(w, s, tensors, ropes=[rope if is_rotated else None for is_rotated in has_rope(c)])
