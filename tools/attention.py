@@ -18,7 +18,7 @@ import torch
 
 from retain import factory, kernels
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 

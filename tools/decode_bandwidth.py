@@ -20,7 +20,7 @@ import torch
 from retain import LLM
 from retain.files import read_json_object
 from retain.formats.random_weights import TENSOR_SHAPES
-from retain.kernels.kv_cache_spec import KVCacheSpec, LinearStateSpec, LinearTokensSpec
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, LinearStateSpec, LinearTokensSpec
 from retain.models.resolve import resolve_model
 from tools.expert_speed import CONTEXT, time_decode
 

@@ -16,9 +16,9 @@ from time import perf_counter
 import torch
 
 from retain.kernels import cpu, ops
-from retain.kernels.kv_cache_spec import LinearStateSpec, LinearTokensSpec
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.ops import Buffer, Operation
+from retain.kernels.slots.kv_cache_spec import LinearStateSpec, LinearTokensSpec
 from tests.helpers.state_caches import Chunk, StateCaches
 
 HEADS = 16, 16  # of keys and of values

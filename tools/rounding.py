@@ -21,7 +21,14 @@ from torch import Tensor
 from retain.bench.tasks import load_records
 from retain.fit.dense import DenseModel, LayerAttention
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.quantized_slots import dequantize, dequantize_4bit, quantize, quantize_4bit, quantize_fp8, rotate
+from retain.kernels.slots.quantized_slots import (
+    dequantize,
+    dequantize_4bit,
+    quantize,
+    quantize_4bit,
+    quantize_fp8,
+    rotate,
+)
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
 from retain.processing.tokenizer import Tokenizer

@@ -21,7 +21,7 @@ from retain import factory, kernels
 from retain.bench.engines import greedy_request
 from retain.engine.engine import Engine
 from retain.kernels.api import Batch
-from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 

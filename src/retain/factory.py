@@ -23,8 +23,8 @@ from retain.formats.checkpoint import Checkpoint, list_model_files, metadata_rea
 from retain.formats.pooling import Pooling, choose_pooling
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend, Program
-from retain.kernels.kv_cache_spec import KVCacheSpec
-from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec
+from retain.kernels.slots.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.capacity import CacheConfig, CapacityPlanner, refuse_gates
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec

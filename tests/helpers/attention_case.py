@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.scoring import AttentionScoring
+from retain.kernels.slots.scoring import AttentionScoring
 
 UNDEFINED = 2**31 - 1  # fills the entries of a table that no kernel may read
 UNOWNED_PAGES = 3  # pages of every pool that no table names

@@ -17,7 +17,7 @@ from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner
-from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE

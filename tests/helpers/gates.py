@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from retain.kernels.kv_cache_spec import KVCacheSpec
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec
 from retain.kv.eviction.gate_weights import NUM_LOGS, GateWeights
 
 

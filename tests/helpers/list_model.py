@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.quantized_slots import dequantize_4bit, quantize_4bit, rotate
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
-from retain.kernels.scoring import GUMBEL
+from retain.kernels.slots.quantized_slots import dequantize_4bit, quantize_4bit, rotate
+from retain.kernels.slots.scoring import GUMBEL
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.models.decoder import ModelSpec
 from tests.helpers.gates import random_gate

@@ -20,7 +20,7 @@ import torch
 
 from retain.config import PROMPT_ACTIVATIONS
 from retain.engine.request import Request, RequestInput
-from retain.kernels.pool_dtypes import pool_dtype, slots_in_page
+from retain.kernels.slots.pool_dtypes import pool_dtype, slots_in_page
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy

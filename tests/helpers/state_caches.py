@@ -10,9 +10,9 @@ from torch import Tensor
 
 from retain.kernels import ops
 from retain.kernels.api import CPU, KV, Backend, Batch, GroupInputs, Tables
-from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
 from retain.kernels.ops import Buffer, Operation
-from retain.kernels.reinterpret import PageFormat, shared_page_bytes
+from retain.kernels.slots.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
+from retain.kernels.slots.reinterpret import PageFormat, shared_page_bytes
 from tests.helpers.programs import load_program
 
 Emit = Callable[[Buffer, Buffer], Iterable[Operation]]

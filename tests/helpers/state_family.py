@@ -18,15 +18,15 @@ from torch import Tensor
 
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import (
+from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
+from retain.kernels.ops import Buffer, Operation
+from retain.kernels.slots.kv_cache_spec import (
     ConvolutionSpec,
     FullAttentionSpec,
     LayerCacheSpec,
     LinearStateSpec,
     LinearTokensSpec,
 )
-from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
-from retain.kernels.ops import Buffer, Operation
 from retain.models.decoder import Attention, Decoder, ModelSpec
 from retain.models.families import llama
 from retain.models.family_config import add_defaults

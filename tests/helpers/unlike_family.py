@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import (
+from retain.kernels.slots.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheSpec,
     LayerCacheSpec,

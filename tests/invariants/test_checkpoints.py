@@ -21,7 +21,7 @@ from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from retain.kernels.pool_dtypes import INT4
+from retain.kernels.slots.pool_dtypes import INT4
 from retain.sampling_params import SamplingParams
 from tests.helpers.cached_pages import check_cached_pages, check_unchanged, copy_cached_pages
 from tests.helpers.chats import open_one_row, options_of, run_together

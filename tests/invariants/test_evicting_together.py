@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from retain import kernels
 from retain.factory import build_cache
 from retain.kernels.api import KV
-from retain.kernels.eviction_order import LAST_POSITION, eviction_key, protect
-from retain.kernels.kv_cache_spec import FullAttentionSpec, KVCacheSpec, uniform_layers
-from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.slots.eviction_order import LAST_POSITION, eviction_key, protect
+from retain.kernels.slots.kv_cache_spec import FullAttentionSpec, KVCacheSpec, uniform_layers
+from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import evictor, policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from retain.engine.engine import Engine
-from retain.kernels.pool_dtypes import INT8
+from retain.kernels.slots.pool_dtypes import INT8
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.radix_tree import RadixTree

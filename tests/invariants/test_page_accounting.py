@@ -23,8 +23,8 @@ from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
 from retain.kernels.api import Batch
-from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
-from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager

@@ -14,8 +14,8 @@ from retain.engine import drafters
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels import cpu, triton
-from retain.kernels import quantized_slots as q
 from retain.kernels.api import KV
+from retain.kernels.slots import quantized_slots as q
 from retain.kv.eviction import policies
 from retain.kv.memory import quantized_copies
 from retain.processing.input import GenerateRequest

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from retain import LLM, SamplingParams, kernels
 from retain.engine.drafters import parse as parse_drafter
-from retain.kernels import quantized_slots as q
 from retain.kernels import reference
 from retain.kernels.api import KV
+from retain.kernels.slots import quantized_slots as q
 from retain.outputs import RequestOutput
 from tests.helpers.engines import (
     AlwaysLoad,

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from retain.kernels import triton
 from retain.kernels.api import GroupInputs, Tables
-from retain.kernels.slot_rule import SlotRule
+from retain.kernels.slots.slot_rule import SlotRule
 from retain.kv.manager import KVCacheManager
 from retain.kv.memory import block_tables, demoted_tables, device_tables
 from retain.kv.memory.cache import KVCache

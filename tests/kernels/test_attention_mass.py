@@ -10,7 +10,7 @@ import torch
 from retain.kernels import cpu, reference
 from retain.kernels.api import KV
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kernels.slots.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.marks import slow

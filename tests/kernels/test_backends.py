@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW, Backend, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.quantized_slots import rotate
+from retain.kernels.slots.quantized_slots import rotate
 from tests.helpers.attention_case import AttentionCase, assert_close, cpu_tolerance
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow

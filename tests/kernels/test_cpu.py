@@ -20,7 +20,7 @@ from retain.kernels.api import NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import pack_weight
-from retain.kernels.scoring import AttentionScoring
+from retain.kernels.slots.scoring import AttentionScoring
 from tests.helpers.attention_case import AttentionCase, torch_threads
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.marks import slow

@@ -14,9 +14,9 @@ from torch import Tensor
 from retain.kernels import cpu, reference
 from retain.kernels.api import KV, NO_WINDOW, Backend, DemotedTables, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import slots_in_page
-from retain.kernels.reinterpret import PageFormat, shared_page_bytes
-from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
+from retain.kernels.slots.pool_dtypes import slots_in_page
+from retain.kernels.slots.reinterpret import PageFormat, shared_page_bytes
+from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import assert_close, cpu_tolerance
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.device_adapter import triton_backend

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retain.kernels import reference
 from retain.kernels.api import KV, Backend, EvictionLists
-from retain.kernels.eviction_order import sum_columns
+from retain.kernels.slots.eviction_order import sum_columns
 from tests.helpers.attention_case import UNDEFINED
 from tests.helpers.backend_variants import VARIANTS, use_variant
 

@@ -15,9 +15,9 @@ from retain.kernels import cpu, ops, reference
 from retain.kernels.api import Backend
 from retain.kernels.experts import Experts, Router
 from retain.kernels.ops import Buffer, WidthError
-from retain.kernels.quantized import Int6, quantize_int4, quantize_int8
 from retain.kernels.reference.experts import ExpertWeights, mix_experts, route
-from retain.kernels.weight import Weight
+from retain.kernels.weights.quantized import Int6, quantize_int4, quantize_int8
+from retain.kernels.weights.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.layerless_batch import make_layerless_batch
 from tests.helpers.programs import load_program

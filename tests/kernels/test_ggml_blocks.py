@@ -12,10 +12,10 @@ from gguf.constants import GGML_QUANT_SIZES
 from torch import Tensor
 
 from retain.kernels import cpu
-from retain.kernels.ggml_blocks import stored_kind
-from retain.kernels.quantized import IQ4, Int4, Int5, Int6, Int8, Kind
-from retain.kernels.stored_weight import BlockRows, StoredWeight
-from retain.kernels.weight import StackedWeight, Weight, concat_rows, row_energies
+from retain.kernels.weights.ggml_blocks import stored_kind
+from retain.kernels.weights.quantized import IQ4, Int4, Int5, Int6, Int8, Kind
+from retain.kernels.weights.stored_weight import BlockRows, StoredWeight
+from retain.kernels.weights.weight import StackedWeight, Weight, concat_rows, row_energies
 
 pytestmark = [
     pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),

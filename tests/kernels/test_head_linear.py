@@ -12,8 +12,8 @@ from retain.kernels import cpu, ops, reference, triton
 from retain.kernels.api import CPU, Backend, Batch
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import Buffer, WidthError
-from retain.kernels.quantized import quantize_int4, quantize_int8
-from retain.kernels.weight import Weight
+from retain.kernels.weights.quantized import quantize_int4, quantize_int8
+from retain.kernels.weights.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.layerless_batch import make_layerless_batch
 from tests.helpers.programs import load_program

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from retain.kernels import cpu, ops, reference, triton
 from retain.kernels.api import CPU, Backend
-from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
 from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
 from retain.kernels.ops import Buffer, Operation
+from retain.kernels.slots.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
 from tests.helpers.attention_case import torch_threads
 from tests.helpers.backend_variants import FAST_VARIANTS, VARIANTS, use_variant
 from tests.helpers.marks import slow

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.kernels import reference
 from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
-from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
+from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, NO_NOISE, AttentionScoring
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.helpers.marks import every_third

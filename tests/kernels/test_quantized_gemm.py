@@ -7,8 +7,17 @@ import torch
 from torch import Tensor
 
 from retain.kernels import cpu
-from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWeight, quantize_int4, quantize_int8
-from retain.kernels.weight import Weight
+from retain.kernels.weights.quantized import (
+    IQ4,
+    MXFP4,
+    NVFP4,
+    Int5,
+    Int6,
+    QuantizedWeight,
+    quantize_int4,
+    quantize_int8,
+)
+from retain.kernels.weights.weight import Weight
 
 pytestmark = [
     pytest.mark.skipif(cpu.unavailable_reason() is not None, reason=str(cpu.unavailable_reason())),

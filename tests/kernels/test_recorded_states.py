@@ -12,9 +12,9 @@ from torch import Tensor
 from retain.kernels import ops, reference, triton
 from retain.kernels.api import CPU, Backend, Batch, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.ops import Buffer, Operation
+from retain.kernels.slots.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec, SlidingWindowSpec
 from tests.helpers.state_caches import Chunk, StateCaches
 
 pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="the fake device runs the interpreter")

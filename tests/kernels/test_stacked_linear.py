@@ -9,8 +9,8 @@ from torch import Tensor
 from retain.kernels import cpu, ops, reference, triton
 from retain.kernels.api import CPU, Backend
 from retain.kernels.ops import Buffer, Operation, WidthError
-from retain.kernels.quantized import quantize_int4, quantize_int8
-from retain.kernels.weight import StackedWeight, dense_chunks, stack_rows
+from retain.kernels.weights.quantized import quantize_int4, quantize_int8
+from retain.kernels.weights.weight import StackedWeight, dense_chunks, stack_rows
 from tests.helpers.backend_variants import ISAS, use_isa
 from tests.helpers.layerless_batch import make_layerless_batch
 from tests.kernels.test_head_linear import device_of, needs_triton, random

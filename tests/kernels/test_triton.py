@@ -13,7 +13,7 @@ from retain.kernels import reference
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.rope import Rope
-from retain.kernels.scoring import GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, NO_NOISE
 from tests.helpers.attention_case import AttentionCase, assert_close
 from tests.helpers.device_adapter import triton_backend
 from tests.helpers.marks import every_third

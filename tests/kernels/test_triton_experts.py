@@ -12,9 +12,9 @@ from torch import Tensor
 from retain.kernels import ops, triton
 from retain.kernels.experts import Experts, Router
 from retain.kernels.ops import Buffer
-from retain.kernels.quantized import QuantizedWeight
 from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.experts import mix_experts as mix_in_torch
+from retain.kernels.weights.quantized import QuantizedWeight
 from tests.kernels.test_triton_weights import BITS, DEVICE, KINDS, random
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from retain.kernels import triton
-from retain.kernels.quantized import IQ4, MXFP4, NVFP4, Int5, Int6, QuantizedWeight, quantize_int4, quantize_int8
+from retain.kernels.weights.quantized import (
+    IQ4,
+    MXFP4,
+    NVFP4,
+    Int5,
+    Int6,
+    QuantizedWeight,
+    quantize_int4,
+    quantize_int8,
+)
 from tests.helpers.ptx import assert_numbers, register_of, run_asm
 
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))

@@ -17,7 +17,7 @@ from retain.formats.checkpoint import open_checkpoint
 from retain.formats.gguf import GGUFCheckpoint
 from retain.formats.gguf.metadata import recover_llama3_scaling
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
-from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
+from retain.kernels.weights.ggml_blocks import dequantize_blocks, is_supported
 from retain.models.resolve import resolve_model
 from retain.models.rope import get_rope, get_rope_parameters
 from retain.models.weights import Weights, open_weights

@@ -20,8 +20,8 @@ from retain.formats.gguf.architecture import load_architecture
 from retain.formats.gguf.types import GGML_BLOCK_SIZES
 from retain.kernels import reference
 from retain.kernels.api import CPU
-from retain.kernels.ggml_blocks import convert_blocks, dequantize_blocks, is_supported, stored_kind
-from retain.kernels.quantized import (
+from retain.kernels.weights.ggml_blocks import convert_blocks, dequantize_blocks, is_supported, stored_kind
+from retain.kernels.weights.quantized import (
     IQ4,
     MXFP4,
     NVFP4,
@@ -34,7 +34,7 @@ from retain.kernels.quantized import (
     quantize_int4,
     quantize_int8,
 )
-from retain.kernels.weight import unpack
+from retain.kernels.weights.weight import unpack
 from retain.models.resolve import resolve_model
 from retain.models.weights import Weights, open_weights
 from tests.helpers.decoder_runner import ReferenceModel, build_model, random_tokens, run_decoder

@@ -12,7 +12,7 @@ from gguf import GGUFWriter
 
 from retain import LLM
 from retain.formats.gguf.reader import GGUFReader
-from retain.kernels.ggml_blocks import dequantize_blocks
+from retain.kernels.weights.ggml_blocks import dequantize_blocks
 from tests.helpers import counted_work
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, tiny_for_gguf, write_gguf
 

@@ -17,8 +17,8 @@ from retain.formats.checkpoint import open_checkpoint
 from retain.formats.tensor_file import TensorFile
 from retain.kernels.cpu import packing
 from retain.kernels.cpu.memory import Arena
-from retain.kernels.quantized import Kind, QuantizedWeight
-from retain.kernels.stored_weight import BlockRows, FileRows, StoredWeight
+from retain.kernels.weights.quantized import Kind, QuantizedWeight
+from retain.kernels.weights.stored_weight import BlockRows, FileRows, StoredWeight
 from tests.helpers.folders import save_model_folder
 from tests.helpers.quantized_folders import METHODS, write_quantized_folder
 from tests.helpers.tiny_models import tiny_checkpoint

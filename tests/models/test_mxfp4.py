@@ -14,7 +14,7 @@ from torch import Tensor
 from retain.formats.safetensors import SafetensorsCheckpoint
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import pack_weight
-from retain.kernels.quantized import MXFP4, Int8, Kind
+from retain.kernels.weights.quantized import MXFP4, Int8, Kind
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.quantized_folders import ReplacedTensors

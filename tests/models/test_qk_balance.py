@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import StateSpec
 from retain.kernels.ops import Attend, Buffer, MatMul, Norm
 from retain.kernels.rope import Rope
+from retain.kernels.slots.kv_cache_spec import StateSpec
 from retain.models.passes.balance import Projection
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceCache, ReferenceModel, build_model, random_tokens

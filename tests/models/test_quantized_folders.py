@@ -17,9 +17,9 @@ from retain.formats.errors import UnsupportedError
 from retain.formats.safetensors import SafetensorsCheckpoint
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import pack_weight
-from retain.kernels.quantized import Int4, Int8
-from retain.kernels.stored_weight import StoredWeight
-from retain.kernels.weight import concat_rows, dense_chunks, unpack
+from retain.kernels.weights.quantized import Int4, Int8
+from retain.kernels.weights.stored_weight import StoredWeight
+from retain.kernels.weights.weight import concat_rows, dense_chunks, unpack
 from retain.models.weights import Weights
 from tests.helpers import counted_work
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
@@ -106,7 +106,7 @@ def test_packing_in_chunks_equals_packing_at_once(
 @pytest.mark.parametrize("num_elements", [1, 700, 2**20])
 def test_chunks_of_a_matrix_are_the_matrix(tmp_path: Path, num_elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Stored, stacked, unpacked or dense: the rows in their order, in float32."""
-    monkeypatch.setattr("retain.kernels.weight.CHUNK_ELEMENTS", num_elements)
+    monkeypatch.setattr("retain.kernels.weights.weight.CHUNK_ELEMENTS", num_elements)
     write_quantized_folder(tmp_path, small(), "ct-int4")
     w = Weights(open_checkpoint(tmp_path), torch.bfloat16)
     stored = [w.load_matrix(f"model.layers.0.self_attn.{name}_proj.weight") for name in ("q", "k")]
@@ -121,7 +121,7 @@ def test_chunks_of_a_matrix_are_the_matrix(tmp_path: Path, num_elements: int, mo
 
 
 def test_a_head_is_compared_with_its_embedding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("retain.kernels.weight.CHUNK_ELEMENTS", 100)
+    monkeypatch.setattr("retain.kernels.weights.weight.CHUNK_ELEMENTS", 100)
     save_model_folder(tmp_path, small())
     table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     other = table.clone()

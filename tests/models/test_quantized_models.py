@@ -12,10 +12,10 @@ from retain import models
 from retain.kernels import ops
 from retain.kernels.api import KV
 from retain.kernels.ops import ACTIVATIONS, Buffer
-from retain.kernels.quantized import Int4, Int8, quantize_int4, quantize_int8
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.rows import ACTIVATION_FUNCTIONS, linear
-from retain.kernels.weight import Weight
+from retain.kernels.weights.quantized import Int4, Int8, quantize_int4, quantize_int8
+from retain.kernels.weights.weight import Weight
 from retain.models.layers import CappedHead, Linear, Sequential, resolve_activation
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceModel, build_model, random_tokens, run_decoder

@@ -1,4 +1,4 @@
-"""Quantized matrices mean what kernels/quantized.py says, and are as near to the dense matrix as their steps allow."""
+"""Quantized matrices mean what kernels/weights/quantized.py says, and are as near to the dense ones as steps allow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
-from retain.kernels.quantized import (
+from retain.kernels.weights.quantized import (
     IQ4,
     MXFP4,
     NVFP4,
@@ -25,7 +25,15 @@ from retain.kernels.quantized import (
     quantize_int4,
     quantize_int8,
 )
-from retain.kernels.weight import StackedWeight, Weight, concat_rows, dense_chunks, scale_rows, select_rows, stack_rows
+from retain.kernels.weights.weight import (
+    StackedWeight,
+    Weight,
+    concat_rows,
+    dense_chunks,
+    scale_rows,
+    select_rows,
+    stack_rows,
+)
 
 NUMBERS = st.floats(-60000, 60000, width=32) | st.floats(-(2**-10), 2**-10, width=32) | st.floats(5, 6, width=32)
 SHAPES = st.tuples(st.integers(1, 3), st.sampled_from([32, 64, 96]))

@@ -15,7 +15,7 @@ from retain.bench import budget, quality, tasks
 from retain.bench.config import QualityBenchConfig
 from retain.config import KV_DTYPES, Config
 from retain.factory import demoted_page_size
-from retain.kernels.pool_dtypes import pool_dtype
+from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.eviction import policies
 from tests.helpers.cli import assert_one_line_error, run_cli
 

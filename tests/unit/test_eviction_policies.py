@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView, KeyTransform

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from retain.factory import build_cache
 from retain.kernels import load
 from retain.kernels.api import NO_WINDOW
-from retain.kernels.kv_cache_spec import KVCacheSpec, uniform_layers
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
 from retain.kv.manager import KVCacheManager

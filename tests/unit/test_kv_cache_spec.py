@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from retain.kernels.kv_cache_spec import (
+from retain.kernels.slots.kv_cache_spec import (
     FullAttentionSpec,
     KVCacheSpec,
     SharedCacheSpec,

@@ -50,7 +50,7 @@ class AttentionInputs:
 
 def slot_bytes(D: int, dtype: torch.dtype) -> int:
     """Return the bytes of K and V of a slot, with scales."""
-    from retain.kernels.pool_dtypes import key_bytes, value_bytes
+    from retain.kernels.slots.pool_dtypes import key_bytes, value_bytes
 
     return key_bytes(D, dtype) + value_bytes(D, dtype)
 
@@ -125,7 +125,7 @@ def make_inputs(
 def page_size(dtype: torch.dtype) -> int:
     """Return the slots of a page as the engine chooses them: its bytes stay about those of bfloat16."""
     from retain.config import SLOTS_PER_PAGE
-    from retain.kernels.pool_dtypes import dtype_name
+    from retain.kernels.slots.pool_dtypes import dtype_name
 
     return int(PAGE_SIZE * SLOTS_PER_PAGE.get(dtype_name(dtype), 1)) // 16 * 16
 
@@ -149,8 +149,8 @@ def fill(kv: Any, pages: Tensor) -> None:
 def demoted_pages(kv: Any) -> Any:
     """Return the pages of a pool as pages of slots of 4 bits."""
     from retain.kernels import triton
-    from retain.kernels.pool_dtypes import slots_in_page
-    from retain.kernels.reinterpret import PageFormat
+    from retain.kernels.slots.pool_dtypes import slots_in_page
+    from retain.kernels.slots.reinterpret import PageFormat
 
     num_slots = slots_in_page(kv.page_size, kv.k_dim, kv.dtype, INT4)
     return triton.reinterpret(kv, PageFormat(num_slots, INT4, kv.k_dim, kv.v_dim))
@@ -158,7 +158,7 @@ def demoted_pages(kv: Any) -> Any:
 
 def keyformer_scoring(T: int, B: int, temperature: float = 1.5, redraws: bool = True) -> Any:
     """Return Keyformer's scoring of every query."""
-    from retain.kernels.scoring import GUMBEL, AttentionScoring
+    from retain.kernels.slots.scoring import GUMBEL, AttentionScoring
 
     ones = torch.ones(B, dtype=torch.int32)
     return AttentionScoring(
@@ -173,7 +173,7 @@ def keyformer_scoring(T: int, B: int, temperature: float = 1.5, redraws: bool = 
 
 def h2o_scoring(T: int, B: int) -> Any:
     """Return H2O's scoring of every query."""
-    from retain.kernels.scoring import NO_NOISE
+    from retain.kernels.slots.scoring import NO_NOISE
 
     scoring = keyformer_scoring(T, B)
     return replace(scoring, noise=scoring.noise * 0 + NO_NOISE, temperature=torch.ones(T))

@@ -75,7 +75,7 @@ def bench_punch(bench: KernelBench) -> Iterator[Line]:
 def compare_holes(kv: Any, lists: Any, holes: Tensor, n: int) -> list[float]:
     """Return the share of lists in which `punch` makes other holes than the definition."""
     from retain.kernels import triton
-    from retain.kernels.eviction_order import eviction_key
+    from retain.kernels.slots.eviction_order import eviction_key
 
     S = kv.page_size
     slots = (lists.pages.long()[..., None] * S + torch.arange(S, device=kv.device)).flatten(0, 2).flatten(1)
@@ -92,7 +92,7 @@ def compare_holes(kv: Any, lists: Any, holes: Tensor, n: int) -> list[float]:
 def compare_victims(priority: Tensor, pos: Tensor, lengths: Tensor, last: int, n: int) -> list[float]:
     """Return the share of lists whose victims are not those of the definition."""
     from retain.kernels import triton
-    from retain.kernels.eviction_order import eviction_key
+    from retain.kernels.slots.eviction_order import eviction_key
 
     found = triton.select_victims(priority, pos, lengths, 4, last, n)
     keys = eviction_key(priority, pos, 4, last)[:, : int(lengths[0])]

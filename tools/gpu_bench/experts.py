@@ -14,7 +14,7 @@ from tools.gpu_bench.weights import random_weight
 
 if TYPE_CHECKING:
     from retain.kernels.triton.experts import DeviceExperts
-    from retain.kernels.weight import UnpackedWeight
+    from retain.kernels.weights.weight import UnpackedWeight
 
 KINDS = ("dense", "Int4", "Int8", "MXFP4", "Int6")
 

@@ -169,8 +169,8 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
     """Launch the kernels of a convolution and of linear attention, for two key heads and four value heads."""
     from retain.kernels import triton
     from retain.kernels.api import GroupInputs, Tables
-    from retain.kernels.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
     from retain.kernels.linear_attention import GatedDeltaRule, LinearAttention, Mamba2Rule
+    from retain.kernels.slots.kv_cache_spec import ConvolutionSpec, LinearStateSpec, LinearTokensSpec
     from retain.kernels.triton import forward
 
     T, H = 40, 4
@@ -219,7 +219,7 @@ def as_single_layer(tables: Any) -> Any:
 
 def launch_step_kernels() -> None:
     """Launch the kernels that prepare a step: pending tokens, and slots of rings, of states and in holes."""
-    from retain.kernels.slot_rule import SlotRule
+    from retain.kernels.slots.slot_rule import SlotRule
     from retain.kernels.triton.step_inputs import FreshTokens, insert_pending_tokens
 
     def ones(*shape: int) -> torch.Tensor:

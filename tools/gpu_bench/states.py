@@ -88,8 +88,8 @@ def make_states(
     sizes: StateSizes, batch: int, tokens: int, end: int, device: torch.device, dtype: torch.dtype
 ) -> StateInputs:
     """Return random inputs, and caches with what the tokens before them have left."""
-    from retain.kernels.kv_cache_spec import LinearStateSpec, LinearTokensSpec, convolution_spec
     from retain.kernels.linear_attention import LinearAttention
+    from retain.kernels.slots.kv_cache_spec import LinearStateSpec, LinearTokensSpec, convolution_spec
     from retain.kernels.triton.plan import request_tiles
 
     H, D, S = sizes.value_heads, sizes.dim, sizes.page_size

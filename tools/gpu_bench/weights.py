@@ -14,8 +14,8 @@ from tools.gpu_bench.cases import BF16
 from tools.gpu_bench.timing import NUM_COPIES, KernelBench, Line, check, cycle_calls, relative_difference
 
 if TYPE_CHECKING:
-    from retain.kernels.quantized import QuantizedWeight
     from retain.kernels.triton.packed_weight import PackedMatrix
+    from retain.kernels.weights.quantized import QuantizedWeight
 
 SHAPES = ((28672, 4096), (14336, 4096), (4096, 14336), (6144, 4096), (128256, 4096))  # [out, in] of Llama-3.1-8B
 QUICK_SHAPES = ((80, 96),)

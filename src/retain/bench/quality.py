@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from retain.bench.config import QualityBenchConfig
 from retain.bench.tasks import ItemMetrics, load_task, task_names
-from retain.kernels.pool_dtypes import pool_dtype
+from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AUTO, check_spec
 from retain.kv.eviction.budget import BudgetPolicy

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
 from retain.kernels.api import Batch, Tables
-from retain.kernels.scoring import AttentionScoring
+from retain.kernels.slots.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
 from retain.types import Floats

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from retain.fit.dense import DenseModel, LayerAttention
-from retain.kernels.quantized_slots import dequantize, quantize, rotate
+from retain.kernels.slots.quantized_slots import dequantize, quantize, rotate
 from retain.kv.eviction.gate_weights import changing_logs, fixed_logs
 from retain.processing.examples import Example
 

@@ -13,7 +13,7 @@ from retain.formats.gguf.reader import GGUFReader
 from retain.formats.gguf.split import part_paths
 from retain.formats.random_weights import MARKER_FILE, RandomCheckpoint
 from retain.formats.safetensors import SafetensorsCheckpoint
-from retain.kernels.stored_weight import StoredWeight
+from retain.kernels.weights.stored_weight import StoredWeight
 
 
 class Checkpoint(Protocol):

@@ -19,8 +19,8 @@ from retain.formats.config_limits import check_config_file
 from retain.formats.errors import UnsupportedError
 from retain.formats.quantization import IGNORED_ENDINGS, find_quantization
 from retain.formats.tensor_file import TensorFile
-from retain.kernels.quantized import Kind, QuantizedWeight, to_kind
-from retain.kernels.stored_weight import FileRows, StoredWeight
+from retain.kernels.weights.quantized import Kind, QuantizedWeight, to_kind
+from retain.kernels.weights.stored_weight import FileRows, StoredWeight
 
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))

@@ -13,7 +13,7 @@ import torch
 from xxhash import xxh3_128
 
 from retain.formats.checkpoint import open_checkpoint
-from retain.kernels.kv_cache_spec import KVCacheSpec
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec
 from retain.kv.eviction.gate_weights import GateShape, GateWeights, load_gate, read_fingerprint
 
 SUFFIX = ".gate.safetensors"

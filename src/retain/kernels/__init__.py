@@ -8,12 +8,13 @@ Does not depend on: requests, the scheduler, policies, models. Of the package it
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import cast
 
 import torch
 
 from retain.kernels.api import CPU, Backend
-from retain.kernels.pool_dtypes import dtype_name
+from retain.kernels.slots.pool_dtypes import dtype_name
 from retain.plugins import load_module, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -21,8 +22,9 @@ BACKEND_PRIORITY = {"cpu": ("cpu", "reference"), "cuda": ("triton",)}  # backend
 
 
 def backend_names() -> list[str]:
-    """Return the names of all backends."""
-    return plugin_names(__name__, folders=True)
+    """Return the names of all backends: of the folders that lower operations."""
+    names = plugin_names(__name__, folders=True)
+    return [name for name in names if (Path(__file__).parent / name / "operations.py").exists()]
 
 
 def load(name: str, device: torch.device = CPU) -> Backend:

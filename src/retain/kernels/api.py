@@ -44,12 +44,12 @@ from torch import Tensor
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.ops import Operation
 from retain.kernels.pending_tokens import PendingTokens
-from retain.kernels.pool_dtypes import dtype_of_tensors
-from retain.kernels.reinterpret import PageFormat
-from retain.kernels.scoring import AttentionScoring
-from retain.kernels.slot_rule import SlotRule
+from retain.kernels.slots.pool_dtypes import dtype_of_tensors
+from retain.kernels.slots.reinterpret import PageFormat
+from retain.kernels.slots.scoring import AttentionScoring
+from retain.kernels.slots.slot_rule import SlotRule
 from retain.kernels.transfers import to_device
-from retain.kernels.weight import Weight
+from retain.kernels.weights.weight import Weight
 
 NO_WINDOW = 2**31 - 1  # a window that every position is inside of
 CPU = torch.device("cpu")

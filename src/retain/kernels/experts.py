@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from retain.kernels.weight import Weight
+from retain.kernels.weights.weight import Weight
 
 TILE_ROWS = 16  # of a packed weight. Outputs of an expert come in multiples, so no tile has rows of two experts
 

@@ -18,7 +18,7 @@ from retain.kernels.experts import TILE_ROWS, Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.rope import Rope
-from retain.kernels.weight import Weight
+from retain.kernels.weights.weight import Weight
 
 LOGITS = "logits"  # the name of the buffer that a program returns
 # In C++ and Triton they are numbers, in this order. The last one exists only with gates.

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
-from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
+from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.policy import EvictionPolicy, GateLoader

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Tables
-from retain.kernels.pool_dtypes import slots_in_page
+from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.quantized_copies import QuantizedCopies

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from retain.files import quote, shorten
 from retain.kernels.ops import Operation, WidthError
-from retain.kernels.weight import Weight
+from retain.kernels.weights.weight import Weight
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.passes.balance import balance

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import KVCacheSpec, LayerCacheSpec, OwnCacheSpec, uniform_layers
 from retain.kernels.ops import Buffer, Operation, WidthError
 from retain.kernels.rope import Rope
-from retain.kernels.weight import Weight
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec, LayerCacheSpec, OwnCacheSpec, uniform_layers
+from retain.kernels.weights.weight import Weight
 from retain.models.layers import Embedding, HeadLinear, Layer, Linear, load_lm_head
 from retain.models.weights import Weights
 

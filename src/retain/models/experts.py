@@ -11,7 +11,7 @@ import torch
 from retain.kernels import ops
 from retain.kernels.experts import Experts, Router
 from retain.kernels.ops import Buffer, Operation
-from retain.kernels.weight import concat_rows
+from retain.kernels.weights.weight import concat_rows
 from retain.models.layers import Layer, Linear, resolve_activation
 from retain.models.llama_like import load_mlp
 from retain.models.weights import Weights

@@ -14,7 +14,7 @@ import torch
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts, Router
 from retain.kernels.rope import Rope
-from retain.kernels.weight import scale_rows
+from retain.kernels.weights.weight import scale_rows
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.experts import MixtureOfExperts, SharedExpertMixture, load_experts, load_gate

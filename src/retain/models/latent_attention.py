@@ -19,10 +19,10 @@ from torch import Tensor
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.head_columns import HeadColumns
-from retain.kernels.kv_cache_spec import FullAttentionSpec
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
-from retain.kernels.weight import Weight, select_rows, unpack
+from retain.kernels.slots.kv_cache_spec import FullAttentionSpec
+from retain.kernels.weights.weight import Weight, select_rows, unpack
 from retain.models import llama_like
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer
 from retain.models.layers import HeadLinear, Layer, Linear, RMSNorm, load_linear

@@ -18,7 +18,7 @@ from retain.files import quote
 from retain.kernels import ops
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import ACTIVATIONS, Buffer, Operation
-from retain.kernels.weight import Weight, select_rows, stack_rows
+from retain.kernels.weights.weight import Weight, select_rows, stack_rows
 from retain.models.weights import Weights
 
 

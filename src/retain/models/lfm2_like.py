@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from retain.kernels import ops
-from retain.kernels.kv_cache_spec import ConvolutionSpec, LayerCacheSpec, convolution_spec
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
+from retain.kernels.slots.kv_cache_spec import ConvolutionSpec, LayerCacheSpec, convolution_spec
 from retain.models import llama_like
 from retain.models.decoder import Attention, BranchLayer, Decoder, DecoderLayer, ModelSpec, PreNormLayer, load_ends
 from retain.models.family_config import get_layer_types

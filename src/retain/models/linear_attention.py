@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from retain.kernels import ops
-from retain.kernels.kv_cache_spec import LayerCacheSpec, LinearStateSpec, LinearTokensSpec, convolution_spec
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.ops import Buffer, Operation, WidthError
+from retain.kernels.slots.kv_cache_spec import LayerCacheSpec, LinearStateSpec, LinearTokensSpec, convolution_spec
 from retain.models.layers import Layer, Linear, RMSNorm
 from retain.models.weights import Weights
 

@@ -10,11 +10,11 @@ from typing import Any
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from retain.kernels.kv_cache_spec import KVCacheSpec
 from retain.kernels.ops import Buffer, Operation
-from retain.kernels.quantized import Kind, QuantizedWeight
-from retain.kernels.stored_weight import BlockRows, StoredWeight
-from retain.kernels.weight import StackedWeight, Weight, row_energies
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec
+from retain.kernels.weights.quantized import Kind, QuantizedWeight
+from retain.kernels.weights.stored_weight import BlockRows, StoredWeight
+from retain.kernels.weights.weight import StackedWeight, Weight, row_energies
 
 Row = dict[str, Any]
 

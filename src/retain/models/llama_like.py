@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.kv_cache_spec import uniform_layers
 from retain.kernels.rope import Rope
+from retain.kernels.slots.kv_cache_spec import uniform_layers
 from retain.models.decoder import (
     Attention,
     Decoder,

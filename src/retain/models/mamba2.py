@@ -14,9 +14,9 @@ import torch
 
 from retain.files import quote
 from retain.kernels import ops
-from retain.kernels.kv_cache_spec import LayerCacheSpec
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.ops import Buffer, Operation, WidthError
+from retain.kernels.slots.kv_cache_spec import LayerCacheSpec
 from retain.models.layers import RMSNorm, load_linear, resolve_activation
 from retain.models.linear_attention import (
     ConvolvedAttention,

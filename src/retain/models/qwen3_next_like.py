@@ -13,7 +13,7 @@ import torch
 
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
-from retain.kernels.weight import stack_rows
+from retain.kernels.weights.weight import stack_rows
 from retain.models import llama_like
 from retain.models.decoder import Attention, BranchLayer, Decoder, DecoderLayer, ModelSpec, PreNormLayer, load_ends
 from retain.models.experts import SharedExpertMixture, load_shared_expert, load_softmax_mixture

@@ -16,9 +16,9 @@ from torch import Tensor
 from retain.config import check_weights
 from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
-from retain.kernels.quantized import GROUP_SIZE, Int4, Int8, Kind, is_quantizable, to_kind
-from retain.kernels.stored_weight import StoredWeight
-from retain.kernels.weight import Weight, dense_chunks
+from retain.kernels.weights.quantized import GROUP_SIZE, Int4, Int8, Kind, is_quantizable, to_kind
+from retain.kernels.weights.stored_weight import StoredWeight
+from retain.kernels.weights.weight import Weight, dense_chunks
 from retain.models.family_config import FamilyConfig, add_defaults
 
 

@@ -26,7 +26,7 @@ from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
 from retain.kernels.api import Batch
-from retain.kernels.pool_dtypes import pool_dtype
+from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.draft_tables import DraftTables, PageIndices
 from retain.options import Fraction, PositiveInt, check_bounds
 from retain.plugins import check_choice

@@ -1,7 +1,7 @@
 """GGUF, llama.cpp's file format: config, tokenizer and (usually quantized) weights, in one file or in parts.
 
 reader.py indexes a file, split.py joins parts. A file of architectures/ translates metadata and names to Hugging
-Face's. Blocks are converted by kernels/ggml_blocks.py. The tokenizer in the metadata is read by
+Face's. Blocks are converted by kernels/weights/ggml_blocks.py. The tokenizer in the metadata is read by
 processing/gguf_tokenizer.py.
 """
 
@@ -21,9 +21,9 @@ from retain.formats.gguf.architecture import TENSOR_SCALES, is_layer, load_archi
 from retain.formats.gguf.metadata import GGUFMetadata
 from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
-from retain.kernels.ggml_blocks import dequantize_blocks, is_supported
-from retain.kernels.quantized import Kind, QuantizedWeight
-from retain.kernels.stored_weight import BlockRows, FileRows, StoredWeight
+from retain.kernels.weights.ggml_blocks import dequantize_blocks, is_supported
+from retain.kernels.weights.quantized import Kind, QuantizedWeight
+from retain.kernels.weights.stored_weight import BlockRows, FileRows, StoredWeight
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from retain.files import quote, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.types import ARRAY, BOOL, GGML_BLOCK_SIZES, NUMBER_DTYPES, STRING, TensorInfo
-from retain.kernels.stored_weight import BlockRows
+from retain.kernels.weights.stored_weight import BlockRows
 
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")

@@ -17,7 +17,7 @@ from retain.files import quote
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 from retain.formats.gguf.types import TensorInfo
-from retain.kernels.stored_weight import BlockRows
+from retain.kernels.weights.stored_weight import BlockRows
 
 PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from retain.files import quote
 from retain.formats.errors import UnsupportedError
 from retain.formats.quantization import awq, compressed_tensors, fp8, gptq, mxfp4
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import FileRows
 
 WEIGHT = "weight"  # the part that has the name of the matrix
 MAX_BLOCK = 2**16

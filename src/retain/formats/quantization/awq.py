@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from retain.formats.quantization.groups import Groups, check_words, group_rows, unpack_words
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import FileRows
 
 PARTS = {"qweight": True, "qzeros": True, "scales": True}  # whether a matrix must have it
 NIBBLES = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))  # of a word, from the lowest bits on, by output

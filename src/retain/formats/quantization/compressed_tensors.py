@@ -23,7 +23,7 @@ from retain.formats.quantization.groups import (
     group_rows,
     unpack_words,
 )
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import FileRows
 
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")

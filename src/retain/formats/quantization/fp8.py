@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from retain.formats.quantization.groups import DENSE
-from retain.kernels.quantized import Kind, QuantizedWeight, to_kind
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.weights.quantized import Kind, QuantizedWeight, to_kind
+from retain.kernels.weights.stored_weight import FileRows
 
 Block = tuple[int, int]
 

@@ -21,7 +21,7 @@ from retain.formats.quantization.groups import (
     group_rows,
     unpack_words,
 )
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import FileRows
 
 ONES = {4: 0x11111111, 8: 0x01010101}  # a word of ones, by bits
 PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": False}  # whether a matrix must have it

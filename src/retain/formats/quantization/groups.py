@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.kernels.quantized import GROUP_SIZE, Int4, Int8, Kind, QuantizedWeight, check_finite, to_kind
-from retain.kernels.stored_weight import FileRows
+from retain.kernels.weights.quantized import GROUP_SIZE, Int4, Int8, Kind, QuantizedWeight, check_finite, to_kind
+from retain.kernels.weights.stored_weight import FileRows
 
 DENSE = torch.bfloat16  # the kind of matrices that no quantized kind holds
 

@@ -13,9 +13,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.ggml_blocks import stored_kind
-from retain.kernels.quantized import Kind, QuantizedWeight
-from retain.kernels.stored_weight import BlockRows, FileRows
+from retain.kernels.weights.ggml_blocks import stored_kind
+from retain.kernels.weights.quantized import Kind, QuantizedWeight
+from retain.kernels.weights.stored_weight import BlockRows, FileRows
 
 GGML_TYPE = 39
 GROUP = 32

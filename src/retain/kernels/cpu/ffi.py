@@ -16,9 +16,9 @@ from retain.kernels.api import KV, EvictionLists, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
-from retain.kernels.pool_dtypes import INT4, INT8, K8V4
-from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import shape_error
+from retain.kernels.slots.pool_dtypes import INT4, INT8, K8V4
+from retain.kernels.slots.scoring import AttentionScoring
 
 POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, INT8: 2, K8V4: 3, INT4: 4}  # DType in types.h
 

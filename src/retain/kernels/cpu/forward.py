@@ -20,7 +20,7 @@ from retain.kernels.cpu import ffi
 from retain.kernels.cpu.operations import LOWERINGS, CppOperands
 from retain.kernels.cpu.packing import block_row_energies
 from retain.kernels.shape_checks import check_batch
-from retain.kernels.weight import Weight
+from retain.kernels.weights.weight import Weight
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from retain.kernels.experts import Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
-from retain.kernels.weight import ConvertedWeights, Weight, split_stack
+from retain.kernels.weights.weight import ConvertedWeights, Weight, split_stack
 
 Record = tuple[str, dict[str, Any]]
 

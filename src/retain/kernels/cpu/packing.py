@@ -14,9 +14,9 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.ops import WidthError
-from retain.kernels.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
-from retain.kernels.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
-from retain.kernels.weight import StackedWeight, UnpackedWeight, Weight, row_energies, unpack
+from retain.kernels.weights.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
+from retain.kernels.weights.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
+from retain.kernels.weights.weight import StackedWeight, UnpackedWeight, Weight, row_energies, unpack
 
 KINDS: tuple[Kind, ...] = (torch.float32, torch.bfloat16, Int8, Int4, IQ4, MXFP4, Int5, Int6, NVFP4)
 DTYPE_CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -89,7 +89,7 @@ def _pack_blocks(part: BlockRows, first: int, packed: PackedWeight) -> None:
 
 
 def block_row_energies(weight: Weight, factors: Tensor) -> Tensor:
-    """Return row_energies of kernels/weight.py. Blocks are unpacked tile by tile."""
+    """Return row_energies of kernels/weights/weight.py. Blocks are unpacked tile by tile."""
     if isinstance(weight, StackedWeight):
         return torch.cat([block_row_energies(part, factors) for part in weight.parts])
     if not isinstance(weight, StoredWeight):

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.eviction_order import eviction_key, sum_columns
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, bound_values
-from retain.kernels.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.softmax import adjust_scores, softmax
-from retain.kernels.reinterpret import PageFormat, view_pages
-from retain.kernels.scoring import NO_NOISE, AttentionScoring
+from retain.kernels.slots.eviction_order import eviction_key, sum_columns
+from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, bound_values
+from retain.kernels.slots.quantized_slots import from_bytes, rotate, to_bytes
+from retain.kernels.slots.reinterpret import PageFormat, view_pages
+from retain.kernels.slots.scoring import NO_NOISE, AttentionScoring
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)

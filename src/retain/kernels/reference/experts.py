@@ -9,7 +9,7 @@ from torch import Tensor
 
 from retain.kernels.experts import Experts, Router
 from retain.kernels.reference.rows import activate, linear
-from retain.kernels.weight import UnpackedWeight
+from retain.kernels.weights.weight import UnpackedWeight
 
 
 def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:

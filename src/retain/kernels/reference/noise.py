@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kernels.slots.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 
 # Of the standard Gumbel distribution: Euler's constant, and pi / sqrt 6.
 GUMBEL_MEAN = 0.5772157

@@ -33,7 +33,7 @@ from retain.kernels.reference.rows import (
     split_heads,
 )
 from retain.kernels.rope import Angles, Rope
-from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+from retain.kernels.weights.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
 
 # (cache, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to a cache that an earlier one has written.

@@ -22,7 +22,7 @@ from retain.kernels.reference.operations import (
     Step,
 )
 from retain.kernels.shape_checks import check_batch
-from retain.kernels.weight import Weight, row_energies
+from retain.kernels.weights.weight import Weight, row_energies
 
 Write = Callable[[KV, Tensor, Tensor, Tensor, Tensor], None]  # Backend.write
 AttendToSlots = Callable[..., Tensor]  # Backend.attend

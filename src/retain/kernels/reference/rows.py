@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.weight import UnpackedWeight
+from retain.kernels.weights.weight import UnpackedWeight
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, dtype_name
-from retain.kernels.reinterpret import PageFormat, view_pages
-from retain.kernels.scoring import AttentionScoring
 from retain.kernels.shape_checks import check_write, shape_error
+from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, dtype_name
+from retain.kernels.slots.reinterpret import PageFormat, view_pages
+from retain.kernels.slots.scoring import AttentionScoring
 
 try:
     import triton

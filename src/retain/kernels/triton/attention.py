@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels import quantized_slots
 from retain.kernels.api import KV, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.pool_dtypes import FP8, QUANTIZED_DTYPES
+from retain.kernels.slots import quantized_slots
+from retain.kernels.slots.pool_dtypes import FP8, QUANTIZED_DTYPES
 from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, prefill_kernels, prefill_mass_kernels
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args

@@ -6,10 +6,10 @@ import torch
 import triton
 from torch import Tensor
 
-from retain.kernels import quantized_slots
 from retain.kernels.api import KV
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES, bound_values
 from retain.kernels.rope import Rope
+from retain.kernels.slots import quantized_slots
+from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, bound_values
 from retain.kernels.triton import elementwise, slots
 from retain.kernels.triton.page_layout import page_args, slots_of
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Batch, GroupInputs
-from retain.kernels.scoring import AttentionScoring
+from retain.kernels.slots.scoring import AttentionScoring
 from retain.kernels.transfers import ALIGNMENT, pin
 from retain.kernels.triton import plan
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.scoring import GAUSSIAN, GUMBEL
+from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL
 
 GOLDEN_RATIO = tl.constexpr(0x9E3779B9)
 LOG2E = tl.constexpr(1.4426950408889634)

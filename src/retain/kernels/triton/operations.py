@@ -23,7 +23,7 @@ from retain.kernels.triton.experts import DeviceExperts, mix_experts
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.packed_weight import PackedExperts, PackedMatrix
 from retain.kernels.triton.step_inputs import DeviceStep
-from retain.kernels.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+from retain.kernels.weights.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
 
 
 class DeviceOperands(Operands):

@@ -22,9 +22,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from retain.kernels.quantized import GROUP_SIZE, IQ4, Codebook4, Int4, Int5, Int6, QuantizedWeight, ShiftedWeight
 from retain.kernels.triton import unpack_kernels, weight_kernels
-from retain.kernels.weight import Weight, unpack
+from retain.kernels.weights.quantized import (
+    GROUP_SIZE,
+    IQ4,
+    Codebook4,
+    Int4,
+    Int5,
+    Int6,
+    QuantizedWeight,
+    ShiftedWeight,
+)
+from retain.kernels.weights.weight import Weight, unpack
 
 TILE_ROWS: int = unpack_kernels.TILE_ROWS.value
 LEAST_BLOCK, LARGEST_BLOCK = 16, 64  # rows that a program multiplies

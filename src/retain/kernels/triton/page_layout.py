@@ -13,8 +13,15 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kernels.pool_dtypes import FP8, QUANTIZED_DTYPES
-from retain.kernels.quantized_slots import SCALE_BYTES, dequantize, dequantize_4bit, group_size, rotate, unpack_nibbles
+from retain.kernels.slots.pool_dtypes import FP8, QUANTIZED_DTYPES
+from retain.kernels.slots.quantized_slots import (
+    SCALE_BYTES,
+    dequantize,
+    dequantize_4bit,
+    group_size,
+    rotate,
+    unpack_nibbles,
+)
 
 # Arguments of kernels that read single numbers there: whether 16 bytes divide the address depends on the layer, and
 # must not make a variant of a kernel.

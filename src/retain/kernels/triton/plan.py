@@ -15,8 +15,8 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import KV, Tables
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
-from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
+from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import decode_kernels, noise
 from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring

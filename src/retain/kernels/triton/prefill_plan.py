@@ -11,8 +11,8 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import KV
-from retain.kernels.pool_dtypes import QUANTIZED_DTYPES
-from retain.kernels.scoring import GAUSSIAN, GUMBEL, AttentionScoring
+from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import noise, prefill_kernels
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels import pool_dtypes, quantized_slots
+from retain.kernels.slots import pool_dtypes, quantized_slots
 from retain.kernels.triton.elementwise import apply_rope
 
 LARGEST_VALUE, LARGEST_FLOAT16 = tl.constexpr(pool_dtypes.LARGEST_VALUE), tl.constexpr(pool_dtypes.LARGEST_FLOAT16)

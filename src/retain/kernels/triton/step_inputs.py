@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retain.kernels.api import Batch, GroupInputs
 from retain.kernels.reference.operations import Step
-from retain.kernels.slot_rule import SlotRule
+from retain.kernels.slots.slot_rule import SlotRule
 from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import step_kernels
 from retain.kernels.triton.plan import AttentionPlan

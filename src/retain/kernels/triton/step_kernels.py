@@ -32,7 +32,7 @@ def map_slots(
     holes, hole_row, hole_layer, hole_head,
     G: tl.constexpr, S: tl.constexpr, T: tl.constexpr, HOLES: tl.constexpr, KEEPS_LAST: tl.constexpr,
 ):  # fmt: skip
-    """Give the slots [L, G, tokens] of T of the fresh tokens in one head of a layer; see kernels/slot_rule.py.
+    """Give the slots [L, G, tokens] of T of the fresh tokens in one head of a layer; see kernels/slots/slot_rule.py.
 
     Tokens of padding requests have position -1 and get slot 0.
     """

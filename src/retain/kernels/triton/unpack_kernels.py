@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from retain.kernels.quantized import IQ4, MXFP4
+from retain.kernels.weights.quantized import IQ4, MXFP4
 
 HALF = tl.constexpr(16)  # of a group of inputs that share a scale: what tensor cores multiply at once
 TILE_ROWS = tl.constexpr(128)  # outputs of a tile

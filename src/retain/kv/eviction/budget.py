@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from retain.kernels.eviction_order import sum_columns
+from retain.kernels.slots.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.policy import EvictionPolicy, GateLoader

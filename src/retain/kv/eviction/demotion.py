@@ -7,7 +7,7 @@ from typing import Self
 
 import torch
 
-from retain.kernels.pool_dtypes import INT4
+from retain.kernels.slots.pool_dtypes import INT4
 from retain.kv.memory.block_tables import UNBOUNDED
 from retain.plugins import Amount, parse_amount
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.eviction_order import LAST_POSITION, eviction_key, protect
+from retain.kernels.slots.eviction_order import LAST_POSITION, eviction_key, protect
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView

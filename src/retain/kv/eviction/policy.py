@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.scoring import NO_NOISE
+from retain.kernels.slots.scoring import NO_NOISE
 from retain.kv.eviction.gate_weights import GateWeights
 from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.view import CacheView
@@ -26,7 +26,7 @@ GateLoader = Callable[[str], GateWeights]
 
 @dataclass(frozen=True)
 class QueryWeights:
-    """How much mass the fresh queries of one request add to its slots; see `AttentionScoring` in kernels/scoring.py."""
+    """How much mass the fresh queries of one request add to its slots, as in `AttentionScoring`."""
 
     weights: Floats  # [n], one for each fresh token
     tau: Floats | None = None  # [n]; None is 1

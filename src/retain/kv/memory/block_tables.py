@@ -16,8 +16,8 @@ import torch
 from numpy.typing import NDArray
 
 from retain.kernels.api import KV, NO_WINDOW
-from retain.kernels.kv_cache_spec import KVCacheGroupSpec
-from retain.kernels.slot_rule import SlotRule
+from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec
+from retain.kernels.slots.slot_rule import SlotRule
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
 from retain.kv.memory.device_tables import DeviceTables

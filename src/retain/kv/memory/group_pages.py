@@ -12,9 +12,9 @@ from math import log2
 
 import torch
 
-from retain.kernels.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec
-from retain.kernels.pool_dtypes import key_bytes, slots_in_page, value_bytes
-from retain.kernels.reinterpret import PageFormat, shared_page_bytes
+from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec
+from retain.kernels.slots.pool_dtypes import key_bytes, slots_in_page, value_bytes
+from retain.kernels.slots.reinterpret import PageFormat, shared_page_bytes
 
 LARGEST_PAGE = 512  # slots; the cpu backend has no larger ones
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV, Backend
-from retain.kernels.pool_dtypes import slots_in_page
-from retain.kernels.reinterpret import PageFormat
+from retain.kernels.slots.pool_dtypes import slots_in_page
+from retain.kernels.slots.reinterpret import PageFormat
 from retain.kv.memory.pool import PagePool, Pages
 
 

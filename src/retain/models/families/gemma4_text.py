@@ -16,10 +16,10 @@ from retain.files import quote
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts, Router
-from retain.kernels.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, SharedCacheSpec, SlidingWindowSpec
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.rope import Rope
-from retain.kernels.weight import Weight
+from retain.kernels.slots.kv_cache_spec import FullAttentionSpec, LayerCacheSpec, SharedCacheSpec, SlidingWindowSpec
+from retain.kernels.weights.weight import Weight
 from retain.models.decoder import Attention, Decoder, ModelSpec, SandwichNormLayer, load_ends
 from retain.models.experts import load_experts, load_gate
 from retain.models.family_config import add_defaults, get_alternating_types

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.weight import scale_rows
+from retain.kernels.weights.weight import scale_rows
 from retain.models.decoder import Attention, Decoder, ModelSpec, PreNormLayer, load_ends, multi_head_spec
 from retain.models.family_config import GPT2_NAMES, add_defaults, check_supported
 from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear

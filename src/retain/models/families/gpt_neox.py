@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from retain.kernels.rope import Rope
-from retain.kernels.weight import select_rows
+from retain.kernels.weights.weight import select_rows
 from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, PreNormLayer, load_ends, multi_head_spec
 from retain.models.family_config import add_defaults
 from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear

@@ -10,7 +10,7 @@ import torch
 
 from retain.kernels.experts import Experts, Router
 from retain.kernels.rope import Rope
-from retain.kernels.weight import select_rows
+from retain.kernels.weights.weight import select_rows
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.experts import MixtureOfExperts, load_single_experts

@@ -8,9 +8,9 @@ from typing import Any
 from retain.files import quote
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import Experts
-from retain.kernels.kv_cache_spec import LayerCacheSpec, uniform_layers
 from retain.kernels.ops import WidthError
-from retain.kernels.weight import concat_rows
+from retain.kernels.slots.kv_cache_spec import LayerCacheSpec, uniform_layers
+from retain.kernels.weights.weight import concat_rows
 from retain.models import llama_like
 from retain.models.decoder import BranchLayer, Decoder, ModelSpec, load_ends
 from retain.models.experts import MixtureOfExperts, SharedExpertMixture, load_gate, load_sigmoid_router

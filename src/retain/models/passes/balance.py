@@ -1,9 +1,10 @@
 """A pass that makes keys and queries equally large, pair by pair, so that rounding keys costs scores the least.
 
-A slot of few bits rounds all numbers of a key alike (kernels/quantized_slots.py), and a query multiplies the error of
-each by its own number. Where k is large q is often small, by the weights of norms in Gemma 3 and by biases in Qwen2.
-With factors (q^2 / k^2)^(1/4) on keys and their inverse on queries the error of q . k is the least. SmoothAttention
-finds such factors from calibration data (QServe, arXiv 2405.04532); here weights alone say how large numbers are.
+A slot of few bits rounds all numbers of a key alike (kernels/slots/quantized_slots.py), and a query multiplies the
+error of each by its own number. Where k is large q is often small, by the weights of norms in Gemma 3 and by biases in
+Qwen2. With factors (q^2 / k^2)^(1/4) on keys and their inverse on queries the error of q . k is the least.
+SmoothAttention finds such factors from calibration data (QServe, arXiv 2405.04532); here weights alone say how large
+numbers are.
 
 Factors are powers of two, so q . k keeps every bit where slots are not rounded. RoPE's pairs share a factor, so factors
 and rotations commute.
@@ -22,10 +23,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from retain.kernels.kv_cache_spec import KVCacheSpec
 from retain.kernels.ops import Attend, Buffer, Clip, MatMul, Norm, Operation, Scale
 from retain.kernels.rope import Rope
-from retain.kernels.weight import Weight, dense_chunks, row_energies
+from retain.kernels.slots.kv_cache_spec import KVCacheSpec
+from retain.kernels.weights.weight import Weight, dense_chunks, row_energies
 
 Energies = Callable[[Weight, Tensor], Tensor]  # a backend's row_energies
 LARGEST_EXPONENT = 8

@@ -21,7 +21,7 @@ enum class DType : int { float32, bfloat16, int8, k8v4, int4 };
 
 INLINE int element_size(DType t) { return t == DType::float32 ? 4 : t == DType::bfloat16 ? 2 : 1; }
 
-// How many numbers of 4 bits share a scale (kernels/quantized_slots.py).
+// How many numbers of 4 bits share a scale (kernels/slots/quantized_slots.py).
 INLINE int slot_group(int D) {
   const int block = D & -D;
   return block < 32 ? block : 32;

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from retain.kernels.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
+from retain.kernels.slots.scoring import CONSTANT, GAUSSIAN, GUMBEL, NO_NOISE
 from retain.kv.eviction.budget import AttentionScoredPolicy
 from retain.kv.eviction.policy import QueryWeights
 from retain.plugins import check_choice

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.engine.request import Request
-from retain.kernels.kv_cache_spec import StateSpec
+from retain.kernels.slots.kv_cache_spec import StateSpec
 from retain.kv.eviction import policies
 from retain.kv.prefix.start import PrefixDiagnosis
 from retain.kv.stats.attention_trace import AttentionTrace

@@ -1,5 +1,5 @@
 // Unpacks ggml's blocks, in which GGUF files hold matrices, into tiles. CMake compiles this file once for each
-// instruction set, and with -ffp-contract=off: a fused multiply-add would differ from what kernels/ggml_blocks.py, the
+// instruction set, and with -ffp-contract=off: a fused multiply-add would differ from what kernels/weights/ggml_blocks.py, the
 // definition, computes.
 //
 // A block is N numbers in groups that share a scale: x = scale * (q - ZERO) (+ shift). The structs below know the bits of
@@ -252,7 +252,7 @@ static INLINE F clamp(F x, float low, float high) { return x < low ? splat(low) 
 static INLINE bool has_lanes(I mask) { return reduce_or<WIDTH>(mask) != 0; }
 static INLINE float nonzero(float scale) { return scale == 0 ? 1 : scale; }
 
-// See quantize_int8 and quantize_int4 in kernels/quantized.py. They return whether all numbers and scales are finite.
+// See quantize_int8 and quantize_int4 in kernels/weights/quantized.py. They return whether all numbers and scales are finite.
 static INLINE bool quantize_int8(const float* x, int8_t* q, uint16_t* scale) {
   F largest = splat(0.0f);
   for (int i = 0; i < QUANT_GROUP; i += WIDTH) largest = max(absolute(load<WIDTH>(x + i)), largest);

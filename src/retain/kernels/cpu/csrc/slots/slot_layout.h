@@ -8,7 +8,7 @@ namespace retain::RETAIN_ISA {
 
 constexpr float LARGEST_VALUE = 0x1p100f;
 
-// A hole has a weight of 0, and 0 times NaN or infinity is NaN. So slots hold neither in V (kernels/pool_dtypes.py).
+// A hole has a weight of 0, and 0 times NaN or infinity is NaN. So slots hold neither in V (kernels/slots/pool_dtypes.py).
 INLINE float bound_value(float x) {
   const float y = x > LARGEST_VALUE ? LARGEST_VALUE : x < -LARGEST_VALUE ? -LARGEST_VALUE : x;
   return y == y ? y : 0.0f;

@@ -1,4 +1,4 @@
-// The rotation and the rounding of slots: integers and scales are those of kernels/quantized_slots.py, to the bit.
+// The rotation and the rounding of slots: integers and scales are those of kernels/slots/quantized_slots.py, to the bit.
 #pragma once
 
 #include <utility>

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.ggml_blocks import convert_blocks, stored_kind
-from retain.kernels.quantized import (
+from retain.kernels.weights.ggml_blocks import convert_blocks, stored_kind
+from retain.kernels.weights.quantized import (
     Kind,
     QuantizedWeight,
     concat_matrices,

@@ -1,8 +1,8 @@
 """Unpack ggml's blocks, in which GGUF files hold matrices: the common types in one numpy pass, others by `gguf`.
 
-This is the definition; the cpu backend unpacks most types in C++ (cpu/csrc/gemm/ggml_blocks.cpp), and tests require equal
-results. The library knows every type, but works on sixteen rows at a time, which takes seconds for the 262144 rows of
-Gemma's embedding. Both give the same bits; a test checks it.
+This is the definition; the cpu backend unpacks most types in C++ (cpu/csrc/gemm/ggml_blocks.cpp), and tests require
+equal results. The library knows every type, but works on sixteen rows at a time, which takes seconds for the 262144
+rows of Gemma's embedding. Both give the same bits; a test checks it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.quantized import (
+from retain.kernels.weights.quantized import (
     IQ4,
     MXFP4,
     NVFP4,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.kernels.pool_dtypes import key_bytes, tensor_dtypes, value_bytes
+from retain.kernels.slots.pool_dtypes import key_bytes, tensor_dtypes, value_bytes
 
 PAGE_ALIGNMENT = 64  # bytes, of pages that slots of several kinds share
 

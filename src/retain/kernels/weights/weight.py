@@ -11,8 +11,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from retain.kernels.quantized import Kind, QuantizedWeight, concat_matrices
-from retain.kernels.stored_weight import StoredWeight, check_equal_inputs, concat_stored
+from retain.kernels.weights.quantized import Kind, QuantizedWeight, concat_matrices
+from retain.kernels.weights.stored_weight import StoredWeight, check_equal_inputs, concat_stored
 
 SingleWeight = Tensor | QuantizedWeight | StoredWeight  # a Tensor is dense, [out, in]
 

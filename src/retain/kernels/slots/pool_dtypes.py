@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from retain.kernels.quantized_slots import SCALE_BYTES, group_size
+from retain.kernels.slots.quantized_slots import SCALE_BYTES, group_size
 
 INT8 = torch.int8
 K8V4 = torch.uint8

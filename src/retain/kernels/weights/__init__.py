@@ -1,0 +1,1 @@
+"""Matrices of a model: dense, quantized, or as a file stores them."""
