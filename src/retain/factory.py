@@ -429,7 +429,7 @@ def open_offload_tiers(
     parts = zip(layout.groups, pools, cache.spec.groups, strict=False)
     num_full = sum(g.num_layers for g in layout.groups)
     page_bytes = sum(
-        (g.num_layers if num_full else len(group.layers))
+        (g.num_layers if num_full else len(group.caches))
         * g.num_kv_heads
         * g.pages_per_block
         * (kv.k[0].nbytes + kv.v[0].nbytes)

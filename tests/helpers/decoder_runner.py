@@ -63,7 +63,7 @@ class ReferenceCache:
         self.spec, n = spec.kv_cache.fold_at(self.PAGE_SIZE), -(-length // self.PAGE_SIZE)
         self.layers: dict[int, tuple[KV, Tensor]] = {}  # memory and pages [B, G, n] of each layer with a cache
         for group in self.spec.groups:
-            for layer in group.layers:
+            for layer in group.caches:
                 pages = torch.arange(num_requests * group.num_kv_heads * n, dtype=torch.int32) + 1
                 numbers = torch.float32 if group.is_state else dtype
                 kv = reference.allocate(1 + len(pages), self.PAGE_SIZE, group.k_dim, numbers, v_dim=group.v_dim)
@@ -90,7 +90,7 @@ class ReferenceCache:
             )
             groups.append(GroupInputs(kv, tables, slots[None].int()))  # slots [1, G, T]
         places = {layer: (i, 0) for i, layer in enumerate(self.layers)}
-        layers = [places[self.spec.cached_layer(i)] for i in range(len(self.spec.caches))]
+        layers = [places[self.spec.source_cache(i)] for i in range(len(self.spec.caches))]
         return model.program.run(Batch(groups, layers, ids, (pos + shift).int(), torch.arange(len(ids))))
 
 

@@ -12,6 +12,6 @@ def random_gate(spec: KVCacheSpec) -> GateWeights:
     """Return a gate for the unwindowed layers of a model; equal models get equal numbers."""
     rng = torch.Generator().manual_seed(0)
     group = spec.full_attention_group
-    M, G = len(group.layers), group.num_kv_heads
+    M, G = len(group.caches), group.num_kv_heads
     key, value = (torch.randn(M, G, n, generator=rng) for n in (group.k_dim, group.v_dim))
     return GateWeights(key, value, torch.randn(M, G, NUM_LOGS, generator=rng), torch.randn(M, G, generator=rng))

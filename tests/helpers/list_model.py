@@ -128,7 +128,7 @@ class ListModel:
                 torch.zeros(0, dtype=torch.bool),
             )
             for group in s.kv_cache.groups
-            for layer in group.layers
+            for layer in group.caches
             for g in range(group.num_kv_heads)
         }
         self.sizes: dict[HeadId, int] = {}  # tokens that each head keeps; empty before the first eviction
@@ -140,7 +140,7 @@ class ListModel:
     @cached_property
     def full_layers(self) -> list[int]:
         cache = self.spec.kv_cache
-        return [i for i, w in enumerate(cache.windows) if w is None and cache.cached_layer(i) == i]
+        return [i for i, w in enumerate(cache.windows) if w is None and cache.source_cache(i) == i]
 
     # ---- attention -----------------------------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class ListModel:
         s, o = self.spec, torch.zeros_like(q)
         G = s.kv_cache.attention(layer).num_kv_heads
         R = s.num_heads // G
-        source = s.kv_cache.cached_layer(layer)
+        source = s.kv_cache.source_cache(layer)
         for g in range(G):
             head, queries = self.heads[source, g], slice(g * R, (g + 1) * R)
             if source == layer:

@@ -60,14 +60,14 @@ class NullRunner:
     def forward(self, batch: Batch) -> Tensor:
         S, tables = self.cache.page_size, self.cache.tables
         rows = np.repeat(batch.rows.numpy(), np.diff(batch.query_start_loc.numpy()))
-        for layer in range(len(batch.layers)):
-            slots = batch.layer(layer).slot_mapping.numpy()
+        for layer in range(len(batch.caches)):
+            slots = batch.cache(layer).slot_mapping.numpy()
             assert len(np.unique(slots)) == slots.size  # heads and tokens never share a slot
             assert (self.cache.pool.ref_counts[slots // S] == 1).all()  # a shared page is never written
             for head, t in np.ndindex(slots.shape):
                 row = rows[t]
                 assert slots[head, t] // S in tables.pages[row, layer, head, : tables.counts[row, layer, head]]
-            self.cache.kv.pos.view(-1)[batch.layer(layer).slot_mapping.long()] = batch.positions
+            self.cache.kv.pos.view(-1)[batch.cache(layer).slot_mapping.long()] = batch.positions
         return torch.randn(len(batch.logits_indices), 16)
 
 

@@ -83,7 +83,7 @@ def test_layers_have_the_numbers_of_the_model(family: str) -> None:
     run_to_completion(engine, [request := make_request([1, 2, 3], 2)])
     groups = engine.cache.request_stats(request.policy, 4, RequestMemory([], [], 0))["groups"]
     listed = [layer for group in groups for layer in group["layers"]]
-    own = {spec.kv_cache.layer_numbers[layer] for group in spec.kv_cache.groups for layer in group.layers}
+    own = {spec.kv_cache.layer_numbers[layer] for group in spec.kv_cache.groups for layer in group.caches}
     assert sorted(listed) == sorted(own)
     assert {g["kind"] for g in groups} <= {"full", "sliding", "state"}
     if types:

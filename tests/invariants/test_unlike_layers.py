@@ -82,7 +82,7 @@ def test_budgets_keep_the_tokens_of_plain_torch(unlike_family: str, policy: str,
         engine.step()
         engine.cache.check()
     assert request.output_tokens == expected
-    layers = [layer for layer in range(spec.num_caches) if spec.kv_cache.cached_layer(layer) == layer]
+    layers = [layer for layer in range(spec.num_caches) if spec.kv_cache.source_cache(layer) == layer]
     for layer, kept in zip(layers, row_of(engine, request).positions(), strict=True):
         if spec.kv_cache.windows[layer] is None:
             assert kept == [sorted(lists.heads[layer, g].position_list) for g in range(len(kept))]

@@ -64,7 +64,7 @@ class ProgramSteps:
         self.layers = cache.group_indices
         self.groups: list[tuple[KV, Tensor, Tables]] = []  # memory, pages [L, N, G, n] and tables of each group
         formats = divide_pages(cache, PAGE_SIZE, dtype)
-        shapes = [(len(g.layers), num_requests, g.num_kv_heads, PAGES_PER_HEAD) for g in cache.groups]
+        shapes = [(len(g.caches), num_requests, g.num_kv_heads, PAGES_PER_HEAD) for g in cache.groups]
         num_pages, kv, end = 1 + sum(torch.Size(shape).numel() for shape in shapes), None, 1
         for group, format, shape in zip(cache.groups, formats.formats, shapes, strict=True):
             sizes = format.page_size, format.k_dim, format.dtype, 1, self.device, format.v_dim
@@ -107,7 +107,7 @@ class ProgramSteps:
         logits = self.program.run(
             Batch(
                 groups=groups,
-                layers=self.layers,
+                caches=self.layers,
                 input_ids=torch.cat([prompts[b][done[b] : done[b] + counts[b]] for b in chosen]),
                 positions=positions.int(),
                 logits_indices=torch.arange(len(positions)),

@@ -25,13 +25,13 @@ UNLIKE = KVCacheSpec(
 
 
 def test_layers_with_equal_slots_are_a_group_whatever_their_windows() -> None:
-    assert [g.layers for g in UNLIKE.groups] == [(0, 2, 4), (1,)]
+    assert [g.caches for g in UNLIKE.groups] == [(0, 2, 4), (1,)]
     assert [g.windows for g in UNLIKE.groups] == [(16, 16, None), (None,)]
     assert [(g.num_kv_heads, g.k_dim, g.v_dim) for g in UNLIKE.groups] == [(4, 64, 64), (1, 128, 128)]
 
 
 def test_a_shared_cache_has_the_sizes_and_the_window_of_the_layer_that_writes_it() -> None:
-    assert UNLIKE.cached_layer(3) == 1
+    assert UNLIKE.source_cache(3) == 1
     assert UNLIKE.attention(3) == UNLIKE.caches[1]
     assert UNLIKE.windows == (16, None, 16, None, None)
 
@@ -41,16 +41,16 @@ def test_what_needs_equal_layers_says_so() -> None:
         with pytest.raises(ValueError, match="must be alike"):
             getattr(UNLIKE, name)
     uniform = KVCacheSpec(uniform_layers(2, 8, (None, 4, None)))
-    assert uniform.only_group.layers == (0, 1, 2)
-    assert uniform.full_attention_group.layers == (0, 2)
+    assert uniform.only_group.caches == (0, 1, 2)
+    assert uniform.full_attention_group.caches == (0, 2)
 
 
-@pytest.mark.parametrize("layer", [-1, 1, 2, 7])
-def test_a_layer_shares_only_a_cache_before_it(layer: int) -> None:
+@pytest.mark.parametrize("cache", [-1, 1, 2, 7])
+def test_a_layer_shares_only_a_cache_before_it(cache: int) -> None:
     full = FullAttentionSpec(1, 8, 8)
-    with pytest.raises(ValueError, match="no cache before it"):
-        KVCacheSpec((full, SharedCacheSpec(layer), full))
-    with pytest.raises(ValueError, match="no cache before it"):
+    with pytest.raises(ValueError, match="which is none before it"):
+        KVCacheSpec((full, SharedCacheSpec(cache), full))
+    with pytest.raises(ValueError, match="which is none before it"):
         KVCacheSpec((full, SharedCacheSpec(0), SharedCacheSpec(1)))
 
 

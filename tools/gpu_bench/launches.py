@@ -134,7 +134,7 @@ def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         groups=[GroupInputs(kv, as_single_layer(tables), torch.ones(1, G, T, dtype=torch.int32))],
-        layers=[(0, 0)],
+        caches=[(0, 0)],
         plans=[plan_attention(tables, R, D, kv, None)],
         requests=pos,
         input_ids=pos,
@@ -200,7 +200,7 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
     pos = torch.ones(T, dtype=torch.int32)
     step = forward.DeviceStep(
         groups=groups,
-        layers=[(0, 0), (1, 0), (2, 0)],
+        caches=[(0, 0), (1, 0), (2, 0)],
         plans=[None, None, None],
         requests=torch.ones(1, 6, dtype=torch.int32),
         input_ids=pos,

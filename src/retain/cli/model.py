@@ -58,7 +58,7 @@ def _run(options: dict[str, Any], text: str) -> list[Row]:
     llm = LLM(**{**options, "backend": "reference", "dtype": "float32", "prefix_cache": "off"})
     outputs: list[Row] = []
     with closing(llm):
-        program = cast(Any, llm.engine.runner).program
+        program = cast(Any, llm.program)
         program.computes = [(out, _observed(compute, outputs)) for out, compute in program.computes]
         llm.generate(text, SamplingParams(max_tokens=1))
     return outputs[: len(program.computes)]

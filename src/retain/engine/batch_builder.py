@@ -79,7 +79,7 @@ def pack_tokens(
     tables = build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts))
     return Batch(
         groups=cache.group_inputs(token_rows, positions, tables),
-        layers=cache.spec.group_indices,
+        caches=cache.spec.group_indices,
         input_ids=torch.tensor([t for f in fresh for t in f]),
         positions=torch.from_numpy(positions),
         logits_indices=torch.from_numpy(np.concatenate(indices)),

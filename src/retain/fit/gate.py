@@ -123,7 +123,7 @@ def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Sta
 
 def _shape(model: DenseModel, path: Path) -> GateShape:
     group = model.spec.kv_cache.full_attention_group
-    return GateShape(len(group.layers), group.num_kv_heads, group.k_dim, group.v_dim, model_fingerprint(path))
+    return GateShape(len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim, model_fingerprint(path))
 
 
 def _notes(config: FitConfig, num_examples: int, r2: float) -> dict[str, str]:

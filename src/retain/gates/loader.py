@@ -46,7 +46,7 @@ class GateLoader:
         if self._shape is None:
             group = self.spec.full_attention_group
             fingerprint = model_fingerprint(self.path)
-            self._shape = GateShape(len(group.layers), group.num_kv_heads, group.k_dim, group.v_dim, fingerprint)
+            self._shape = GateShape(len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim, fingerprint)
         return self._shape
 
     def has_gate(self) -> bool:

@@ -175,15 +175,15 @@ class GroupInputs:
 class Batch:
     """One step as flat tensors: T fresh tokens of B requests, one request behind the other.
 
-    `layers` names, for each layer of the model, the group whose cache it attends to and its place in there. Rows and
+    `caches` names, for each cache of the model, the group that has its slots, and its place in there. Rows and
     `query_start_loc` are the same in the tables of all groups.
 
-    A program calls `before_attention(layer, q)` before each layer writes and attends. The layer's queries [T, H, D],
-    rotated already, are valid until the call returns.
+    A program calls `before_attention(cache, q)` before a layer writes into a cache and attends to it. Its queries
+    [T, H, D], rotated already, are valid until the call returns.
     """
 
     groups: Sequence[GroupInputs]
-    layers: Sequence[tuple[int, int]]
+    caches: Sequence[tuple[int, int]]
     input_ids: Tensor  # host int64 [T]; undefined where a token is pending
     positions: Tensor  # host int32 [T]
     logits_indices: Tensor  # host int64 [N], ascending: the fresh tokens whose logits the caller needs
@@ -213,9 +213,9 @@ class Batch:
         """The first fresh token of each request, and the end of the last one, on the host [B + 1]."""
         return self.groups[0].tables.query_start_loc
 
-    def layer(self, layer: int) -> GroupInputs:
-        """Return the inputs of a layer of the model."""
-        group, index = self.layers[layer]
+    def cache(self, cache: int) -> GroupInputs:
+        """Return what a layer reads and writes of a cache."""
+        group, index = self.caches[cache]
         return self.groups[group].for_layer(index)
 
 

@@ -72,7 +72,7 @@ class GroupPlanner:
     @property
     def num_heads(self) -> int:
         """The kv heads of all layers."""
-        return len(self.group.layers) * self.group.num_kv_heads
+        return len(self.group.caches) * self.group.num_kv_heads
 
     def windows(self, policy: EvictionPolicy) -> Ints:
         """Return how far each layer sees, [L]: the model's own window, or the policy's where that is shorter."""
@@ -193,7 +193,7 @@ class CapacityPlanner:
         found = [
             (cache, LayerSizes(numbers[cache], int(window), g.group.num_kv_heads, g.page_size, g.group.is_state))
             for g in self.groups
-            for cache, window in zip(g.group.layers, g.windows(policy), strict=True)
+            for cache, window in zip(g.group.caches, g.windows(policy), strict=True)
         ]
         return [sizes for _, sizes in sorted(found, key=itemgetter(0))]
 

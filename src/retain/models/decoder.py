@@ -110,7 +110,7 @@ class Attention:
     @property
     def num_written_heads(self) -> int:
         """The heads of k and v that the layer computes and caches: G, or 0."""
-        is_own = self.spec.kv_cache.cached_layer(self.layer_idx) == self.layer_idx
+        is_own = self.spec.kv_cache.source_cache(self.layer_idx) == self.layer_idx
         return self.sizes.num_kv_heads if is_own else 0
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:

@@ -97,7 +97,7 @@ def bytes_of(weight: Weight) -> int:
 def list_caches(spec: KVCacheSpec) -> Iterator[Row]:
     """Yield what each cache holds: its kind, its sizes, its window, and the cache that it shares."""
     for i in range(len(spec.caches)):
-        own = spec.cached_layer(i)
+        own = spec.source_cache(i)
         held = spec.caches[own]
         row = {"cache": i, "layer": spec.layer_numbers[i], "kind": type(held).__name__.removesuffix("Spec")}
         sizes = {f.name: getattr(held, f.name) for f in fields(held)}

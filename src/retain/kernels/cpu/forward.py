@@ -95,7 +95,7 @@ class CpuProgram:
         if len(self._logits) < N:
             self._logits = torch.empty(N, self.operands.logits_width)
         c_args = (
-            [ffi.to_c_group(group) for group in batch.groups], batch.layers,
+            [ffi.to_c_group(group) for group in batch.groups], batch.caches,
             input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring), batch.bfloat16_rows,
         )  # fmt: skip

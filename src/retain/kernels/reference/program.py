@@ -113,7 +113,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
         def attend(cache: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:
             if batch.before_attention:
                 batch.before_attention(cache, q)
-            inputs = batch.layer(cache)
+            inputs = batch.cache(cache)
             has_kv = k.shape[1] > 0
             if has_kv:
                 self._write(inputs.kv, inputs.slot_mapping, k, v, batch.positions)
@@ -123,7 +123,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
         def use_cache(cache: int) -> GroupInputs:
             if batch.before_attention:
                 batch.before_attention(cache, torch.zeros(len(batch.input_ids), 0, 0))
-            return batch.layer(cache)
+            return batch.cache(cache)
 
         step = ReferenceStep(
             input_ids=batch.token_ids(),

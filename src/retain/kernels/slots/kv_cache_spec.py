@@ -1,8 +1,8 @@
-"""What the layers of a model cache: one value for each layer, and the groups of layers whose slots are equal.
+"""What the layers of a model cache: one value for each cache, and the groups of caches whose slots are equal.
 
 The names are vLLM's (vllm/v1/kv_cache_interface.py). A layer without attention caches other numbers in slots: inputs
 of a short convolution; or, of linear attention, tokens and the states that they fold into at page ends. Such a layer
-may have several caches: each counts as a layer here.
+has several caches, an MLP has none. Caches are numbered in the order of their use.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class SlidingWindowSpec:
 
 @dataclass(frozen=True)
 class SharedCacheSpec:
-    """A layer that attends to what an earlier layer has cached, and caches nothing (Gemma 3n, arXiv 2405.05254)."""
+    """A layer that attends to what an earlier one has cached, and caches nothing (Gemma 3n, arXiv 2405.05254)."""
 
-    layer: int
+    cache: int  # of the earlier layer
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ LayerCacheSpec = OwnCacheSpec | SharedCacheSpec
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Layers whose slots are equal. Such layers have pages of one size in slots, and tables of one shape."""
+    """Caches whose slots are equal: they have pages of one size in slots, and tables of one shape."""
 
-    layers: tuple[int, ...]  # of the model, ascending; they all have a cache of their own
+    caches: tuple[int, ...]  # ascending; none is shared from an earlier layer
     num_kv_heads: int
     k_dim: int
     v_dim: int
-    windows: tuple[int | None, ...]  # of each of these layers
+    windows: tuple[int | None, ...]  # of each of these caches
     # Whether slots hold numbers of layers without attention, in float32. Queries of a step need no slots of the step's
     # own tokens then: only the last of these are written, as many as a ring has room for.
     is_state: bool = False
@@ -130,54 +130,54 @@ class KVCacheSpec:
     uncached_layers: tuple[int, ...] = ()  # the numbers in the model of layers that cache nothing
 
     def __post_init__(self) -> None:
-        for i, layer in enumerate(self.caches):
-            if isinstance(layer, SharedCacheSpec):
-                source = self.caches[layer.layer] if 0 <= layer.layer < i else layer
+        for i, cache in enumerate(self.caches):
+            if isinstance(cache, SharedCacheSpec):
+                source = self.caches[cache.cache] if 0 <= cache.cache < i else cache
                 if isinstance(source, SharedCacheSpec):
-                    raise ValueError(f"layer {i} shares the cache of layer {layer.layer}, which is no cache before it")
+                    raise ValueError(f"cache {i} is that of cache {cache.cache}, which is none before it")
 
-    def cached_layer(self, layer: int) -> int:
-        """Return the layer whose cache a layer attends to: itself, unless it shares one."""
-        spec = self.caches[layer]
-        return spec.layer if isinstance(spec, SharedCacheSpec) else layer
+    def source_cache(self, cache: int) -> int:
+        """Return the cache whose slots a cache has: itself, unless it is shared from an earlier layer."""
+        spec = self.caches[cache]
+        return spec.cache if isinstance(spec, SharedCacheSpec) else cache
 
-    def attention(self, layer: int) -> OwnCacheSpec:
-        """Return the sizes of the cache that a layer attends to."""
-        spec = self.caches[self.cached_layer(layer)]
+    def attention(self, cache: int) -> OwnCacheSpec:
+        """Return the sizes of a cache."""
+        spec = self.caches[self.source_cache(cache)]
         assert not isinstance(spec, SharedCacheSpec)
         return spec
 
     @property
     def has_states(self) -> bool:
         """Whether layers without attention cache something."""
-        return any(isinstance(layer, StateSpec) for layer in self.caches)
+        return any(isinstance(cache, StateSpec) for cache in self.caches)
 
     @property
     def state_group(self) -> KVCacheGroupSpec | None:
         """The states of linear attention, if there are any. Raises ValueError where their sizes differ."""
-        states = [layer for layer in self.caches if isinstance(layer, LinearStateSpec)]
+        states = [cache for cache in self.caches if isinstance(cache, LinearStateSpec)]
         if len({(s.num_value_heads, s.num_rows, s.k_dim) for s in states}) > 1:
             raise ValueError("layers of linear attention must be alike")
-        return next((g for g in self.groups if isinstance(self.caches[g.layers[0]], LinearStateSpec)), None)
+        return next((g for g in self.groups if isinstance(self.caches[g.caches[0]], LinearStateSpec)), None)
 
     def fold_at(self, page_size: int) -> KVCacheSpec:
-        """Return the same layers, where pages of the states of linear attention have so many slots."""
+        """Return the same caches, where pages of the states of linear attention have so many slots."""
 
-        def resize(layer: LayerCacheSpec) -> LayerCacheSpec:
-            if isinstance(layer, LinearTokensSpec):
-                return replace(layer, window=page_size)
-            return replace(layer, page_size=page_size) if isinstance(layer, LinearStateSpec) else layer
+        def resize(cache: LayerCacheSpec) -> LayerCacheSpec:
+            if isinstance(cache, LinearTokensSpec):
+                return replace(cache, window=page_size)
+            return replace(cache, page_size=page_size) if isinstance(cache, LinearStateSpec) else cache
 
-        return replace(self, caches=tuple(resize(layer) for layer in self.caches))
+        return replace(self, caches=tuple(resize(cache) for cache in self.caches))
 
     @property
     def has_shared_caches(self) -> bool:
         """Whether some layers attend to the cache of another one."""
-        return any(isinstance(layer, SharedCacheSpec) for layer in self.caches)
+        return any(isinstance(cache, SharedCacheSpec) for cache in self.caches)
 
     @cached_property
     def windows(self) -> tuple[int | None, ...]:
-        """The sliding window of each layer, in tokens; None is full attention."""
+        """The sliding window of each cache, in tokens; None is full attention."""
         return tuple(self.attention(i).window for i in range(len(self.caches)))
 
     @cached_property
@@ -186,7 +186,7 @@ class KVCacheSpec:
 
         A layer of linear attention has three: of its convolution, then of tokens, then of states.
         """
-        is_first = [not isinstance(layer, LinearTokensSpec | LinearStateSpec) for layer in self.caches]
+        is_first = [not isinstance(cache, LinearTokensSpec | LinearStateSpec) for cache in self.caches]
         uncached = set(self.uncached_layers)
         cached = [i for i in range(len(self.caches) + len(uncached)) if i not in uncached]
         return tuple(cached[places - 1] for places in accumulate(is_first))
@@ -203,14 +203,14 @@ class KVCacheSpec:
 
     @cached_property
     def groups(self) -> tuple[KVCacheGroupSpec, ...]:
-        """The groups of layers that have a cache, in the order of their first layers."""
+        """The groups of all caches that are not shared, in the order of their first ones."""
         return self._group(range(len(self.caches)))
 
     @cached_property
     def group_indices(self) -> tuple[tuple[int, int], ...]:
-        """For each layer, the group whose cache it attends to, and the place in that group."""
-        places = {layer: (j, i) for j, group in enumerate(self.groups) for i, layer in enumerate(group.layers)}
-        return tuple(places[self.cached_layer(i)] for i in range(len(self.caches)))
+        """For each cache, the group that has its slots, and the place in that group."""
+        places = {cache: (j, i) for j, group in enumerate(self.groups) for i, cache in enumerate(group.caches)}
+        return tuple(places[self.source_cache(i)] for i in range(len(self.caches)))
 
     @property
     def num_traced_heads(self) -> int:
@@ -219,36 +219,36 @@ class KVCacheSpec:
 
     @property
     def only_group(self) -> KVCacheGroupSpec:
-        """The layers that have a cache, where all are alike. Raises ValueError where they differ."""
+        """The caches, where all are alike. Raises ValueError where they differ."""
         if len(self.groups) != 1:
             raise ValueError("layers must be alike here: they differ in heads or head dims")
         return self.groups[0]
 
     @property
     def can_compare_layers(self) -> bool:
-        """Whether the layers without a window are alike, so that a policy may rank slots of several ones together."""
+        """Whether the caches without a window are alike, so that a policy may rank slots of several ones together."""
         return sum(None in group.windows for group in self.groups) <= 1
 
     @property
     def full_attention_group(self) -> KVCacheGroupSpec:
-        """The layers without a window that have a cache. Raises ValueError where they differ, or there are none."""
+        """The caches without a window. Raises ValueError where they differ, or there are none."""
         groups = self._group([i for i, window in enumerate(self.windows) if window is None])
         if len(groups) != 1:
             found = "there is none" if not groups else "they differ in heads or head dims"
             raise ValueError(f"layers without a window must be alike here: {found}")
         return groups[0]
 
-    def _group(self, layers: Sequence[int]) -> tuple[KVCacheGroupSpec, ...]:
+    def _group(self, caches: Sequence[int]) -> tuple[KVCacheGroupSpec, ...]:
         found: dict[KVCacheGroupSpec, list[int]] = {}
-        for i in layers:
-            if self.cached_layer(i) == i:
+        for i in caches:
+            if self.source_cache(i) == i:
                 a = self.attention(i)
-                # Layers of states are of one kind in a group: each kind divides its pages in its own way.
+                # Caches of states are of one kind in a group: each kind divides its pages in its own way.
                 alike = KVCacheGroupSpec((), a.num_kv_heads, a.k_dim, a.v_dim, (), isinstance(a, StateSpec))
                 kind = replace(alike, windows=(a.window,)) if alike.is_state else alike
                 found.setdefault(kind, []).append(i)
         windows = self.windows
-        return tuple(replace(kind, layers=tuple(g), windows=tuple(windows[i] for i in g)) for kind, g in found.items())
+        return tuple(replace(kind, caches=tuple(g), windows=tuple(windows[i] for i in g)) for kind, g in found.items())
 
 
 def convolution_spec(channels: int, window: int, largest: int = 128) -> ConvolutionSpec:

@@ -52,7 +52,7 @@ class TritonProgram(TorchProgram[DeviceStep, DeviceOperands]):
     def run(self, batch: Batch) -> Tensor:
         """Compute one step."""
         check_batch(batch)
-        attended = {batch.layers[cache][0] for cache in self._attended}
+        attended = {batch.caches[cache][0] for cache in self._attended}
         num_heads = [self._num_heads if i in attended else 0 for i in range(len(batch.groups))]
         if not batch.before_attention:
             logits = self._graphs.run(batch, num_heads)

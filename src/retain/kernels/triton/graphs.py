@@ -252,7 +252,7 @@ class CUDAGraphRunner:
         def forward() -> Tensor:
             step = DeviceStep(
                 groups=groups,
-                layers=batch.layers,
+                caches=batch.caches,
                 plans=[_plan_group(shape, *x, inputs) for x in zip(shape.groups, groups, strict=True)],
                 requests=inputs.tiles,
                 input_ids=inputs.device_views["input_ids"],

@@ -26,25 +26,25 @@ class DeviceStep(Step):
     """The tensors of a batch on the device (see `Batch`), and what attention needs beside them."""
 
     groups: Sequence[GroupInputs]  # with slot mappings on the device
-    layers: Sequence[tuple[int, int]]  # see Batch
+    caches: Sequence[tuple[int, int]]  # see Batch
     plans: Sequence[AttentionPlan | None]  # of each KV cache group; None where no attention reads it
     requests: Tensor  # int32 [B, 6]: a tile for each request (see plan.py), whatever its length
     before_attention: Callable[[int, Tensor], None] | None = None
 
-    def use_cache(self, layer: int, q: Tensor | None = None) -> GroupInputs:
-        """Return the inputs of a layer of the model; call what the caller wants before it.
+    def use_cache(self, cache: int, q: Tensor | None = None) -> GroupInputs:
+        """Return what a layer reads and writes of a cache; call what the caller wants before it.
 
         `q` are the queries [T, H, D] of an attention.
         """
         if self.before_attention:
             no_queries = torch.zeros(len(self.positions), 0, 0, device=self.positions.device)
-            self.before_attention(layer, no_queries if q is None else q)
-        group, index = self.layers[layer]
+            self.before_attention(cache, no_queries if q is None else q)
+        group, index = self.caches[cache]
         return self.groups[group].for_layer(index)
 
-    def plan(self, layer: int) -> AttentionPlan:
-        """Return the plan of a layer that attends."""
-        plan = self.plans[self.layers[layer][0]]
+    def plan(self, cache: int) -> AttentionPlan:
+        """Return the plan of the attention to a cache."""
+        plan = self.plans[self.caches[cache][0]]
         assert plan is not None
         return plan
 
@@ -104,7 +104,7 @@ def upload_step(
         positions=positions,
         logits_indices=logits_indices,
         groups=[_map_group(group, fresh, own, device) for group, own in zip(batch.groups, indices, strict=True)],
-        layers=batch.layers,
+        caches=batch.caches,
         plans=plans,
         requests=requests,
         before_attention=batch.before_attention,

@@ -57,7 +57,7 @@ class BlockTables:
         block_size: int = 0,
     ):
         N = num_rows
-        L = len(group.layers)
+        L = len(group.caches)
         G = group.num_kv_heads
         self.store = store
         self.group = group
@@ -101,7 +101,7 @@ class BlockTables:
     @cached_property
     def layers(self) -> Ints:
         """The numbers of the layers in the model, [L]."""
-        return np.array(self.group.layers, np.int32)
+        return np.array(self.group.caches, np.int32)
 
     @property
     def is_state(self) -> bool:

@@ -91,7 +91,7 @@ def first_attention_group(spec: KVCacheSpec) -> int:
 def mean_slot_bytes(spec: KVCacheSpec, dtype: torch.dtype) -> float:
     """Return the bytes of a slot with its position and one mass, the mean over all kv heads of layers that attend."""
     groups = [g for g in spec.groups if not g.is_state]
-    heads = [len(g.layers) * g.num_kv_heads for g in groups]
+    heads = [len(g.caches) * g.num_kv_heads for g in groups]
     sizes = [_slot_bytes(g, dtype) + 8 for g in groups]
     return sum(n * size for n, size in zip(heads, sizes, strict=True)) / sum(heads)
 

@@ -75,8 +75,8 @@ def balance(
 
 def _is_shared(caches: KVCacheSpec, cache: int) -> bool:
     """Return whether more than one layer attends to a cache, so that keys must stay as they are."""
-    own = caches.cached_layer(cache)
-    return sum(caches.cached_layer(i) == own for i in range(len(caches.caches))) > 1
+    own = caches.source_cache(cache)
+    return sum(caches.source_cache(i) == own for i in range(len(caches.caches))) > 1
 
 
 @dataclass(frozen=True)

@@ -60,11 +60,11 @@ class _Embedding:
 
     def _refer(self, part: Part, reference: Any) -> str:
         target = part.follow(reference) if isinstance(reference, str) else None
-        truth = part.follow_to_truth(reference) if isinstance(reference, str) else None
-        if truth is not None:
-            self._truths[str(truth)] = truth
-            return f"#/$defs/{truth}"
         if target is None:
+            truth = part.follow_to_truth(reference) if isinstance(reference, str) else None
+            if truth is not None:
+                self._truths[str(truth)] = truth
+                return f"#/$defs/{truth}"
             raise SchemaError(part.place.at("$ref"), "`$ref` leads to no schema")
         if id(target.schema) not in self._names:
             self._names[id(target.schema)] = str(len(self._names))
