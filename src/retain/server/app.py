@@ -117,7 +117,7 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
                 fields[count]["anyOf"][0]["maximum"] = service.limits.max_choices
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^$|^({'|'.join([AUTO, *policies.names()])})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = ["", NO_SPECULATION, *service.drafters]
-    if not service.tool_format:  # the model's chat template does not support tools
+    if not service.dialect.tool_format:  # the model's chat template does not support tools
         for name in ("ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):
             for field in ("tools", "tool_choice", "parallel_tool_calls"):
                 schemas[name]["properties"].pop(field, None)

@@ -41,7 +41,6 @@ from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox
-from retain.server.tool_format import ToolFormat
 from retain.server.warning_header import add_warnings
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
@@ -93,11 +92,6 @@ class OpenAIServing:
         return self.chat_renderer.dialect
 
     @property
-    def tool_format(self) -> ToolFormat | None:
-        """The format of tool calls that the model's chat template teaches."""
-        return self.dialect.tool_format
-
-    @property
     def model_name(self) -> str:
         """The model's first name, for logs."""
         return self.model_names[0]
@@ -123,23 +117,24 @@ class OpenAIServing:
 
         Every API of conversations converts its requests to chat completions, so that all have the same prompt.
         """
+        dialect = self.dialect
         chat = self.chat_renderer.render(body)
         ids = self.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)
         request = replace(self._build_base_request(ids, body, key), num_system_tokens=chat.num_system_tokens)
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         # Half of the tokens are left for a structured output.
-        reasoning = self.dialect.find_reasoning(chat.asked, bool(chat.tools), max_tokens and max_tokens // 2)
+        reasoning = dialect.find_reasoning(chat.asked, bool(chat.tools), max_tokens and max_tokens // 2)
         request = replace(
             request,
             params=body.to_sampling_params(max_tokens, logprobs),
-            grammar=build_grammar(body, chat.tools, self.tool_format, reasoning, self.dialect.special_tokens),
-            shown_tokens=frozenset(self.dialect.special_tokens.values()),
+            grammar=build_grammar(body, chat.tools, dialect.tool_format, reasoning, dialect.special_tokens),
+            shown_tokens=frozenset(dialect.special_tokens.values()),
             reasoning=reasoning and reasoning.after(chat.begun),
         )
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
-        parser = self.dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning)
+        parser = dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning)
         return PreparedChat(request, [parser.copy() for _ in range(body.n or 1)], chat)
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
