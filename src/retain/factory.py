@@ -93,7 +93,7 @@ class EngineParts:
 
 
 class ParsedOptions(NamedTuple):
-    """Options that are read, and refused, before a model is loaded."""
+    """Options that are parsed before a model is loaded, so that a wrong one is refused early."""
 
     prefix: PrefixConfig | None
     tiers: list[tiers.Tier]

@@ -10,7 +10,7 @@ import pytest
 
 from retain.server.auth import ApiKey
 from retain.server.launch import GracefulServer
-from retain.server.openai import rendered_chat
+from retain.server.openai import chat_renderer
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from tests.server.conftest import HTTP, run_tiny_server
 
@@ -47,10 +47,10 @@ def test_a_conversation_is_converted_and_rendered_once(
     route: str, prompt: dict[str, Any], tiny_server: GracefulServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where the policy keeps the system prompt: its tokens are counted from the same messages."""
-    convert, render = rendered_chat.to_template_messages, rendered_chat.render_prompt
+    convert, render = chat_renderer.to_template_messages, chat_renderer.render_prompt
     calls: Counter[str] = Counter()
-    monkeypatch.setattr(rendered_chat, "to_template_messages", lambda *x: (calls.update(["convert"]), convert(*x))[1])
-    monkeypatch.setattr(rendered_chat, "render_prompt", lambda *x: (calls.update(["render"]), render(*x))[1])
+    monkeypatch.setattr(chat_renderer, "to_template_messages", lambda *x: (calls.update(["convert"]), convert(*x))[1])
+    monkeypatch.setattr(chat_renderer, "render_prompt", lambda *x: (calls.update(["render"]), render(*x))[1])
     body = {"model": "smollm2", "kv_policy": PROTECTING, **prompt}
     assert HTTP.post(f"{tiny_server.url}/{route}", json=body).status_code == 200
     assert calls == {"convert": 1, "render": 1}

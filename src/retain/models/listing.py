@@ -1,4 +1,4 @@
-"""A model as a table: its operations, with shapes, formats and bytes of weights, and what its layers cache."""
+"""A model as a table, which cli/model.py prints: operations, shapes and bytes of weights, what its layers cache."""
 
 from __future__ import annotations
 

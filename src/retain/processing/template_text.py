@@ -10,7 +10,7 @@ WRITING_STATEMENTS = ("set",)  # whose texts may be written later
 
 
 def read_template_text(source: str) -> str:
-    """Return the texts that a template can write, in the order of its source. Other values are `COMPUTED`.
+    """Return the literal texts of a chat template, in the order of its source, with `COMPUTED` for other values.
 
     A source that cannot be read is its own text.
     """

@@ -12,7 +12,7 @@ _NO_WINDOW = tl.constexpr(NO_WINDOW)
 
 @triton.jit(do_not_specialize=["tokens"])
 def insert_pending_tokens(input_ids, sources, sampled, tokens, T: tl.constexpr):
-    """Replace the ids of T of the fresh tokens that are pending; see kernels/pending_tokens.py."""
+    """Write sampled ids over those of pending tokens, T fresh tokens in a program (see kernels/pending_tokens.py)."""
     t = tl.program_id(0) * T + tl.arange(0, T)
     source = tl.load(sources + t, mask=t < tokens, other=-1)
     is_pending = source >= 0

@@ -204,7 +204,10 @@ class StoredWeight:
         return StoredWeight((part.select(index),), self.kind)
 
     def select_columns(self, index: Tensor) -> StoredWeight | None:
-        """Put the columns of a matrix of one part into the order of index int64 [in]; None where it splits groups."""
+        """Return a matrix of one part with its columns in the order of index int64 [in].
+
+        None where that would split groups that share a scale.
+        """
         (part,) = self.parts
         return StoredWeight((OrderedColumns(part, index),), self.kind) if keeps_groups(index) else None
 

@@ -59,7 +59,7 @@ class Masses:
 
 
 class CheckpointKind:
-    """Leave the attention that tokens of a prompt received, and give it to rows that score alike."""
+    """Copy the attention that a prompt's tokens received, and give it to later rows of the text that score alike."""
 
     needs_pages = True
 

@@ -302,7 +302,10 @@ class BudgetEvictor:
     # ---- after an eviction ---------------------------------------------------------------------------------------
 
     def keep(self, head_budgets: Ints, places: Tensor) -> None:
-        """Record a compaction: heads keep so many tokens [M, G], which were at these places [M, G, n]."""
+        """Update the row's tables after its kept tokens were moved together, and free the pages that are left over.
+
+        Heads keep `head_budgets` tokens [M, G], which were at `places` [M, G, n].
+        """
         t = self.tables
         self.head_budgets = head_budgets
         counts = -(-(head_budgets + self.policy.interval) // t.page_size)

@@ -62,7 +62,7 @@ class Node:
 
     @property
     def is_pages_leaf(self) -> bool:
-        """Whether it has pages, and nothing that continues it has."""
+        """Whether the node has pages, and none of its children has any."""
         return self.has_pages and not any(child.has_pages for child in self.children.values())
 
     @property

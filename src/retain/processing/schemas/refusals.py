@@ -161,7 +161,7 @@ def find_count_of_properties(part: Part, message: str) -> Problem | None:
 
 
 def find_overlapping_patterns(part: Part, message: str) -> Problem | None:
-    """Find two patterns of names that one name may match."""
+    """Return the problem if the message is about two `patternProperties` that one name may match; else None."""
     patterns = part.schema.get("patternProperties")
     if isinstance(patterns, dict) and len([p for p in patterns if f"/{p}/" in message]) >= min(2, len(patterns)):
         return part.place.at("patternProperties"), "`patternProperties` has patterns that one name may match"

@@ -23,7 +23,7 @@ from retain.kv.text import hash_blocks
 from retain.processing.input import GenerateRequest
 from retain.sequences import count_common
 from retain.server.openai.chat_protocol import AssistantMessageParam, InputMessageParam
-from retain.server.openai.rendered_chat import RenderedChat
+from retain.server.openai.chat_renderer import RenderedChat
 
 BLOCK_SIZE = 32  # tokens of a hash: differences behind the last whole block are too small to matter
 MAX_BYTES = 16 << 20  # of what is kept: the prompts of about 7 million tokens

@@ -25,6 +25,7 @@ from retain.server.openai.body import BodyParser
 from retain.server.openai.chat_dialect import ChatDialect
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.chat_renderer import ChatRenderer, RenderedChat
 from retain.server.openai.choice_builders import (
     ChatChoiceBuilder,
     CompletionChoiceBuilder,
@@ -36,7 +37,6 @@ from retain.server.openai.completions_encoder import ChatCompletionEncoder, Comp
 from retain.server.openai.errors import APIError, invalid_request
 from retain.server.openai.messages import build_grammar
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
-from retain.server.openai.rendered_chat import ChatRenderer, RenderedChat
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
 from retain.server.preparation import PreparationPool
 from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup

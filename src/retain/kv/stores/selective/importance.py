@@ -106,7 +106,7 @@ def block_mass(mass: Floats, token_order: NDArray[np.uint16], page_size: int) ->
 
 @dataclass
 class SpanMetadata:
-    """The metadata of a span of M layers with n blocks of S tokens, for P probe heads."""
+    """What says which tokens of a stored span matter: M layers, n blocks of S tokens, P probe heads."""
 
     sketches: Bytes  # [M, n, P, bytes], in the order of the blocks
     token_order: NDArray[np.uint16]  # [M, n S]: the token, counted from the span's start, in each place

@@ -41,7 +41,7 @@ FIRST_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Tier:
-    """Options of the remote tier. Raises ValueError. Credentials come from the environment."""
+    """Options of the remote tier; a wrong one raises ValueError. Credentials come from the environment."""
 
     url: str  # s3://bucket/folder, gs://, az://, file:///folder
     endpoint: str | None = None  # of a store that speaks S3: http://127.0.0.1:8333

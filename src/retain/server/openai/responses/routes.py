@@ -15,7 +15,7 @@ from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.prompt_comparison import PromptFingerprints, build_fingerprint
 from retain.server.openai.protocol import Json
-from retain.server.openai.rendering import RenderedRequest, render_one
+from retain.server.openai.render_routes import RenderedRequest, render_one
 from retain.server.openai.responses.client_tools import ClientTools
 from retain.server.openai.responses.conversion import convert_request, get_input_items, rename_parameter
 from retain.server.openai.responses.encoder import ResponsesEncoder
