@@ -102,7 +102,7 @@ def test_keys_have_no_offset_where_it_would_change_weights(sink_family: str) -> 
     """Qwen 2 has biases, too, and its keys lose the mean of theirs."""
     assert tiny_model("qwen2").key_offsets
     model = tiny_model(sink_family)
-    assert not model.key_offsets and model.decoder.load_layer(0).attention.params.sink_logits is not None
+    assert not model.key_offsets and model.decoder.load_layer(0).attention.own_params.sink_logits is not None
 
 
 def test_written_out_attention_equals_the_decoder(sink_family: str) -> None:

@@ -85,9 +85,67 @@ def test_an_operation_is_checked_before_it_is_lowered(backend: Backend) -> None:
         backend.program(torch.float32, CPU).load([Square(Buffer("x", 8), 0.0)])
 
 
-def test_an_operation_that_cpp_does_not_know_is_named() -> None:
+@pytest.mark.parametrize("backend", [reference, cpu])
+def test_an_operation_that_a_backend_does_not_know_is_named(backend: Backend) -> None:
     with pytest.raises(ValueError, match="there is no operation Square"):
-        cpu.program(torch.float32, CPU).load([Square(Buffer("x", 8), 1.0)])
+        backend.program(torch.float32, CPU).load([Square(Buffer("x", 8), 1.0)])
+
+
+@pytest.mark.parametrize("limit", [None, torch.tensor(0.1)])
+def test_a_number_is_neither_missing_nor_a_tensor(limit: Any) -> None:
+    with pytest.raises(TypeError, match="limit of Clip is"):
+        cpu.program(torch.float32, CPU).load([ops.Clip(Buffer("x", 8), limit)])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"), [({}, "no field out"), ({"out": 0, "limit": "1"}, "type of field limit")]
+)
+def test_cpp_refuses_a_record_in_one_line(fields: dict[str, Any], message: str) -> None:
+    program: Any = cpu.program(torch.float32, CPU)
+    with pytest.raises(ValueError, match=message):
+        program.operands.program.add("Clip", fields)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda x: ops.Clip(x, 0.1),
+        lambda x: ops.Scale(x, torch.full((5,), 0.5)),
+        lambda x: ops.Multiply(x, by=x),
+        lambda x: ops.Activate(x, x, "relu"),
+        lambda x: ops.Norm(x, x, torch.ones(8), None, 1e-5, subtract_mean=False),
+    ],
+)
+def test_an_operation_may_work_on_logits(operation: Callable[[Buffer], Operation]) -> None:
+    x, logits = Buffer("x", 8), Buffer(ops.LOGITS, 8)
+    ids = torch.tensor([3, 0, 6])
+    rows = []
+    for backend in (reference, cpu):
+        p = backend.program(torch.float32, CPU)
+        p.load([ops.Embed(x, random(7, 8)), ops.MatMul(x, logits, random(8, 8, seed=1)), operation(logits)])
+        rows.append(p.run(make_layerless_batch(backend, ids, torch.arange(3))).clone())
+    torch.testing.assert_close(rows[1], rows[0])
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        ops.Norm(Buffer("x", 8), Buffer("x", 8), torch.ones(2, 2), None, 1e-5, subtract_mean=False, first=-2),
+        ops.Norm(Buffer("x", 8), Buffer("x", 8), torch.ones(1, 1, 8), None, 1e-5, subtract_mean=False),
+        ops.Multiply(Buffer("x", 8), Buffer("y", 9), first=-1),
+        ops.ScaleByPosition(Buffer("x", 8), -3, 0.1, 10),
+    ],
+)
+def test_columns_outside_of_a_buffer_are_refused(operation: Operation) -> None:
+    with pytest.raises(ops.WidthError):
+        operation.check()
+
+
+def test_a_program_without_logits_says_so() -> None:
+    p = reference.program(torch.float32, CPU)
+    p.load([ops.Embed(Buffer("x", 8), random(7, 8))])
+    with pytest.raises(ValueError, match="no operation of the program writes logits"):
+        p.run(make_layerless_batch(reference, torch.tensor([1]), torch.arange(1)))
 
 
 @pytest.mark.parametrize("backend", [reference, cpu])

@@ -54,7 +54,8 @@ def test_the_command_prints_operations_and_their_outputs(capsys: pytest.CaptureF
     assert main(["model", "random:tiny"]) == 0
     printed = capsys.readouterr().out
     assert "Attend" in printed and "2 times:" in printed and "FullAttention" in printed
-    assert main(["model", "random:tiny", "--run", "Hello", "--json"]) == 0
+    text = "Hello " * 200  # of several steps the last one has logits
+    assert main(["model", "random:tiny", "--run", text, "--json"]) == 0
     listed = json.loads(capsys.readouterr().out)
     outputs = [row["output"] for row in listed["operations"]]
     assert all(output["not_finite"] == 0 and output["largest"] >= output["rms"] > 0 for output in outputs)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -188,12 +188,14 @@ def test_scores_equal_those_of_transformers(reranker_folder, reranker):
 
 
 @given(query=st.text(max_size=30), document=st.text(st.characters(codec="utf-8"), max_size=40))
+@example(query="", document="<reponame>")
 def test_prompts_are_tokenized_as_one_text(query, document):
     """Tokens do not cross the place where the text is cut, before the space in front of a document."""
     tokenizer = open_tokenizer("smollm2")
     query = query.encode(errors="replace").decode()
     text = f"<Instruct>: a\n<Query>: {query}\n<Document>: {document}"
-    before, middle, after = (tokenizer.encode(x, add_special_tokens=False) for x in (BEFORE, text, AFTER))
+    before, after = (tokenizer.encode(x, add_special_tokens=False) for x in (BEFORE, AFTER))
+    middle = tokenizer.encode_quoted(text)  # names of markers are text
     assert Reranker(tokenizer).encode(query, document, "a") == [*before, *middle, *after]
 
 

@@ -61,7 +61,7 @@ def bench_weights(bench: KernelBench) -> Iterator[Line]:
 
 def random_weight(out: int, width: int, kind: str, device: torch.device) -> QuantizedWeight:
     """Return random numbers in groups with scales, made on the device."""
-    from retain.kernels import quantized
+    from retain.kernels.weights import quantized
 
     cls: type[QuantizedWeight] = getattr(quantized, kind)
     first, last, spread = NUMBERS[kind]

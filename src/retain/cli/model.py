@@ -40,7 +40,7 @@ def model(args: Namespace) -> int:
             row["output"] = output
     listed = {"model": args.model, **sizes, "parameters": count_parameters(rows), "caches": caches, "operations": rows}
     if args.json:
-        print(json.dumps(listed, default=list))
+        print(json.dumps(listed, default=list, allow_nan=False))
         return 0
     print(
         escape_controls(
@@ -54,20 +54,22 @@ def model(args: Namespace) -> int:
 
 
 def _run(options: dict[str, Any], text: str) -> list[Row]:
-    """Compute a prompt by the reference backend in float32. Returns the size of what each operation writes."""
-    llm = LLM(**{**options, "backend": "reference", "dtype": "float32", "prefix_cache": "off"})
+    """Compute a prompt by the reference backend. Returns the size of what each operation writes in the last step."""
+    llm = LLM(**{**options, "backend": "reference", "device": "cpu", "prefix_cache": "off"})
     outputs: list[Row] = []
     with closing(llm):
         program = cast(Any, llm.program)
         program.computes = [(out, _observed(compute, outputs)) for out, compute in program.computes]
         llm.generate(text, SamplingParams(max_tokens=1))
-    return outputs[: len(program.computes)]
+    return outputs[-len(program.computes) :]
 
 
 def _observed(compute: Any, outputs: list[Row]) -> Any:
     def observe(step: Any) -> Tensor:
         rows: Tensor = compute(step)
         numbers = rows.float()
+        is_unwritten = numbers.isnan().all(0)  # columns that a later operation fills
+        numbers = numbers if is_unwritten.all() else numbers[:, ~is_unwritten]
         written = numbers[numbers.isfinite()]
         largest = written.abs().max().item() if len(written) else 0.0
         rms = written.square().mean().sqrt().item() if len(written) else 0.0

@@ -191,7 +191,7 @@ class Batch:
     before_attention: Callable[[int, Tensor], None] | None = None
     pending_tokens: PendingTokens | None = None  # fresh tokens that only the device knows
     # Ranges [begin, end) of fresh tokens, ascending. A backend that rounds activations to 8 bits for quantized weights
-    # rounds those of these tokens to bfloat16, in `linear` before `gather_rows`.
+    # rounds those of these tokens to bfloat16, in `MatMul` before `GatherRows`.
     bfloat16_rows: Sequence[tuple[int, int]] = ()
 
     def token_ids(self) -> Tensor:
@@ -223,7 +223,7 @@ class Program(Protocol):
     """A forward pass: operations over buffers (see ops.py), which `run` executes for a step."""
 
     def load(self, operations: Iterable[Operation]) -> None:
-        """Append all operations of a model, one by one: the next one is asked for when its weights are converted.
+        """Append operations. The weights of one are converted before the next one is asked for.
 
         Raises ValueError where the tensors of an operation do not fit its buffers.
         """

@@ -8,7 +8,7 @@ what other backends lower it to (docs/design/programs.md).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -44,10 +44,6 @@ class Operation:
 
     def check(self) -> None:
         """Raise WidthError or ValueError unless tensors and buffers fit each other."""
-
-    def buffers(self) -> Iterator[Buffer]:
-        """Yield the buffers that it reads and writes."""
-        return (x for x in vars(self).values() if isinstance(x, Buffer))
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,6 +103,8 @@ class Norm(Operation):
         """Raise WidthError for weights that do not fit the buffers."""
         n = self.weight.shape[-1]
         size = self.heads * n
+        if self.weight.dim() > 2 or self.first < 0:
+            raise WidthError(f"a norm has weights of shape {list(self.weight.shape)} from number {self.first} on")
         if not self.is_by_head:
             check_equal("the weight of a norm", n, self.x.width, self.out.width)
         elif self.first + size > min(self.x.width, self.out.width):
@@ -266,7 +264,7 @@ class Multiply(Operation):
     def check(self) -> None:
         """Raise WidthError for a buffer with fewer factors."""
         n = self.out.width
-        if self.first + n > self.by.width:
+        if self.first < 0 or self.first + n > self.by.width:
             raise WidthError(f"{n} factors from {self.first} on do not fit a buffer of width {self.by.width}")
 
 
@@ -391,7 +389,7 @@ class GatherRows(Operation):
         check_equal("the gathered rows", self.x.width, self.out.width)
 
 
-class Buffers:
+class BufferNumbers:
     """The numbers by which a backend knows the buffers of a program."""
 
     def __init__(self, create: Callable[[Buffer], int]):
@@ -420,7 +418,7 @@ def check_columns(buffer: Buffer, columns: HeadColumns) -> None:
 
 def check_factors(n: int, buffer: Buffer) -> None:
     """Raise WidthError for more factors than numbers."""
-    if n > buffer.width:
+    if not 0 <= n <= buffer.width:
         raise WidthError(f"{n} factors do not fit a buffer of width {buffer.width}")
 
 

@@ -67,8 +67,11 @@ def build(weights: Weights, program: Target) -> Decoder:
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     try:
         decoder: Decoder = family.build(weights)
-        operations = balance(decoder.emit(), decoder.spec.kv_cache, decoder.key_factors, program.row_energies)
-        program.load(operations if weights.has_head else headless(operations, weights.dtype))
+        spec = decoder.spec
+        operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
+        if not weights.has_head:
+            operations = headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
+        program.load(operations)
     except torch.OutOfMemoryError as e:
         raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
     except VALUE_ERRORS as e:

@@ -98,7 +98,7 @@ class Attention:
     qk_norm: Layer | None = None  # applied to the heads of q and k before rope
     own_params: AttentionParams | None = None  # in place of the spec's
     v_norm: Layer | None = None  # applied to the heads of v
-    query_growth: tuple[float, int] | None = None  # see Program.scale_by_position: queries grow with their position
+    query_growth: tuple[float, int] | None = None  # see ops.ScaleByPosition: queries grow with their position
     gate_proj: Linear | None = None  # [T, E] -> [T, H V]: outputs are multiplied by its sigmoid
     value_proj: HeadLinear | None = None  # applied to the outputs of heads, which o_proj then reads
 

@@ -17,6 +17,7 @@ from retain.kernels.weights.stored_weight import BlockRows, StoredWeight
 from retain.kernels.weights.weight import StackedWeight, Weight, row_energies
 
 Row = dict[str, Any]
+COMPUTED = ("factors", "params.alibi_slopes", "params.key_offset", "rope.freqs")  # tensors that are in no file
 
 
 class Listing:
@@ -58,7 +59,12 @@ def _add(row: Row, name: str, value: object) -> None:
         for field in fields(value):
             _add(row, f"{name}.{field.name}", getattr(value, field.name))
     elif value is not None:
-        row["constants"][name] = value
+        row["constants"][name] = value if _is_finite(value) else str(value)
+
+
+def _is_finite(value: object) -> bool:
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(not isinstance(x, float) or math.isfinite(x) for x in numbers)
 
 
 def format_of(weight: Weight) -> str:
@@ -106,7 +112,7 @@ def list_caches(spec: KVCacheSpec) -> Iterator[Row]:
 
 def count_parameters(rows: Iterable[Row]) -> int:
     """Return the numbers of all weights. Those that several operations use, as tied embeddings, count each time."""
-    return sum(math.prod(w["shape"]) for row in rows for w in row["weights"].values())
+    return sum(math.prod(w["shape"]) for row in rows for name, w in row["weights"].items() if name not in COMPUTED)
 
 
 def find_repeats(rows: Sequence[Row], longest: int = 400) -> Iterator[tuple[int, int, int]]:

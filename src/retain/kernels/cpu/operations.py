@@ -7,7 +7,7 @@ tiles (csrc/gemm/packed_gemm.h).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple
+from dataclasses import astuple, fields
 from typing import Any
 
 from torch import Tensor
@@ -32,7 +32,7 @@ class CppOperands:
 
     def __init__(self, program: _C.Program):
         self.program = program
-        self.buffers = ops.Buffers(self._create_buffer)
+        self.buffers = ops.BufferNumbers(self._create_buffer)
         self.weights = ConvertedWeights(self._pack_weight)
         self.owned_tensors: list[Tensor] = []  # tensors whose addresses C++ holds
         self.logits_width = 0
@@ -41,8 +41,13 @@ class CppOperands:
 
     def record(self, op: ops.Operation, **changes: object) -> Record:
         """Return an operation as C++ gets it, with some fields changed or added."""
-        fields = vars(op) | changes
-        return type(op).__name__, {name: self._to_c(value) for name, value in fields.items()}
+        types = {field.name: str(field.type) for field in fields(op)}  # type: ignore[arg-type]  # all are dataclasses
+        record = {}
+        for name, value in (vars(op) | changes).items():
+            if (value is None or isinstance(value, Tensor)) and "Tensor" not in types.get(name, "Tensor"):
+                raise TypeError(f"{name} of {type(op).__name__} is {type(value).__name__}, not {types[name]}")
+            record[name] = self._to_c(value)
+        return type(op).__name__, record
 
     def rope_table(self, rope: Rope) -> int:
         """Return the number of a rope's table."""
@@ -140,9 +145,9 @@ def attend(o: CppOperands, op: ops.Attend) -> Iterator[Record]:
     """Rotate by an operation of its own."""
     H, G, D = op.heads
     if op.rope:
-        fields = {"out": o.buffers[op.qkv], "table": o.rope_table(op.rope), "heads": H, "head_dim": D}
-        yield "Rotate", fields | ({"heads": H + G} if op.has_kv else {})
-    yield o.record(op, rope=None, v_dim=op.v_dim, has_kv=op.has_kv)
+        num_heads = H + G if op.has_kv else H
+        yield "Rotate", {"out": o.buffers[op.qkv], "table": o.rope_table(op.rope), "heads": num_heads, "head_dim": D}
+    yield o.record(op, rope=0, v_dim=op.v_dim, has_kv=op.has_kv)
 
 
 def convolve(o: CppOperands, op: ops.Convolve) -> Iterator[Record]:

@@ -2,7 +2,7 @@
 
 A function takes an operation and returns how a step computes the new rows of its `out`. It writes nothing in place, so
 a step can be differentiated. Rows have the program's dtype; a quantized weight is multiplied in float32. What is
-returned does not hold the operation: its matrices may be freed.
+returned holds no matrix of a file, so that it can be freed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReferenceStep(Step):
     angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
 
 
-Compute = Callable[[Any], Tensor]  # the new rows of a buffer, of a step
+Compute = Callable[[Any], Tensor]  # from a step to the new rows of a buffer
 
 
 class Operands:
@@ -68,7 +68,7 @@ class Operands:
     def __init__(self, dtype: torch.dtype, device: torch.device = CPU):
         self.dtype = dtype
         self.device = device
-        self.buffers = ops.Buffers(lambda buffer: next(self._numbers))
+        self.buffers = ops.BufferNumbers(lambda buffer: next(self._numbers))
         self._numbers = count()
         self.weights = ConvertedWeights(self.convert)
         self.weight_bytes = 0
@@ -103,7 +103,7 @@ def embed_position(o: Operands, op: ops.EmbedPosition) -> Compute:
     """Look up rows by position."""
     weight = o.weights.get(op.table)
     offset = op.offset
-    return added(o, op, lambda s: look_up((s.positions + offset).clamp(min=0), weight, o.dtype))
+    return replace_or_add(o, op, lambda s: look_up((s.positions + offset).clamp(min=0), weight, o.dtype))
 
 
 def norm(o: Operands, op: ops.Norm) -> Compute:
@@ -128,7 +128,7 @@ def multiply_matrix(o: Operands, op: ops.MatMul) -> Compute:
     """Multiply rows with each matrix of a stack."""
     x = o.buffers[op.x]
     parts = [(o.weights.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
-    return added(o, op, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), op.add)
+    return replace_or_add(o, op, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), op.add)
 
 
 def multiply_heads(o: Operands, op: ops.HeadMatMul) -> Compute:
@@ -154,9 +154,11 @@ def compute_experts(o: Operands, op: ops.MixExperts) -> Compute:
     scores = o.buffers[op.scores]
     e = op.experts
     router = e.router.map_tensors(lambda x: x.to(o.device, torch.float32))
-    matrices = o.weights.get(e.gate_up), o.weights.get(e.down)
-    mixture = ExpertWeights(replace(e, router=router), *matrices, o.to_dtype(e.gate_up_bias), o.to_dtype(e.down_bias))
-    return added(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], mixture), op.add)
+    gate_up = o.weights.get(e.gate_up)
+    down = o.weights.get(e.down)
+    converted = replace(e, router=router, gate_up=gate_up, down=down)
+    mixture = ExpertWeights(converted, gate_up, down, o.to_dtype(e.gate_up_bias), o.to_dtype(e.down_bias))
+    return replace_or_add(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], mixture), op.add)
 
 
 def clip(o: Operands, op: ops.Clip) -> Compute:
@@ -253,7 +255,7 @@ def compute_linear_attention(o: Operands, op: ops.AttendLinearly) -> Compute:
     return compute
 
 
-def added(o: Operands, op: ops.Operation, compute: Compute, add: bool = True) -> Compute:
+def replace_or_add(o: Operands, op: ops.Operation, compute: Compute, add: bool = True) -> Compute:
     """Return how to add rows to those of `out`; without `add` they replace them."""
     out = o.buffers[op.out]
     return (lambda s: s.buffers[out] + compute(s)) if add else compute
@@ -281,8 +283,8 @@ def look_up(index: Tensor, weight: UnpackedWeight, dtype: torch.dtype) -> Tensor
 
 
 Lowerings = Mapping[type[ops.Operation], Callable[[Any, Any], Compute]]
-# Triton has these, or its own in their place. Those that read caches are the reference's alone.
-OF_ROWS: Lowerings = {
+# Of operations that touch no cache: Triton begins with these.
+WITHOUT_CACHES: Lowerings = {
     ops.Embed: embed,
     ops.EmbedPosition: embed_position,
     ops.Norm: norm,
@@ -299,7 +301,7 @@ OF_ROWS: Lowerings = {
     ops.GatherRows: gather_rows,
 }
 OPERATIONS: Lowerings = {
-    **OF_ROWS,
+    **WITHOUT_CACHES,
     ops.Attend: attend,
     ops.Convolve: compute_convolution,
     ops.AttendLinearly: compute_linear_attention,

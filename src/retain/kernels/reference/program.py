@@ -37,16 +37,19 @@ class TorchProgram(Generic[S, O]):
         self.operands = operands
         self.lowerings = dict(lowerings)
         self.computes: list[tuple[int, Compute]] = []  # the buffer that is written, and its new rows
-        self._logits = 0
+        self._logits: int | None = None
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
         """Append operations."""
         for op in operations:
             op.check()
+            if type(op) not in self.lowerings:
+                raise ValueError(f"there is no operation {type(op).__name__}")
             out = self.operands.buffers[op.out]
             self.computes.append((out, self.lowerings[type(op)](self.operands, op)))
             if op.out.name == ops.LOGITS:
                 self._logits = out
+            del op  # its weights are converted: they may be freed before the next ones are read
         self.operands.clear()
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
@@ -78,6 +81,8 @@ class TorchProgram(Generic[S, O]):
     def _run_step(self, s: S) -> Tensor:
         for out, compute in self.computes:
             s.buffers[out] = compute(s)
+        if self._logits is None:
+            raise ValueError("no operation of the program writes logits")
         return s.buffers[self._logits].float()
 
 

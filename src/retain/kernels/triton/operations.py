@@ -16,7 +16,7 @@ import triton
 from torch import Tensor
 
 from retain.kernels import ops
-from retain.kernels.reference.operations import OF_ROWS, Compute, Lowerings, Operands, added
+from retain.kernels.reference.operations import WITHOUT_CACHES, Compute, Lowerings, Operands, replace_or_add
 from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
 from retain.kernels.triton.experts import DeviceExperts, mix_experts
@@ -106,13 +106,13 @@ def linear(o: DeviceOperands, op: ops.MatMul) -> Compute:
     add = op.add
     parts = [(o.matrices.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
     if len(parts) > 1:
-        return added(o, op, lambda s: join_columns([_multiply(s.buffers[x], w, b) for w, b in parts]), add)
+        return replace_or_add(o, op, lambda s: join_columns([_multiply(s.buffers[x], w, b) for w, b in parts]), add)
     ((w, b),) = parts
     if isinstance(w, PackedMatrix):
         return lambda s: packed_weight.linear(s.buffers[x], w, b, s.buffers[out] if add else None)
     if add and b is None:
         return lambda s: s.buffers[out].addmm_(s.buffers[x], w.T)
-    return added(o, op, lambda s: F.linear(s.buffers[x], w, b), add)
+    return replace_or_add(o, op, lambda s: F.linear(s.buffers[x], w, b), add)
 
 
 def head_linear(o: DeviceOperands, op: ops.HeadMatMul) -> Compute:
@@ -146,7 +146,7 @@ def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
         gate_up_bias=o.to_dtype(e.gate_up_bias),
         down_bias=o.to_dtype(e.down_bias),
     )
-    return added(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], on_device), op.add)
+    return replace_or_add(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], on_device), op.add)
 
 
 def activate(o: DeviceOperands, op: ops.Activate) -> Compute:
@@ -274,7 +274,7 @@ def _multiply(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> 
 
 
 OPERATIONS: Lowerings = {
-    **OF_ROWS,
+    **WITHOUT_CACHES,
     ops.Norm: norm,
     ops.Embed: embed,
     ops.MatMul: linear,

@@ -45,9 +45,9 @@ def balance(
     output passes as it is.
     """
     norms: dict[Buffer, Norm] = {}  # of whole rows, by the buffer that still holds their output
-    held: list[Operation] = []  # a linear layer, and what follows it: at an attention that reads it, its projection
+    held: list[Operation] = []  # a linear layer, and what changes its output in place
     for op in operations:
-        if isinstance(op, MatMul):
+        if isinstance(op, MatMul) and not op.add:
             yield from held
             held = [op]
         elif isinstance(op, Attend):
@@ -63,13 +63,17 @@ def balance(
                 held.append(op)
             yield from held
             held = []
-        elif held:
+            projection = None
+        elif held and op.out == held[0].out:
             held.append(op)
         else:
+            yield from held
             yield op
+            held = []
         norms.pop(op.out, None)
         if isinstance(op, Norm) and not op.is_by_head and not op.add:
             norms[op.out] = op
+        del op  # its weights may be freed before the next ones are read
     yield from held
 
 

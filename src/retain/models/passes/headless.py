@@ -9,19 +9,28 @@ import torch
 from retain.kernels.ops import LOGITS, Buffer, GatherRows, MatMul, Operation
 
 
-def headless(operations: Iterable[Operation], dtype: torch.dtype) -> Iterator[Operation]:
-    """Yield all operations but those of the head; the states that it would read are what the program returns.
+def headless(
+    operations: Iterable[Operation], hidden_size: int, vocab_size: int, dtype: torch.dtype
+) -> Iterator[Operation]:
+    """Return all operations but those of the head; the states that it would read are what the program returns.
 
     A head that changes nothing takes its place. Raises ValueError for a model with more hidden numbers than tokens:
     what it returns would not fit where logits go.
     """
+    if hidden_size > vocab_size:
+        raise ValueError(f"a model with more hidden numbers ({hidden_size}) than tokens cannot embed: see --pooling")
+    return _replace_head(operations, dtype)
+
+
+def _replace_head(operations: Iterable[Operation], dtype: torch.dtype) -> Iterator[Operation]:
+    """Yield operations up to the first one behind the last state, then an identity."""
     last = None
-    for op in operations:
-        if last is None or op.out == last:
+    is_head = False
+    for op in operations:  # to the end, so that all tensors of the file are read
+        is_head = is_head or (last is not None and op.out != last)
+        if not is_head:
             yield op
-            last = op.out if isinstance(op, GatherRows) else last
-            continue
-        if op.out.name == LOGITS and last.width > op.out.width:
-            raise ValueError(f"a model with more hidden numbers ({last.width}) than tokens cannot embed: see --pooling")
+        if isinstance(op, GatherRows):
+            last = op.out
     assert last is not None
     yield MatMul(last, Buffer(LOGITS, last.width), torch.eye(last.width, dtype=dtype))

@@ -7,9 +7,8 @@ value of it, without end. Keywords that are not looked at count as matched by so
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 from urllib.parse import unquote
 
@@ -159,10 +158,11 @@ def find_target(reference: str, root: Any) -> tuple[Any, Any] | None:
     return found, root
 
 
-def read_pointer(reference: str) -> Iterator[str]:
-    """Yield the names that a reference's JSON pointer consists of (RFC 6901, sections 4 and 6)."""
-    for token in islice(reference.split("/"), 1, None):
-        yield unquote(token).replace("~1", "/").replace("~0", "~")
+def read_pointer(reference: str) -> list[str]:
+    """Return the names that a reference's JSON pointer consists of (RFC 6901, sections 4 and 6)."""
+    tokens = reference.split("/")[1:]
+    is_escaped = "%" in reference or "~" in reference
+    return [unquote(t).replace("~1", "/").replace("~0", "~") for t in tokens] if is_escaped else tokens
 
 
 def root_of(part: Mapping[str, Any], root: Any) -> Any:

@@ -14,6 +14,7 @@ from retain.processing.schemas.parts import SchemaPlace, iter_parts, open_root
 MAX_WIDTH = 2000
 WAYS_PER_OPTIONAL_PROPERTY = 4  # in llguidance's parser; any other alternative is one
 SCALARS = ("null", "boolean", "number", "integer", "string")
+VALUES = ("const", "default", "enum", "examples")  # keywords that hold no schemas
 
 Part = tuple[Any, Any]  # of a schema, with its root
 
@@ -35,8 +36,15 @@ def find_part_that_is_too_wide(schema: dict[str, Any]) -> SchemaPlace | None:
 def _measure_all(schema: dict[str, Any]) -> dict[int, int]:
     """Return the widths of all parts of a schema, by their ids, in time linear in its size."""
     widths: dict[int, int] = {}  # by the id of a part, which the schema keeps alive
-    for part in iter_parts(open_root(schema)):
-        _measure((part.schema, part.root), widths)
+    parts: list[Part] = [(schema, schema)]
+    while parts:  # without places, which would take longer than the widths
+        part, root = parts.pop()
+        if isinstance(part, dict):
+            root = root_of(part, root)
+            _measure((part, root), widths)
+            parts += [(value, root) for key, value in part.items() if key not in VALUES]
+        elif isinstance(part, list):
+            parts += [(value, root) for value in part]
     return widths
 
 

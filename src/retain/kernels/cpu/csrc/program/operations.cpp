@@ -80,7 +80,7 @@ struct LinearOp {
   }
 
   OutputView outputs(const State& state, int row) const {
-    const int64_t width = state.row_width(out);
+    const int64_t width = state.width(out);
     return {state.data(out) + row * width + first, width, bias, add};
   }
 };
@@ -154,7 +154,7 @@ struct SoftcapOp {
   float limit;
 
   void run_rows(const State& state, int begin, int end) const {
-    const int n = state.row_width(buffer);
+    const int n = state.width(buffer);
     for (int t = begin; t < end; ++t) {
       float* x = state.data(buffer) + int64_t(t) * n;
       for (int i = 0; i < n; ++i) x[i] *= 2 / limit;  // tanh(y) = 2 sigmoid(2 y) - 1

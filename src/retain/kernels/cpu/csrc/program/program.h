@@ -92,8 +92,7 @@ class Program {
     }
 
     float* data(int buffer) const { return buffer == LOGITS ? step.logits : program.buffers_[buffer]; }
-    int width(int buffer) const { return program.widths_[buffer]; }
-    int row_width(int buffer) const { return buffer == LOGITS ? program.logits_width_ : width(buffer); }
+    int width(int buffer) const { return buffer == LOGITS ? program.logits_width_ : program.widths_[buffer]; }
   };
   struct RopeTable {
     const float* freqs;

@@ -5,6 +5,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
 
+#include <stdexcept>
 #include <string>
 #include <tuple>
 
@@ -20,14 +21,20 @@ inline PackedWeight packed_weight(const WeightArgs& w) {
   return {reinterpret_cast<char*>(data), out, in, WeightFormat(format)};
 }
 
-// A dictionary by the names of fields. Buffers are numbers, tensors are addresses (0: none).
+// One operation as Python hands it over: numbers of buffers, addresses of tensors (0: none), sizes and constants.
+// Throws std::invalid_argument for a field that is missing or of another type.
 class Record {
  public:
   explicit Record(nanobind::dict fields) : fields_(std::move(fields)) {}
 
   template <class T>
   T as(const char* name) const {
-    return nanobind::cast<T>(fields_[name]);
+    if (!fields_.contains(name)) throw std::invalid_argument(std::string("an operation has no field ") + name);
+    try {
+      return nanobind::cast<T>(fields_[name]);
+    } catch (const std::bad_cast&) {
+      throw std::invalid_argument(std::string("an operation has another type of field ") + name);
+    }
   }
   int get(const char* name) const { return as<int>(name); }
   float real(const char* name) const { return as<float>(name); }
