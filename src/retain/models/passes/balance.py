@@ -89,7 +89,7 @@ class Projection:
 
     linear: MatMul
     input_norm: Norm | None  # without one all inputs are taken to be equally large
-    between: list[Operation]  # from the linear layer to the attention
+    between: list[Operation]  # what changes its output in place, up to the attention
     attention: Attend
 
     @classmethod
@@ -103,8 +103,7 @@ class Projection:
     def qk_norms(self) -> list[Norm]:
         """The norms of heads of q and k."""
         H, G, D = self.attention.heads
-        norms = [op for op in self.between if isinstance(op, Norm) and op.out == self.attention.qkv]
-        return [norm for norm in norms if norm.first < (H + G) * D]
+        return [op for op in self.between if isinstance(op, Norm) and op.first < (H + G) * D]
 
     def key_offset(self, factors: Tensor | None) -> Tensor | None:
         """Return the mean of keys' rotated bias, times their factors, over the first positions: float32 [G, D]."""

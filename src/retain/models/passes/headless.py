@@ -25,11 +25,10 @@ def headless(
 def _replace_head(operations: Iterable[Operation], dtype: torch.dtype) -> Iterator[Operation]:
     """Yield operations up to the first one behind the last state, then an identity."""
     last = None
-    is_head = False
-    for op in operations:  # to the end, so that all tensors of the file are read
-        is_head = is_head or (last is not None and op.out != last)
-        if not is_head:
-            yield op
+    for op in operations:
+        if last is not None and op.out != last:
+            break
+        yield op
         if isinstance(op, GatherRows):
             last = op.out
     assert last is not None
