@@ -15,7 +15,7 @@ from retain.kernels import cpu, ops, reference
 from retain.kernels.api import Backend
 from retain.kernels.experts import Experts, Router
 from retain.kernels.ops import Buffer, WidthError
-from retain.kernels.reference.experts import ExpertWeights, mix_experts, route
+from retain.kernels.reference.experts import mix_experts, route
 from retain.kernels.weights.quantized import Int6, quantize_int4, quantize_int8
 from retain.kernels.weights.weight import Weight
 from tests.helpers.backend_variants import ISAS, use_isa
@@ -138,8 +138,7 @@ def test_a_mixture_is_the_sum_of_its_experts(act: str) -> None:
     experts = make_experts(ROUTERS["normalized"], biases=True, act=act, is_gated=act != "relu2")
     assert isinstance(experts.gate_up, Tensor) and isinstance(experts.down, Tensor)
     x, scores = random(6, E, seed=8), random(6, N, seed=9)
-    weights = ExpertWeights(experts, experts.gate_up, experts.down, experts.gate_up_bias, experts.down_bias)
-    found = mix_experts(x, scores, weights)
+    found = mix_experts(x, scores, experts)
     assert experts.gate_up_bias is not None and experts.down_bias is not None
     for t in range(len(x)):
         expected = torch.zeros(E)

@@ -12,7 +12,6 @@ from torch import Tensor
 from retain.kernels import ops, triton
 from retain.kernels.experts import Experts, Router
 from retain.kernels.ops import Buffer
-from retain.kernels.reference.experts import ExpertWeights
 from retain.kernels.reference.experts import mix_experts as mix_in_torch
 from retain.kernels.weights.quantized import QuantizedWeight
 from tests.kernels.test_triton_weights import BITS, DEVICE, KINDS, random
@@ -60,7 +59,7 @@ def rows_and_scores(T: int) -> tuple[Tensor, Tensor]:
 
 def expected(x: Tensor, scores: Tensor, e: Experts) -> Tensor:
     gate_up, down = (w if isinstance(w, Tensor) else w.dequantize() for w in (e.gate_up, e.down))
-    return mix_in_torch(x, scores, ExpertWeights(e, gate_up, down, e.gate_up_bias, e.down_bias))
+    return mix_in_torch(x, scores, replace(e, gate_up=gate_up, down=down))
 
 
 @pytest.mark.parametrize("kind", ["dense", *KINDS])

@@ -24,7 +24,7 @@ from tests.helpers.ptx import assert_numbers, register_of, run_asm
 pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=str(triton.unavailable_reason()))
 if not triton.unavailable_reason():
     from retain.kernels.triton import packed_weight, unpack_kernels
-    from retain.kernels.triton.packed_weight import PackedMatrix, linear, look_up, pack_weight
+    from retain.kernels.triton.packed_weight import DeviceWeight, linear, look_up, pack_weight
 
 DEVICE = torch.device("cpu" if triton.is_interpreted() else "cuda")
 SHAPES = [(1, 32), (77, 96), (129, 64), (256, 352), (300, 1056)]  # out, in
@@ -55,9 +55,9 @@ KINDS: dict[str, Callable[[Tensor], QuantizedWeight]] = {
 }
 
 
-def pack(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> PackedMatrix:
+def pack(weight: QuantizedWeight, dtype: torch.dtype = torch.float32) -> DeviceWeight:
     packed = pack_weight(weight, dtype, DEVICE)
-    assert isinstance(packed, PackedMatrix)
+    assert isinstance(packed, DeviceWeight)
     return packed
 
 

@@ -6,9 +6,12 @@ import json
 import math
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -17,8 +20,8 @@ from retain.formats.checkpoint import open_checkpoint
 from retain.formats.tensor_file import TensorFile
 from retain.kernels.cpu import packing
 from retain.kernels.cpu.memory import Arena
-from retain.kernels.weights.quantized import Kind, QuantizedWeight
-from retain.kernels.weights.stored_weight import BlockRows, FileRows, StoredWeight
+from retain.kernels.weights.quantized import QuantizedWeight
+from retain.kernels.weights.stored_weight import StoredWeight
 from tests.helpers.folders import save_model_folder
 from tests.helpers.quantized_folders import METHODS, write_quantized_folder
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -49,18 +52,18 @@ def test_matrices_are_converted_in_chunks_and_given_back(
     """However large a matrix is. What is balanced, q over k over v, is unpacked as a whole."""
     unpacked: list[int] = []
     released: dict[str, set[Fraction]] = {}
-    convert = FileRows.convert
-    pack_blocks = packing._pack_blocks
+    convert = StoredWeight.convert
+    block_args = packing._block_args
     release = TensorFile.release
 
-    def count(rows: FileRows, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
-        if "self_attn" not in rows.name:
-            unpacked.append((end - begin) * rows.shape[1] * 4)
-        return convert(rows, begin, end, kind)
+    def count(weight: StoredWeight, begin: int, end: int) -> Tensor | QuantizedWeight:
+        if "self_attn" not in weight.name:
+            unpacked.append((end - begin) * weight.shape[1] * 4)
+        return convert(weight, begin, end)
 
-    def count_blocks(part: BlockRows, first: int, packed: packing.PackedWeight) -> None:
-        unpacked.append(len(part.raw) * part.shape[1] * 4)
-        pack_blocks(part, first, packed)
+    def count_blocks(part: StoredWeight, raw: NDArray[np.uint8]) -> tuple[Any, ...]:
+        unpacked.append(len(raw) * part.shape[1] * 4)
+        return block_args(part, raw)
 
     def record(file: TensorFile, name: str, begin: int, end: int, of: int) -> None:
         released.setdefault(name, set()).update(Fraction(i, of) for i in range(begin, end))
@@ -68,8 +71,8 @@ def test_matrices_are_converted_in_chunks_and_given_back(
         release(file, name, begin, end, of)
 
     monkeypatch.setattr(packing, "RELEASE_BYTES", CHUNK)
-    monkeypatch.setattr(FileRows, "convert", count)
-    monkeypatch.setattr(packing, "_pack_blocks", count_blocks)
+    monkeypatch.setattr(StoredWeight, "convert", count)
+    monkeypatch.setattr(packing, "_block_args", count_blocks)
     monkeypatch.setattr(TensorFile, "release", record)
     write(tmp_path, form)
     factory.load_model(tmp_path, kernels.load("cpu"), torch.bfloat16, weights)

@@ -14,7 +14,7 @@ from tools.gpu_bench.weights import random_weight
 
 if TYPE_CHECKING:
     from retain.kernels.triton.experts import DeviceExperts
-    from retain.kernels.weights.weight import UnpackedWeight
+    from retain.kernels.weights.quantized import QuantizedWeight
 
 KINDS = ("dense", "Int4", "Int8", "MXFP4", "Int6")
 
@@ -48,7 +48,7 @@ def bench_experts(bench: KernelBench) -> Iterator[Line]:
 
 def make_matrices(
     width: int, size: int, num_experts: int, kind: str, device: torch.device
-) -> tuple[UnpackedWeight, UnpackedWeight]:
+) -> tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight]:
     """Return the random matrices of experts, of a kind of weights."""
     shapes = (num_experts * 2 * size, width), (num_experts * width, size)
     if kind != "dense":
@@ -58,7 +58,9 @@ def make_matrices(
     return dense_gate_up, dense_down
 
 
-def load_experts(matrices: tuple[UnpackedWeight, UnpackedWeight], top_k: int, dtype: torch.dtype) -> DeviceExperts:
+def load_experts(
+    matrices: tuple[Tensor | QuantizedWeight, Tensor | QuantizedWeight], top_k: int, dtype: torch.dtype
+) -> DeviceExperts:
     """Return experts on the device of their matrices."""
     from retain.kernels.experts import Router
     from retain.kernels.triton.experts import DeviceExperts

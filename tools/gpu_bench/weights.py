@@ -14,7 +14,7 @@ from tools.gpu_bench.cases import BF16
 from tools.gpu_bench.timing import NUM_COPIES, KernelBench, Line, check, cycle_calls, relative_difference
 
 if TYPE_CHECKING:
-    from retain.kernels.triton.packed_weight import PackedMatrix
+    from retain.kernels.triton.packed_weight import DeviceWeight
     from retain.kernels.weights.quantized import QuantizedWeight
 
 SHAPES = ((28672, 4096), (14336, 4096), (4096, 14336), (6144, 4096), (128256, 4096))  # [out, in] of Llama-3.1-8B
@@ -74,16 +74,16 @@ def random_weight(out: int, width: int, kind: str, device: torch.device) -> Quan
     return cls(q, scale, shift)
 
 
-def pack(weight: QuantizedWeight, dtype: torch.dtype) -> PackedMatrix:
+def pack(weight: QuantizedWeight, dtype: torch.dtype) -> DeviceWeight:
     """Return a packed matrix, where the other one is."""
     from retain.kernels.triton import packed_weight
 
     packed = packed_weight.pack_weight(weight, dtype, weight.q.device)
-    assert isinstance(packed, packed_weight.PackedMatrix)
+    assert isinstance(packed, packed_weight.DeviceWeight)
     return packed
 
 
-def copies_of(packed: PackedMatrix) -> list[PackedMatrix]:
+def copies_of(packed: DeviceWeight) -> list[DeviceWeight]:
     """Return copies of a packed matrix."""
     return [replace(packed, words=packed.words.clone(), scales=packed.scales.clone()) for _ in range(NUM_COPIES)]
 

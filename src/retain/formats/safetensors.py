@@ -20,7 +20,8 @@ from retain.formats.errors import UnsupportedError
 from retain.formats.quantization import IGNORED_ENDINGS, find_quantization
 from retain.formats.tensor_file import TensorFile
 from retain.kernels.weights.quantized import Kind, QuantizedWeight, to_kind
-from retain.kernels.weights.stored_weight import FileRows, StoredWeight
+from retain.kernels.weights.stored_weight import StoredWeight
+from retain.kernels.weights.weight import dequantize
 
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
@@ -72,7 +73,7 @@ class SafetensorsCheckpoint:
     def read(self, name: str) -> Tensor:
         """Read a tensor, dequantized. Raises ValueError where it is damaged, or of integers."""
         if name in self._parts:
-            return replace(self._open_quantized(name), kind=torch.float32).dequantize()
+            return dequantize(replace(self._open_quantized(name), kind=torch.float32))
         return self._read_dense(name)
 
     def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
@@ -90,7 +91,7 @@ class SafetensorsCheckpoint:
             return to_kind(_select_range(stacked, begin, end), kind)
 
         release = partial(self._release, [name], (n, out) if transposed else (n * out, 1))
-        return StoredWeight.from_rows(FileRows(self._label(name), (n * out, width), tensor.dtype, load, release))
+        return StoredWeight(self._label(name), torch.Size((n * out, width)), tensor.dtype, load, release)
 
     def _open_quantized(self, name: str) -> StoredWeight:
         assert self._quantization is not None
@@ -98,12 +99,12 @@ class SafetensorsCheckpoint:
         tensors = {part: self._read_tensor(stored) for part, stored in parts.items()}
         label = self._label(name)
         try:
-            rows = self._quantization.read_rows(label, tensors)
+            matrix = self._quantization.read_stored(label, tensors)
         except ValueError as e:
             raise ValueError(f"{label} is damaged: {e}") from e
-        n = rows.shape[0]
+        n = matrix.shape[0]
         release = partial(self._release, [*parts.values()], (1, n) if self._quantization.by_column else (n, 1))
-        return StoredWeight.from_rows(replace(rows, release=release))
+        return replace(matrix, release=release)
 
     def _read_dense(self, name: str) -> Tensor:
         tensor = self._read_tensor(name)

@@ -7,14 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
 from retain.kernels.ops import Buffer, Operation
 from retain.kernels.slots.kv_cache_spec import KVCacheSpec
-from retain.kernels.weights.quantized import Kind, QuantizedWeight
-from retain.kernels.weights.stored_weight import BlockRows, StoredWeight
-from retain.kernels.weights.weight import StackedWeight, Weight, row_energies
+from retain.kernels.weights.quantized import QuantizedWeight
+from retain.kernels.weights.stored_weight import StoredWeight
+from retain.kernels.weights.weight import StackedWeight, Weight, kind_of, parts_of, row_energies
 
 Row = dict[str, Any]
 COMPUTED = ("factors", "params.alibi_slopes", "params.key_offset", "rope.freqs")  # tensors that are in no file
@@ -68,19 +69,14 @@ def _is_finite(value: object) -> bool:
 
 
 def format_of(weight: Weight) -> str:
-    """Return the name of a weight's format: of a GGUF file's blocks as there, of others as programs compute them."""
-    if isinstance(weight, StackedWeight):
-        return " + ".join(dict.fromkeys(map(format_of, weight.parts)))
-    if isinstance(weight, StoredWeight):
-        names = [
-            GGMLQuantizationType(part.ggml_type).name if isinstance(part, BlockRows) else _name(weight.kind)
-            for part in weight.parts
-        ]
-        return " + ".join(dict.fromkeys(names))
-    return _name(weight.dtype if isinstance(weight, Tensor) else type(weight))
+    """Return the name of a weight's format: of ggml's blocks as there, of others as programs compute them."""
+    return " + ".join(dict.fromkeys(map(_name, parts_of(weight))))
 
 
-def _name(kind: Kind) -> str:
+def _name(weight: Weight) -> str:
+    if isinstance(weight, StoredWeight) and weight.ggml_type is not None:
+        return GGMLQuantizationType(weight.ggml_type).name
+    kind = kind_of(weight)
     return kind.__name__ if isinstance(kind, type) else str(kind).removeprefix("torch.")
 
 
@@ -89,12 +85,8 @@ def bytes_of(weight: Weight) -> int:
     if isinstance(weight, StackedWeight):
         return sum(map(bytes_of, weight.parts))
     if isinstance(weight, StoredWeight):
-        return sum(
-            part.raw.nbytes
-            if isinstance(part, BlockRows)
-            else part.shape[0] * bytes_of(part.convert(0, 1, weight.kind))
-            for part in weight.parts
-        )
+        row = weight.convert(0, 1) if weight.ggml_type is None else torch.from_numpy(weight.read_blocks(0, 1))
+        return weight.shape[0] * bytes_of(row)
     if isinstance(weight, Tensor):
         return weight.nbytes
     return weight.q.numel() * weight.BITS // 8 + sum(x.nbytes for name, x in vars(weight).items() if name != "q")

@@ -23,7 +23,7 @@ from retain.formats.gguf.split import SplitReader
 from retain.formats.gguf.types import GGML_BLOCK_SIZES, TensorInfo
 from retain.kernels.weights.ggml_blocks import dequantize_blocks, is_supported
 from retain.kernels.weights.quantized import Kind, QuantizedWeight
-from retain.kernels.weights.stored_weight import BlockRows, FileRows, StoredWeight
+from retain.kernels.weights.stored_weight import StoredWeight
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
@@ -71,11 +71,11 @@ class GGUFCheckpoint:
             has_blocks = GGML_BLOCK_SIZES[info.ggml_type][0] > 1
             if not is_matrix or not has_blocks or (stem in self._arch.transposed) != transposed:
                 return None
-            rows = self._reader.block_rows(name, info)
-            factor = self._factors.get(name)
-            matrix = StoredWeight.from_rows(rows if factor is None else scale_block_rows(rows, factor))
+            matrix = self._reader.read_stored(name, info)
+            if (factor := self._factors.get(name)) is not None:
+                matrix = scale_stored(matrix, factor)
             if (order := self._arch.row_order(stem, info.shape[0], self.config)) is not None:
-                matrix = matrix.select_rows(order)
+                matrix = matrix[order]
             if (order := self._arch.column_order(stem, info.shape[1], self.config)) is not None:
                 return matrix.select_columns(order)
             return matrix
@@ -167,16 +167,16 @@ class GGUFCheckpoint:
         return dequantize_blocks(self._reader.tensor_bytes(info), info.ggml_type, info.shape)
 
 
-def scale_block_rows(rows: BlockRows, factor: float) -> FileRows:
-    """Return rows that are multiplied by a factor when they are converted: of quantized ones, scales are."""
+def scale_stored(stored: StoredWeight, factor: float) -> StoredWeight:
+    """Return a matrix that is multiplied by a factor when it is converted: of quantized rows, scales are."""
 
     def load(begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
-        matrix = rows.convert(begin, end, torch.float32 if isinstance(kind, torch.dtype) else kind)
+        matrix = stored.load(begin, end, torch.float32 if isinstance(kind, torch.dtype) else kind)
         if isinstance(matrix, Tensor):
             return (matrix * factor).to(kind if isinstance(kind, torch.dtype) else torch.float32)
         scaled = matrix.scale_rows(torch.full((matrix.shape[0],), factor))
         if matrix.scale.any() and not scaled.scale.any():
-            raise UnsupportedError(f"{quote(rows.name)}: its numbers are too small for scales in float16")
+            raise UnsupportedError(f"{quote(stored.name)}: its numbers are too small for scales in float16")
         return scaled
 
-    return FileRows(rows.name, rows.shape, rows.kind, load, rows.release)
+    return StoredWeight(stored.name, stored.shape, stored.kind, load, stored.release)

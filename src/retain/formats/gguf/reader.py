@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from retain.files import quote, shorten
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.types import ARRAY, BOOL, GGML_BLOCK_SIZES, NUMBER_DTYPES, STRING, TensorInfo
-from retain.kernels.weights.stored_weight import BlockRows
+from retain.kernels.weights.stored_weight import StoredWeight
 
 U32 = struct.Struct("<I")
 U64 = struct.Struct("<Q")
@@ -72,7 +72,7 @@ class GGUFReader:
         """Return the bytes of a tensor, uint8 [n], mapped and not copied. Writes to them do not reach the file."""
         return np.frombuffer(self.data, np.uint8, info.stop - info.start, info.start)
 
-    def block_rows(self, name: str, info: TensorInfo) -> BlockRows:
+    def read_stored(self, name: str, info: TensorInfo) -> StoredWeight:
         """Return a matrix as it lies in the file, mapped and not copied. Stacked ones lie one below the other."""
         *stacked_rows, columns = info.shape
         rows = math.prod(stacked_rows)
@@ -84,7 +84,10 @@ class GGUFReader:
             self.data.madvise(mmap.MADV_DONTNEED, start, info.start + end * row_bytes - start)
 
         raw = self.tensor_bytes(info).reshape(rows, row_bytes)
-        return BlockRows(f"{self.path}: the tensor {quote(name)}", info.ggml_type, (rows, columns), raw, release)
+        label = f"{self.path}: the tensor {quote(name)}"
+        return StoredWeight.from_blocks(
+            label, (rows, columns), info.ggml_type, lambda a, b: raw[a:b], row_bytes, release
+        )
 
     @contextmanager
     def wrap_errors(self) -> Iterator[None]:

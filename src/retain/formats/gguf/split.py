@@ -17,7 +17,7 @@ from retain.files import quote
 from retain.formats.errors import UnsupportedError
 from retain.formats.gguf.reader import GGUFReader
 from retain.formats.gguf.types import TensorInfo
-from retain.kernels.weights.stored_weight import BlockRows
+from retain.kernels.weights.stored_weight import StoredWeight
 
 PART_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)
 
@@ -70,9 +70,9 @@ class SplitReader:
         """Return the bytes of a tensor, mapped from the part that holds it."""
         return self._parts[info.part].tensor_bytes(info)
 
-    def block_rows(self, name: str, info: TensorInfo) -> BlockRows:
+    def read_stored(self, name: str, info: TensorInfo) -> StoredWeight:
         """Return a matrix as it lies in its part."""
-        return self._parts[info.part].block_rows(name, info)
+        return self._parts[info.part].read_stored(name, info)
 
     def _other_paths(self, count: int) -> list[Path]:
         paths = part_paths(self.path)

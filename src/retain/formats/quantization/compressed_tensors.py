@@ -20,17 +20,19 @@ from retain.formats.quantization.groups import (
     check_words,
     find_bits,
     find_input_groups,
-    group_rows,
+    stored_groups,
     unpack_words,
 )
-from retain.kernels.weights.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import StoredWeight
 
 PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx")
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
 
-def read_rows(label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None = None, bits: int = 4) -> FileRows:
-    """Return the rows of a matrix in the form that its tensors have. Raises ValueError where they do not fit.
+def read_stored(
+    label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None = None, bits: int = 4
+) -> StoredWeight:
+    """Return a matrix in the form that its tensors have. Raises ValueError where they do not fit.
 
     `bits` are those of words that may have either number.
     """
@@ -39,7 +41,7 @@ def read_rows(label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None
     if weight is None:
         return _read_packed(label, tensors, bits)
     if weight.is_floating_point():
-        return fp8.read_rows(label, {"weight": weight, "scale": scale}, block)
+        return fp8.read_stored(label, {"weight": weight, "scale": scale}, block)
     if weight.ndim != 2 or weight.dtype != torch.int8:
         raise ValueError(f"a weight of {weight.dtype} {list(weight.shape)}, not a matrix of int8")
     out, width = weight.shape
@@ -50,10 +52,10 @@ def read_rows(label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None
     def read(begin: int, end: int) -> Tensor:
         return weight[begin:end].view(torch.uint8) ^ 0x80
 
-    return group_rows(label, (out, width), Groups(8, scale, zero, None), read)
+    return stored_groups(label, (out, width), Groups(8, scale, zero, None), read)
 
 
-def _read_packed(label: str, tensors: Mapping[str, Tensor], bits: int) -> FileRows:
+def _read_packed(label: str, tensors: Mapping[str, Tensor], bits: int) -> StoredWeight:
     words = tensors["weight_packed"]
     shape = tensors["weight_shape"]
     if words.ndim != 2 or shape.numel() != 2 or shape.is_floating_point():
@@ -79,7 +81,7 @@ def _read_packed(label: str, tensors: Mapping[str, Tensor], bits: int) -> FileRo
     def read(begin: int, end: int) -> Tensor:
         return unpack_words(words[begin:end], bits)[:, :width]
 
-    return group_rows(label, (out, width), groups, read)
+    return stored_groups(label, (out, width), groups, read)
 
 
 def _to_matrix(x: Tensor, out: int) -> Tensor:

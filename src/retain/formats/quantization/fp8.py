@@ -13,13 +13,13 @@ from torch import Tensor
 
 from retain.formats.quantization.groups import DENSE
 from retain.kernels.weights.quantized import Kind, QuantizedWeight, to_kind
-from retain.kernels.weights.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import StoredWeight
 
 Block = tuple[int, int]
 
 
-def read_rows(label: str, tensors: Mapping[str, Tensor], block: Block | None = None) -> FileRows:
-    """Return the rows of a matrix, or of n stacked ones. Raises ValueError for shapes and types that do not fit."""
+def read_stored(label: str, tensors: Mapping[str, Tensor], block: Block | None = None) -> StoredWeight:
+    """Return a matrix, or n stacked ones. Raises ValueError for shapes and types that do not fit."""
     weight = tensors["weight"]
     if weight.dtype != torch.float8_e4m3fn or weight.ndim not in (2, 3):
         raise ValueError(f"a weight of {weight.dtype} {list(weight.shape)}, not a matrix of float8_e4m3fn")
@@ -34,7 +34,7 @@ def read_rows(label: str, tensors: Mapping[str, Tensor], block: Block | None = N
         expanded = own if columns >= width else own.repeat_interleave(columns, dim=1)[:, :width]
         return to_kind(flat[begin:end].float() * expanded, kind)
 
-    return FileRows(label, (n * out, width), DENSE, load)
+    return StoredWeight(label, torch.Size((n * out, width)), DENSE, load)
 
 
 def _fit_scale(scale: Tensor, shape: tuple[int, int, int], block: Block | None) -> tuple[Tensor, Block]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.weights.quantized import GROUP_SIZE, Int4, Int8, Kind, QuantizedWeight, check_finite, to_kind
-from retain.kernels.weights.stored_weight import FileRows
+from retain.kernels.weights.stored_weight import StoredWeight
 
 DENSE = torch.bfloat16  # the kind of matrices that no quantized kind holds
 
@@ -52,8 +52,10 @@ class Groups:
         return to_kind(dense, kind)
 
 
-def group_rows(label: str, shape: tuple[int, int], groups: Groups, read: Callable[[int, int], Tensor]) -> FileRows:
-    """Return rows whose numbers `read` returns, uint8 [rows, in] of rows begin .. end - 1. Raises ValueError."""
+def stored_groups(
+    label: str, shape: tuple[int, int], groups: Groups, read: Callable[[int, int], Tensor]
+) -> StoredWeight:
+    """Return a matrix whose numbers `read` returns, uint8 [rows, in] of rows begin .. end - 1. Raises ValueError."""
     out, width = shape
     scale = groups.scale
     zero = groups.zero
@@ -64,7 +66,9 @@ def group_rows(label: str, shape: tuple[int, int], groups: Groups, read: Callabl
     if groups.index is None and width % n:
         raise ValueError(f"{n} groups of {width} inputs")
     own = groups.kind_of(width)
-    return FileRows(label, shape, own, lambda begin, end, kind: groups.convert(read(begin, end), begin, own, kind))
+    return StoredWeight(
+        label, torch.Size(shape), own, lambda begin, end, kind: groups.convert(read(begin, end), begin, own, kind)
+    )
 
 
 def find_input_groups(index: Tensor | None, width: int, num_groups: int) -> Tensor | None:

@@ -13,9 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kernels.weights.ggml_blocks import stored_kind
-from retain.kernels.weights.quantized import Kind, QuantizedWeight
-from retain.kernels.weights.stored_weight import BlockRows, FileRows
+from retain.kernels.weights.stored_weight import StoredWeight
 
 GGML_TYPE = 39
 GROUP = 32
@@ -28,8 +26,8 @@ def to_ggml_blocks(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDAr
     return np.concatenate((scales[..., None], packed), -1).reshape(len(blocks), -1)
 
 
-def read_rows(label: str, tensors: Mapping[str, Tensor]) -> FileRows:
-    """Return the rows of the matrices of all experts, one below the other. Raises ValueError for shapes and types."""
+def read_stored(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
+    """Return the matrices of all experts, one below the other. Raises ValueError for shapes and types."""
     blocks = tensors["blocks"]
     scales = tensors["scales"]
     is_mxfp4 = blocks.dtype == scales.dtype == torch.uint8 and blocks.shape == (*scales.shape, GROUP // 2)
@@ -39,11 +37,9 @@ def read_rows(label: str, tensors: Mapping[str, Tensor]) -> FileRows:
     flat_blocks = blocks.reshape(-1, n, GROUP // 2)
     flat_scales = scales.reshape(-1, n)
 
-    def blocks_of(begin: int, end: int) -> BlockRows:
-        raw = to_ggml_blocks(flat_blocks[begin:end].numpy(), flat_scales[begin:end].numpy())
-        return BlockRows(label, GGML_TYPE, (end - begin, n * GROUP), raw)
+    width = n * GROUP
 
-    def load(begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
-        return blocks_of(begin, end).convert(0, end - begin, kind)
+    def read_blocks(begin: int, end: int) -> NDArray[np.uint8]:
+        return to_ggml_blocks(flat_blocks[begin:end].numpy(), flat_scales[begin:end].numpy())
 
-    return FileRows(label, (len(flat_scales), n * GROUP), stored_kind(GGML_TYPE), load, blocks=blocks_of)
+    return StoredWeight.from_blocks(label, (len(flat_scales), width), GGML_TYPE, read_blocks, 4 * width)

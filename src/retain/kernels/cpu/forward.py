@@ -55,7 +55,6 @@ class CpuProgram:
                     self._note_caches(op)
                 self._program.add(name, fields)
             del op  # its weights are packed: they may be freed before the next ones are read
-        o.weights.clear()  # the packed copies stay
         self._logits = torch.empty(0, o.logits_width)
 
     def _note_caches(self, op: ops.Operation) -> None:

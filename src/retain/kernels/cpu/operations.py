@@ -22,7 +22,7 @@ from retain.kernels.experts import Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
-from retain.kernels.weights.weight import ConvertedWeights, Weight, split_stack
+from retain.kernels.weights.weight import Weight, convert_once, split_kinds
 
 Record = tuple[str, dict[str, Any]]
 
@@ -33,7 +33,7 @@ class CppOperands:
     def __init__(self, program: _C.Program):
         self.program = program
         self.buffers = ops.BufferNumbers(self._create_buffer)
-        self.weights = ConvertedWeights(self._pack_weight)
+        self.weights = convert_once(self._pack_weight)
         self.owned_tensors: list[Tensor] = []  # tensors whose addresses C++ holds
         self.logits_width = 0
         self._ropes: dict[Rope, int] = {}  # their ids in C++
@@ -67,7 +67,7 @@ class CppOperands:
 
     def weight(self, weight: Weight) -> tuple[int, int, int, int]:
         """Return a packed matrix as C++ gets it."""
-        return self.weights.get(weight).c_args
+        return self.weights(weight).c_args
 
     def _create_buffer(self, buffer: ops.Buffer) -> int:
         if buffer.name == ops.LOGITS:
@@ -106,7 +106,7 @@ def norm(o: CppOperands, op: ops.Norm) -> Iterator[Record]:
 
 def linear(o: CppOperands, op: ops.MatMul) -> Iterator[Record]:
     """Make an operation of each matrix of a stack."""
-    for part, first, bias in split_stack(op.weight, op.bias):
+    for part, first, bias in split_kinds(op.weight, op.bias):
         yield o.record(op, weight=o.weight(part), bias=bias, first=first)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,9 +16,21 @@ import retain.kernels.cpu._C as _C
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.ops import WidthError
-from retain.kernels.weights.quantized import IQ4, MXFP4, NOT_FINITE, NVFP4, Int4, Int5, Int6, Int8, Kind, ShiftedWeight
-from retain.kernels.weights.stored_weight import BlockRows, FileRows, StoredRows, StoredWeight
-from retain.kernels.weights.weight import StackedWeight, UnpackedWeight, Weight, row_energies, unpack
+from retain.kernels.weights.quantized import (
+    IQ4,
+    MXFP4,
+    NOT_FINITE,
+    NVFP4,
+    Int4,
+    Int5,
+    Int6,
+    Int8,
+    Kind,
+    QuantizedWeight,
+    ShiftedWeight,
+)
+from retain.kernels.weights.stored_weight import StoredWeight
+from retain.kernels.weights.weight import Weight, kind_of, parts_of, row_energies, unpack
 
 KINDS: tuple[Kind, ...] = (torch.float32, torch.bfloat16, Int8, Int4, IQ4, MXFP4, Int5, Int6, NVFP4)
 DTYPE_CODES = {kind: code for code, kind in enumerate(KINDS)}
@@ -46,91 +60,79 @@ def pack_weight(weight: Weight, arena: Arena) -> PackedWeight:
     Raises ValueError for scales that are not finite in float16.
     """
     rows, columns = weight.shape
-    if isinstance(weight, StoredWeight) and _fits_tiles(weight):
-        packed = _allocate_packed(rows, columns, DTYPE_CODES[weight.kind], arena)
-        packed.data[-_C.packed_bytes(1, columns, packed.dtype_code) :] = 0  # rows of the last tile beyond the matrix
-        first = 0
-        for part in weight.parts:
-            if isinstance(part, BlockRows) and part.ggml_type in GGML_TYPES:
-                _pack_blocks(part, first, packed)
-            else:
-                _pack_rows(part, weight.kind, first, packed)
-            first += part.shape[0]
+    stored = [part for part in parts_of(weight) if isinstance(part, StoredWeight)]
+    if len(stored) < len(parts_of(weight)) or len({part.kind for part in stored}) > 1 or not _fit_tiles(stored):
+        matrix = unpack(weight)
+        packed = _allocate_packed(rows, columns, kind_of(matrix), arena)
+        _pack_unpacked(matrix, 0, packed)
         return packed
-    weight = unpack(weight)
-    code = DTYPE_CODES[weight.dtype if isinstance(weight, Tensor) else type(weight)]
-    packed = _allocate_packed(rows, columns, code, arena)
-    _pack_unpacked(weight, 0, packed)
+    packed = _allocate_packed(rows, columns, stored[0].kind, arena)
+    packed.data[-_C.packed_bytes(1, columns, packed.dtype_code) :] = 0  # rows of the last tile beyond the matrix
+    first = 0
+    for part in stored:
+        _pack_stored(part, first, packed)
+        first += part.shape[0]
     return packed
 
 
-def _fits_tiles(weight: StoredWeight) -> bool:
+def _fit_tiles(parts: Sequence[StoredWeight]) -> bool:
     """Return whether rows that C++ does not unpack begin a tile."""
-    first = 0
-    for part in weight.parts:
-        if first % TILE_ROWS and not (isinstance(part, BlockRows) and part.ggml_type in GGML_TYPES):
-            return False
-        first += part.shape[0]
-    return True
+    firsts = accumulate((part.shape[0] for part in parts), initial=0)
+    return all(
+        part.ggml_type in GGML_TYPES or first % TILE_ROWS == 0 for part, first in zip(parts, firsts, strict=False)
+    )
 
 
-def _allocate_packed(rows: int, columns: int, dtype_code: int, arena: Arena) -> PackedWeight:
-    return PackedWeight(rows, columns, dtype_code, arena.allocate(_C.packed_bytes(rows, columns, dtype_code)))
+def _allocate_packed(rows: int, columns: int, kind: Kind, arena: Arena) -> PackedWeight:
+    code = DTYPE_CODES[kind]
+    return PackedWeight(rows, columns, code, arena.allocate(_C.packed_bytes(rows, columns, code)))
 
 
-def _pack_blocks(part: BlockRows, first: int, packed: PackedWeight) -> None:
-    """Convert rows of blocks into rows `first` and following of a packed matrix. Raises ValueError."""
-    for begin, raw in _chunks(part):
-        blocks = raw.ctypes.data, raw.shape[1], part.ggml_type, len(raw)
-        is_finite = _C.pack_blocks(*blocks, first + begin, *packed.c_args)
-        part.release(begin, begin + len(raw))
+def _pack_stored(part: StoredWeight, first: int, packed: PackedWeight) -> None:
+    """Convert a matrix of a file into rows `first` and following of a packed one. Raises ValueError."""
+    for begin, end in _chunks(part):
+        is_finite = True
+        if part.ggml_type in GGML_TYPES:
+            raw = part.read_blocks(begin, end)
+            is_finite = _C.pack_blocks(*_block_args(part, raw), first + begin, *packed.c_args)
+        else:
+            _pack_unpacked(part.convert(begin, end), first + begin, packed)
+        part.release(begin, end)
         if not is_finite:
             raise ValueError(f"{part.name} cannot be loaded: {NOT_FINITE}")
 
 
 def block_row_energies(weight: Weight, factors: Tensor) -> Tensor:
     """Return row_energies of kernels/weights/weight.py. Blocks are unpacked tile by tile."""
-    if isinstance(weight, StackedWeight):
-        return torch.cat([block_row_energies(part, factors) for part in weight.parts])
-    if not isinstance(weight, StoredWeight):
-        return row_energies(weight, factors)
     if factors.shape != (weight.shape[1],):  # C++ would read behind the rows
         raise WidthError(f"factors {list(factors.shape)} for rows of {weight.shape[1]} numbers")
-    return torch.cat([_energies_of_part(part, factors.float().contiguous()) for part in weight.parts])
+    return torch.cat([_energies_of_part(part, factors) for part in parts_of(weight)])
 
 
-def _energies_of_part(part: StoredRows, factors: Tensor) -> Tensor:
-    if not (isinstance(part, BlockRows) and part.ggml_type in GGML_TYPES):
-        return row_energies(StoredWeight.from_rows(part), factors)
+def _energies_of_part(part: Weight, factors: Tensor) -> Tensor:
+    if not (isinstance(part, StoredWeight) and part.ggml_type in GGML_TYPES):
+        return row_energies(part, factors)
+    factors = factors.float().contiguous()
     energies = torch.empty(part.shape[0])
-    for begin, raw in _chunks(part):
-        blocks = raw.ctypes.data, raw.shape[1], part.ggml_type, len(raw)
-        _C.row_energies(*blocks, len(factors), factors.data_ptr(), energies[begin:].data_ptr())
-        part.release(begin, begin + len(raw))
+    for begin, end in _chunks(part):
+        raw = part.read_blocks(begin, end)
+        _C.row_energies(*_block_args(part, raw), len(factors), factors.data_ptr(), energies[begin:].data_ptr())
+        part.release(begin, end)
     return energies
 
 
-def _chunks(part: BlockRows) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """Yield the rows some at a time, behind the number of the first."""
-    chunk = -(-RELEASE_BYTES // (part.raw.shape[1] * TILE_ROWS)) * TILE_ROWS
-    for begin in range(0, part.shape[0], chunk):
-        yield begin, part.raw[begin : begin + chunk]
+def _block_args(part: StoredWeight, raw: NDArray[np.uint8]) -> tuple[Any, ...]:
+    """Return the arguments that describe blocks to C++, which must be kept for as long."""
+    return raw.ctypes.data, raw.shape[1], part.ggml_type, len(raw)
 
 
-def _pack_rows(part: StoredRows, kind: Kind, first: int, packed: PackedWeight) -> None:
-    """Convert rows of any form into rows `first` and following of a packed matrix. Raises ValueError."""
-    rows, columns = part.shape
-    chunk = -(-RELEASE_BYTES // (4 * columns * TILE_ROWS)) * TILE_ROWS
-    for begin in range(0, rows, chunk):
-        end = min(begin + chunk, rows)
-        if isinstance(part, FileRows) and part.blocks is not None:
-            _pack_blocks(part.blocks(begin, end), first + begin, packed)
-        else:
-            _pack_unpacked(part.convert(begin, end, kind), first + begin, packed)
-        part.release(begin, end)
+def _chunks(part: StoredWeight) -> Iterator[tuple[int, int]]:
+    """Divide the rows into ranges of whole tiles, so that few bytes are read or converted at a time."""
+    row_bytes = part.row_bytes if part.ggml_type in GGML_TYPES else 4 * part.shape[1]
+    return part.ranges(-(-RELEASE_BYTES // (row_bytes * TILE_ROWS)) * TILE_ROWS)
 
 
-def _pack_unpacked(weight: UnpackedWeight, first: int, packed: PackedWeight) -> None:
+def _pack_unpacked(weight: Tensor | QuantizedWeight, first: int, packed: PackedWeight) -> None:
     """Pack a matrix into rows `first` and following of a larger one. The first of them begins a tile."""
     rows, columns = weight.shape
     code = packed.dtype_code

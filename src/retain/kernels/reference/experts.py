@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from retain.kernels.experts import Experts, Router
 from retain.kernels.reference.rows import activate, linear
-from retain.kernels.weights.weight import UnpackedWeight
+from retain.kernels.weights.weight import Weight, unpack
 
 
 def route(scores: Tensor, router: Router) -> tuple[Tensor, Tensor]:
@@ -39,34 +37,20 @@ def sort_descending(x: Tensor, n: int) -> Tensor:
     return x.sort(dim=-1, descending=True, stable=True).indices[..., :n]
 
 
-@dataclass(frozen=True, eq=False)
-class ExpertWeights:
-    """Experts whose matrices and biases are in the program's own form."""
-
-    experts: Experts
-    gate_up: UnpackedWeight
-    down: UnpackedWeight
-    gate_up_bias: Tensor | None
-    down_bias: Tensor | None
-
-
-def mix_experts(x: Tensor, scores: Tensor, w: ExpertWeights) -> Tensor:
+def mix_experts(x: Tensor, scores: Tensor, w: Experts) -> Tensor:
     """Return the weighted sums [T, E] of the experts that `scores` [T, n] choose for the rows x [T, E]."""
-    width = w.experts.intermediate_size
-    chosen, weights = route(scores, w.experts.router)
+    chosen, weights = route(scores, w.router)
     total = torch.zeros_like(x)
     for e in sorted(set(chosen.flatten().tolist())):
         tokens, ranks = torch.where(chosen == e)
-        hidden = _apply(x[tokens], w.gate_up, w.gate_up_bias, e, w.experts.inner_size)
-        activated = activate(hidden, w.experts.act, width, gated=w.experts.is_gated)
+        hidden = _apply(x[tokens], w.gate_up, w.gate_up_bias, e, w.inner_size)
+        activated = activate(hidden, w.act, w.intermediate_size, gated=w.is_gated)
         y = _apply(activated, w.down, w.down_bias, e, x.shape[1])
         total = total.index_add(0, tokens, y * weights[tokens, ranks, None].to(y.dtype))
     return total
 
 
-def _apply(x: Tensor, weight: UnpackedWeight, bias: Tensor | None, expert: int, n: int) -> Tensor:
+def _apply(x: Tensor, weight: Weight, bias: Tensor | None, expert: int, n: int) -> Tensor:
     """Compute the linear layer of one expert, whose weights are rows `expert` n and following."""
     rows = slice(expert * n, (expert + 1) * n)
-    index = torch.arange(rows.start, rows.stop)
-    own = weight[rows] if isinstance(weight, Tensor) else weight.select_rows(index)
-    return linear(x, own, None if bias is None else bias[rows])
+    return linear(x, unpack(weight)[rows], None if bias is None else bias[rows])

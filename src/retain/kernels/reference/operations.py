@@ -20,7 +20,7 @@ from torch import Tensor
 from retain.kernels import ops
 from retain.kernels.api import CPU, GroupInputs
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.reference.experts import ExpertWeights, mix_experts
+from retain.kernels.reference.experts import mix_experts
 from retain.kernels.reference.linear_attention import attend_linearly, convolve
 from retain.kernels.reference.rows import (
     activate,
@@ -33,7 +33,8 @@ from retain.kernels.reference.rows import (
     split_heads,
 )
 from retain.kernels.rope import Angles, Rope
-from retain.kernels.weights.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+from retain.kernels.weights.quantized import QuantizedWeight
+from retain.kernels.weights.weight import Weight, convert_once, split_kinds, unpack
 
 # (cache, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to a cache that an earlier one has written.
@@ -70,10 +71,10 @@ class Operands:
         self.device = device
         self.buffers = ops.BufferNumbers(lambda buffer: next(self._numbers))
         self._numbers = count()
-        self.weights = ConvertedWeights(self.convert)
+        self.weights = convert_once(self.convert)
         self.weight_bytes = 0
 
-    def convert(self, weight: Weight) -> UnpackedWeight:
+    def convert(self, weight: Weight) -> Tensor | QuantizedWeight:
         """Return a weight as operations read it. Called once for each."""
         matrix = unpack(weight)
         matrix = matrix.to(self.device, self.dtype) if isinstance(matrix, Tensor) else matrix
@@ -85,14 +86,10 @@ class Operands:
         """Return a tensor of the program's dtype and device."""
         return None if x is None else x.to(self.device, self.dtype)
 
-    def clear(self) -> None:
-        """Forget which weights were converted; the operations keep what they use."""
-        self.weights.clear()
-
 
 def embed(o: Operands, op: ops.Embed) -> Compute:
     """Look up rows by token id. Of a quantized table only the rows of the given ids are dequantized."""
-    weight = o.weights.get(op.table)
+    weight = o.weights(op.table)
     factor = op.factor
     if factor == 1:
         return lambda s: look_up(s.input_ids, weight, o.dtype)
@@ -101,7 +98,7 @@ def embed(o: Operands, op: ops.Embed) -> Compute:
 
 def embed_position(o: Operands, op: ops.EmbedPosition) -> Compute:
     """Look up rows by position."""
-    weight = o.weights.get(op.table)
+    weight = o.weights(op.table)
     offset = op.offset
     return replace_or_add(o, op, lambda s: look_up((s.positions + offset).clamp(min=0), weight, o.dtype))
 
@@ -127,13 +124,13 @@ def norm(o: Operands, op: ops.Norm) -> Compute:
 def multiply_matrix(o: Operands, op: ops.MatMul) -> Compute:
     """Multiply rows with each matrix of a stack."""
     x = o.buffers[op.x]
-    parts = [(o.weights.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
+    parts = [(o.weights(w), o.to_dtype(b)) for w, _, b in split_kinds(op.weight, op.bias)]
     return replace_or_add(o, op, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), op.add)
 
 
 def multiply_heads(o: Operands, op: ops.HeadMatMul) -> Compute:
     """Multiply the columns of each head with its matrix."""
-    weight = o.weights.get(op.weight)
+    weight = o.weights(op.weight)
     return map_columns(o, op, lambda heads: linear_by_head(heads, weight))
 
 
@@ -153,11 +150,14 @@ def compute_experts(o: Operands, op: ops.MixExperts) -> Compute:
     x = o.buffers[op.x]
     scores = o.buffers[op.scores]
     e = op.experts
-    router = e.router.map_tensors(lambda x: x.to(o.device, torch.float32))
-    gate_up = o.weights.get(e.gate_up)
-    down = o.weights.get(e.down)
-    converted = replace(e, router=router, gate_up=gate_up, down=down)
-    mixture = ExpertWeights(converted, gate_up, down, o.to_dtype(e.gate_up_bias), o.to_dtype(e.down_bias))
+    mixture = replace(
+        e,
+        router=e.router.map_tensors(lambda x: x.to(o.device, torch.float32)),
+        gate_up=o.weights(e.gate_up),
+        down=o.weights(e.down),
+        gate_up_bias=o.to_dtype(e.gate_up_bias),
+        down_bias=o.to_dtype(e.down_bias),
+    )
     return replace_or_add(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], mixture), op.add)
 
 
@@ -277,9 +277,9 @@ def map_columns(o: Operands, op: ops.HeadMatMul | ops.CopyColumns, function: Cal
     return compute
 
 
-def look_up(index: Tensor, weight: UnpackedWeight, dtype: torch.dtype) -> Tensor:
+def look_up(index: Tensor, weight: Tensor | QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """Return the rows of a table."""
-    return F.embedding(index, weight) if isinstance(weight, Tensor) else weight.select_rows(index).dequantize(dtype)
+    return F.embedding(index, weight) if isinstance(weight, Tensor) else weight[index].dequantize(dtype)
 
 
 Lowerings = Mapping[type[ops.Operation], Callable[[Any, Any], Compute]]

@@ -50,7 +50,6 @@ class TorchProgram(Generic[S, O]):
             if op.out.name == ops.LOGITS:
                 self._logits = out
             del op  # its weights are converted: they may be freed before the next ones are read
-        self.operands.clear()
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
         """Compute the energies of rows."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from retain.kernels.weights.weight import UnpackedWeight
+from retain.kernels.weights.quantized import QuantizedWeight
 
 ACTIVATION_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -32,21 +32,17 @@ def activate(x: Tensor, act: str, n: int, gated: bool) -> Tensor:
     return function(x[:, :n]) * x[:, n:] if gated else function(x)
 
 
-def linear(x: Tensor, weight: UnpackedWeight, bias: Tensor | None) -> Tensor:
+def linear(x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None) -> Tensor:
     """Compute x W^T + b. A quantized weight is multiplied in float32: slow, and what kernels must match."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     return F.linear(x.float(), weight.dequantize(), None if bias is None else bias.float()).to(x.dtype)
 
 
-def linear_by_head(heads: Tensor, weight: UnpackedWeight) -> Tensor:
+def linear_by_head(heads: Tensor, weight: Tensor | QuantizedWeight) -> Tensor:
     """Multiply heads [T, H, in] with their matrices, which are rows of a weight [H out, in]: [T, H, out]."""
     n = weight.shape[0] // heads.shape[1]
-    outputs = []
-    for h, x in enumerate(heads.unbind(1)):
-        index = torch.arange(h * n, (h + 1) * n)
-        own = weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
-        outputs.append(linear(x, own, None))
+    outputs = [linear(x, weight[h * n : (h + 1) * n], None) for h, x in enumerate(heads.unbind(1))]
     return torch.stack(outputs, 1)
 
 

@@ -16,7 +16,7 @@ from retain.kernels.triton import elementwise, expert_kernels
 from retain.kernels.triton.fresh_tokens import tokens_per_program
 from retain.kernels.triton.packed_weight import (
     FEW_ROWS,
-    PackedExperts,
+    DeviceWeight,
     add_splits,
     choose_block,
     product_options,
@@ -36,8 +36,8 @@ class DeviceExperts:
     router: Router
     act: str
     is_gated: bool
-    gate_up: Tensor | PackedExperts
-    down: Tensor | PackedExperts
+    gate_up: Tensor | DeviceWeight
+    down: Tensor | DeviceWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
 
@@ -100,9 +100,9 @@ class GroupedProducts:
         self._num_experts = num_experts
         self._sort = cache(partial(sort_choices, chosen, num_experts))  # by the rows of a block
 
-    def linear(self, x: Tensor, weight: Tensor | PackedExperts, bias: Tensor | None, choices_per_row: int) -> Tensor:
+    def linear(self, x: Tensor, weight: Tensor | DeviceWeight, bias: Tensor | None, choices_per_row: int) -> Tensor:
         """Return the products [T k, n] with the rows x, of which each belongs to so many choices."""
-        if isinstance(weight, PackedExperts):
+        if isinstance(weight, DeviceWeight):
             return self._multiply_packed(x, weight, bias, choices_per_row)
         n = len(weight) // self._num_experts
         choices = self._sort(BLOCK_ROWS)
@@ -116,25 +116,24 @@ class GroupedProducts:
         )  # fmt: skip
         return out
 
-    def _multiply_packed(self, x: Tensor, weight: PackedExperts, bias: Tensor | None, choices_per_row: int) -> Tensor:
+    def _multiply_packed(self, x: Tensor, weight: DeviceWeight, bias: Tensor | None, choices_per_row: int) -> Tensor:
         """Compute `linear` with packed weights: few tokens in splits of the inputs side by side, as linear layers.
 
         Of more tokens a program adds the splits itself, in the same order.
         """
         T, k = self._chosen.shape
         n, width = weight.shape
-        matrix = weight.matrix
         rows = choose_block(triton.cdiv(T * k, self._num_experts))
         choices = self._sort(rows)
-        k_tiles_per_split = matrix.k_tiles_per_split(weight.rows_of_tiles * k)
-        splits = triton.cdiv(matrix.num_k_tiles, k_tiles_per_split) if T <= FEW_ROWS else 1
+        k_tiles_per_split = weight.k_tiles_per_split(weight.rows_of_tiles * k)
+        splits = triton.cdiv(weight.num_k_tiles, k_tiles_per_split) if T <= FEW_ROWS else 1
         out = x.new_empty(T * k, n)
         to = out.new_empty(splits, T * k, n, dtype=torch.float32) if splits > 1 else out
         expert_kernels.multiply_packed_experts[(len(choices.expert), weight.rows_of_tiles, splits)](
-            x, x.stride(0), matrix.words, matrix.scales, out if bias is None else bias, to,
+            x, x.stride(0), weight.words, weight.scales, out if bias is None else bias, to,
             choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row,
-            T * k, n, width, matrix.num_k_tiles, k_tiles_per_split,
-            **matrix.constants, **product_options(x.dtype, rows), BIAS=bias is not None, SPLIT=splits > 1,
+            T * k, n, width, weight.num_k_tiles, k_tiles_per_split,
+            **weight.constants, **product_options(x.dtype, rows), BIAS=bias is not None, SPLIT=splits > 1,
         )  # fmt: skip
         if splits > 1:
             add_splits(to, None, out)

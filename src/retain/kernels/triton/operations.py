@@ -21,9 +21,9 @@ from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
 from retain.kernels.triton.experts import DeviceExperts, mix_experts
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
-from retain.kernels.triton.packed_weight import PackedExperts, PackedMatrix
+from retain.kernels.triton.packed_weight import DeviceWeight
 from retain.kernels.triton.step_inputs import DeviceStep
-from retain.kernels.weights.weight import ConvertedWeights, UnpackedWeight, Weight, split_stack, unpack
+from retain.kernels.weights.weight import Weight, convert_once, split_kinds, unpack
 
 
 class DeviceOperands(Operands):
@@ -31,16 +31,16 @@ class DeviceOperands(Operands):
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         super().__init__(dtype, device)
-        self.matrices = ConvertedWeights(self._pack)  # of linear layers and embeddings
+        self.matrices = convert_once(self._pack)  # of linear layers and embeddings
 
-    def convert(self, weight: Weight) -> UnpackedWeight:
+    def convert(self, weight: Weight) -> Tensor:
         """Return a dense weight, of heads or of positions."""
         matrix = unpack(weight)
         packed = self._pack(matrix if isinstance(matrix, Tensor) else matrix.dequantize(self.dtype))
         assert isinstance(packed, Tensor)
         return packed
 
-    def pack_experts(self, weight: Weight, num_experts: int) -> Tensor | PackedExperts:
+    def pack_experts(self, weight: Weight, num_experts: int) -> Tensor | DeviceWeight:
         """Return a copy of the matrices of experts on the device."""
         packed = packed_weight.pack_experts(weight, num_experts, self.dtype, self.device)
         self.weight_bytes += packed.nbytes
@@ -50,12 +50,7 @@ class DeviceOperands(Operands):
         """Return a copy in float32 on the device."""
         return x.to(self.device, torch.float32).clone().contiguous()
 
-    def clear(self) -> None:
-        """Forget which weights were converted; the operations keep what they use."""
-        super().clear()
-        self.matrices.clear()
-
-    def _pack(self, weight: Weight) -> Tensor | PackedMatrix:
+    def _pack(self, weight: Weight) -> Tensor | DeviceWeight:
         """Return a copy of a weight on the device, so a mapped file can be closed."""
         packed = packed_weight.pack_weight(weight, self.dtype, self.device)
         self.weight_bytes += packed.nbytes
@@ -92,7 +87,7 @@ def norm(o: DeviceOperands, op: ops.Norm) -> Compute:
 
 def embed(o: DeviceOperands, op: ops.Embed) -> Compute:
     """Look up rows by token id. Of a packed table only the rows of the given ids are made dense."""
-    table = o.matrices.get(op.table)
+    table = o.matrices(op.table)
     factor = op.factor
     if factor == 1:
         return lambda s: packed_weight.look_up(s.input_ids, table, o.dtype)
@@ -104,11 +99,11 @@ def linear(o: DeviceOperands, op: ops.MatMul) -> Compute:
     x = o.buffers[op.x]
     out = o.buffers[op.out]
     add = op.add
-    parts = [(o.matrices.get(w), o.to_dtype(b)) for w, _, b in split_stack(op.weight, op.bias)]
+    parts = [(o.matrices(w), o.to_dtype(b)) for w, _, b in split_kinds(op.weight, op.bias)]
     if len(parts) > 1:
         return replace_or_add(o, op, lambda s: join_columns([_multiply(s.buffers[x], w, b) for w, b in parts]), add)
     ((w, b),) = parts
-    if isinstance(w, PackedMatrix):
+    if isinstance(w, DeviceWeight):
         return lambda s: packed_weight.linear(s.buffers[x], w, b, s.buffers[out] if add else None)
     if add and b is None:
         return lambda s: s.buffers[out].addmm_(s.buffers[x], w.T)
@@ -117,7 +112,7 @@ def linear(o: DeviceOperands, op: ops.MatMul) -> Compute:
 
 def head_linear(o: DeviceOperands, op: ops.HeadMatMul) -> Compute:
     """Multiply the columns of all heads in one batch of products."""
-    weight = o.weights.get(op.weight)
+    weight = o.weights(op.weight)
     assert isinstance(weight, Tensor)
     H = op.source.num_heads
     matrices = weight.view(H, -1, op.source.width).mT
@@ -269,7 +264,7 @@ def map_columns(
     return compute
 
 
-def _multiply(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None) -> Tensor:
+def _multiply(x: Tensor, weight: Tensor | DeviceWeight, bias: Tensor | None) -> Tensor:
     return F.linear(x, weight, bias) if isinstance(weight, Tensor) else packed_weight.linear(x, weight, bias)
 
 

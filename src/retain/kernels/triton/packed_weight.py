@@ -13,7 +13,7 @@ The outputs of an expert begin with a row of tiles. What has a kernel is decided
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,10 +44,10 @@ DOT_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.floa
 
 
 @dataclass(frozen=True, eq=False)
-class PackedMatrix:
-    """A matrix [out, in] on the device, in tiles."""
+class DeviceWeight:
+    """A matrix [out, in] on the device, in tiles, or those of several experts, each in rows of tiles of its own."""
 
-    shape: torch.Size  # (out, in)
+    shape: torch.Size  # (out, in) of one matrix
     format: str  # of a number: "int4" (of Int4, with shifts), "int6", "int8", "iq4" or "e2m1"
     group_extra: str  # what a group has beside its scale: "shift", "scale" (of its second half) or "nothing"
     words: Tensor  # int16 [rows of tiles, tiles of a row, words of a tile]
@@ -57,6 +57,11 @@ class PackedMatrix:
     def nbytes(self) -> int:
         """Return the bytes that it takes on the device."""
         return self.words.nbytes + self.scales.nbytes
+
+    @property
+    def rows_of_tiles(self) -> int:
+        """Return those of one matrix."""
+        return triton.cdiv(self.shape[0], TILE_ROWS)
 
     @property
     def num_k_tiles(self) -> int:
@@ -82,25 +87,7 @@ class PackedMatrix:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class PackedExperts:
-    """The matrices [out, in] of some experts, one below the other. Rows that fill a tile up belong to none."""
-
-    matrix: PackedMatrix  # [experts * tiles of an expert * 128, in]
-    shape: torch.Size  # (out, in) of an expert
-
-    @property
-    def nbytes(self) -> int:
-        """Return the bytes that they take on the device."""
-        return self.matrix.nbytes
-
-    @property
-    def rows_of_tiles(self) -> int:
-        """Return those of one expert."""
-        return triton.cdiv(self.shape[0], TILE_ROWS)
-
-
-def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | PackedMatrix:
+def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | DeviceWeight:
     """Copy a matrix to the device: quantized ones in their bits, or in 6 where they have 5, dense ones in `dtype`.
 
     Raises ValueError for blocks of a file with scales that are not finite in float16.
@@ -113,7 +100,7 @@ def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Ten
             return _pack_matrix(matrix, device)
 
 
-def pack_experts(weight: Weight, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tensor | PackedExperts:
+def pack_experts(weight: Weight, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tensor | DeviceWeight:
     """Copy the matrices of experts, one below the other, to the device. See pack_weight."""
     stacked = unpack(weight)
     if isinstance(stacked, Tensor):
@@ -121,19 +108,16 @@ def pack_experts(weight: Weight, num_experts: int, dtype: torch.dtype, device: t
         assert isinstance(dense, Tensor)
         return dense
     n = stacked.shape[0] // num_experts
-    rows = torch.arange(stacked.shape[0]).split(n)
-    own = [_pack_matrix(stacked.select_rows(index), device) for index in rows]  # one by one: that takes less memory
-    words, scales = torch.cat([w.words for w in own]), torch.cat([w.scales for w in own])
-    shape = torch.Size((len(words) * TILE_ROWS, stacked.shape[1]))
-    matrix = PackedMatrix(shape, own[0].format, own[0].group_extra, words, scales)
-    return PackedExperts(matrix, own[0].shape)
+    # One by one: that takes less memory.
+    own = [_pack_matrix(stacked[e * n : (e + 1) * n], device) for e in range(num_experts)]
+    return replace(own[0], words=torch.cat([w.words for w in own]), scales=torch.cat([w.scales for w in own]))
 
 
-def _pack_matrix(matrix: QuantizedWeight, device: torch.device) -> PackedMatrix:
+def _pack_matrix(matrix: QuantizedWeight, device: torch.device) -> DeviceWeight:
     """Copy a quantized matrix to the device."""
     format, words = _pack_numbers(matrix, device)
     group_extra, scales = _pack_scales(matrix, device)
-    return PackedMatrix(matrix.shape, format, group_extra, words, scales)
+    return DeviceWeight(matrix.shape, format, group_extra, words, scales)
 
 
 def _pack_numbers(matrix: QuantizedWeight, device: torch.device) -> tuple[str, Tensor]:
@@ -189,7 +173,7 @@ def _join(low: Tensor, high: Tensor) -> Tensor:
     return torch.cat((low, high), -1).contiguous().view(torch.int32).flatten(2)
 
 
-def linear(x: Tensor, weight: PackedMatrix, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, add_to: Tensor | None = None) -> Tensor:
     """Return x W^T + b for rows x [T, in], plus the rows `add_to`, in which they are written.
 
     Up to FEW_ROWS rows read the packed matrix, and each row's sums have the same order for any T.
@@ -245,12 +229,12 @@ def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor, add: bool = Fa
     )  # fmt: skip
 
 
-def look_up(index: Tensor, weight: Tensor | PackedMatrix, dtype: torch.dtype) -> Tensor:
+def look_up(index: Tensor, weight: Tensor | DeviceWeight, dtype: torch.dtype) -> Tensor:
     """Return the rows of index int64 [T] in `dtype`: [T, in]."""
     return F.embedding(index, weight) if isinstance(weight, Tensor) else unpack_rows(weight, index, dtype)
 
 
-def unpack_rows(weight: PackedMatrix, index: Tensor | None, dtype: torch.dtype) -> Tensor:
+def unpack_rows(weight: DeviceWeight, index: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return the rows of index int64 [T], or all of them, as a dense matrix, with the bits of `dequantize`."""
     rows = weight.shape[0] if index is None else len(index)
     block = 64 if index is None else 8

@@ -63,7 +63,7 @@ def multiply_tiles(
     With SPLIT these are one split. Else the sums of several are added one after another, as add_splits does.
 
     `at_x` [16, tokens] is where the first numbers of the rows are. A tile has WORDS words of
-    16 bits, and SCALES of 32. FORMAT and GROUP_EXTRA: see PackedMatrix.
+    16 bits, and SCALES of 32. FORMAT and GROUP_EXTRA: see DeviceWeight.
     """
     row = tl.arange(0, TILE_ROWS)
     at = row[:, None] * HALF + tl.arange(0, HALF)[None, :]

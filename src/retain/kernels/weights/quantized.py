@@ -40,8 +40,8 @@ class QuantizedWeight:
         """Return the dense matrix [out, in], computed in float32 and rounded to `dtype`."""
         return self._scale_numbers().flatten(-2).to(dtype)
 
-    def select_rows(self, index: Tensor) -> Self:
-        """Return the rows of index int64 [n], in this order: [n, in]. Raises IndexError."""
+    def __getitem__(self, index: Tensor | slice) -> Self:
+        """Return the rows of index int64 [n], in this order, or of a slice: [n, in]. Raises IndexError."""
         return replace(self, **{name: x[index] for name, x in vars(self).items()})
 
     def scale_rows(self, factors: Tensor) -> Self:

@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Generic, TypeVar
-from weakref import ref
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from retain.kernels.weights.quantized import Kind, QuantizedWeight, concat_matrices
-from retain.kernels.weights.stored_weight import StoredWeight, check_equal_inputs, concat_stored
-
-SingleWeight = Tensor | QuantizedWeight | StoredWeight  # a Tensor is dense, [out, in]
+from retain.kernels.weights.quantized import Kind, QuantizedWeight, concat_matrices, widest_kind
+from retain.kernels.weights.stored_weight import StoredWeight
 
 
 @dataclass(frozen=True, eq=False)
 class StackedWeight:
-    """Matrices of several kinds, one below the other: [sum of out, in]. Each keeps its kind in a linear layer."""
+    """Matrices one below the other: [sum of out, in]. None is a stack. In a linear layer each keeps its kind."""
 
-    parts: tuple[SingleWeight, ...]
+    parts: tuple[Weight, ...]
 
     @property
     def shape(self) -> torch.Size:
@@ -29,70 +27,75 @@ class StackedWeight:
         return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
 
-Weight = SingleWeight | StackedWeight
-UnpackedWeight = Tensor | QuantizedWeight
+Weight = Tensor | QuantizedWeight | StoredWeight | StackedWeight  # a Tensor is dense, [out, in]
 CHUNK_ELEMENTS = 2**23  # 32 MiB in float32
 T = TypeVar("T")
 
 
-class ConvertedWeights(Generic[T]):
-    """The weights of a program in its own form. One that several operations use, as tied embeddings, is converted once.
+def convert_once(convert: Callable[[Weight], T]) -> Callable[[Weight], T]:
+    """Cache what weights are converted to: one that several operations use, as tied embeddings, is converted once.
 
-    Weak references let the caller free a weight, and tell a new one with the same id.
+    The cache lets the caller free a weight, and forgets it then.
     """
+    converted: MutableMapping[Weight, T] = WeakIdKeyDictionary()
 
-    def __init__(self, convert: Callable[[Weight], T]):
-        self._convert = convert
-        self._converted: dict[int, tuple[ref[Weight], T]] = {}  # by id of the weight
+    def get(weight: Weight) -> T:
+        if weight not in converted:
+            converted[weight] = convert(weight)
+        return converted[weight]
 
-    def get(self, weight: Weight) -> T:
-        """Convert a weight, or return what it was converted to."""
-        source, converted = self._converted.get(id(weight), (None, None))
-        if converted is None or source is None or source() is not weight:
-            converted = self._convert(weight)
-            self._converted[id(weight)] = ref(weight), converted
-        return converted
-
-    def clear(self) -> None:
-        """Forget all weights."""
-        self._converted.clear()
+    return get
 
 
-def unpack(weight: Weight) -> UnpackedWeight:
+def kind_of(weight: Weight) -> Kind:
+    """Return the kind that a weight has where it is unpacked."""
+    if isinstance(weight, StackedWeight):
+        return widest_kind([kind_of(part) for part in weight.parts])
+    if isinstance(weight, StoredWeight):
+        return weight.kind
+    return weight.dtype if isinstance(weight, Tensor) else type(weight)
+
+
+def parts_of(weight: Weight) -> tuple[Weight, ...]:
+    """Return the parts of a stack, or the one matrix."""
+    return weight.parts if isinstance(weight, StackedWeight) else (weight,)
+
+
+def unpack(weight: Weight) -> Tensor | QuantizedWeight:
     """Convert blocks, and stacks to the widest kind of their parts; return any other matrix as it is."""
     if isinstance(weight, StackedWeight):
-        return unpack(concat_rows(weight.parts))
+        return concat_matrices([unpack(part) for part in parts_of(concat_rows(weight.parts))])
     return weight.unpack() if isinstance(weight, StoredWeight) else weight
+
+
+def dequantize(weight: Weight, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return the dense matrix [out, in] of an unpacked one, rounded to `dtype`."""
+    matrix = unpack(weight)
+    return matrix.to(dtype) if isinstance(matrix, Tensor) else matrix.dequantize(dtype)
 
 
 def dense_chunks(weight: Weight) -> Iterator[Tensor]:
     """Yield the rows of a matrix in float32, some at a time: all of them could exceed what loading may take."""
-    if isinstance(weight, StackedWeight):
-        for part in weight.parts:
-            yield from dense_chunks(part)
-        return
-    if isinstance(weight, StoredWeight):
-        chunks = weight.chunks(CHUNK_ELEMENTS)
-    else:
-        step = max(CHUNK_ELEMENTS // weight.shape[1], 1)
-        indices = (torch.arange(i, min(i + step, weight.shape[0])) for i in range(0, weight.shape[0], step))
-        chunks = (unpack(select_rows(weight, index)) for index in indices)
-    for chunk in chunks:
-        yield chunk.float() if isinstance(chunk, Tensor) else chunk.dequantize()
+    for part in parts_of(weight):
+        if isinstance(part, StoredWeight):
+            chunks = part.chunks(CHUNK_ELEMENTS)
+        else:
+            step = max(CHUNK_ELEMENTS // part.shape[1], 1)
+            matrix = unpack(part)
+            chunks = (matrix[begin : begin + step] for begin in range(0, part.shape[0], step))
+        yield from map(dequantize, chunks)
 
 
 def row_energies(weight: Weight, factors: Tensor) -> Tensor:
     """Return the sum of factors[i] * w[i]^2 over each row w, float32 [out]; of a stored matrix before any rounding."""
-    if isinstance(weight, StackedWeight):
-        return torch.cat([row_energies(part, factors) for part in weight.parts])
-    exact = replace(weight, kind=torch.float32) if isinstance(weight, StoredWeight) else weight
-    return torch.cat([rows.square() @ factors for rows in dense_chunks(exact)])
+    parts = parts_of(weight)
+    exact = (replace(part, kind=torch.float32) if isinstance(part, StoredWeight) else part for part in parts)
+    return torch.cat([rows.square() @ factors for part in exact for rows in dense_chunks(part)])
 
 
 def select_rows(weight: Weight, index: Tensor) -> Weight:
     """Return the rows of index int64 [n]; those of a stack in its widest kind. Raises IndexError."""
-    weight = unpack(weight) if isinstance(weight, StackedWeight) else weight
-    return weight[index] if isinstance(weight, Tensor) else weight.select_rows(index)
+    return unpack(weight)[index] if isinstance(weight, StackedWeight) else weight[index]
 
 
 def scale_rows(weight: Weight, factors: Tensor) -> Weight:
@@ -106,10 +109,17 @@ def scale_rows(weight: Weight, factors: Tensor) -> Weight:
     return weight.scale_rows(factors)
 
 
-def concat_rows(weights: Sequence[Weight]) -> SingleWeight:
-    """Stack matrices of equal `in` by rows: [sum of out, in]. See concat_matrices for matrices of several kinds."""
-    blocks = [w for w in weights if isinstance(w, StoredWeight)]
-    return concat_stored(blocks) if len(blocks) == len(weights) else concat_matrices([unpack(w) for w in weights])
+def concat_rows(weights: Sequence[Weight]) -> Weight:
+    """Stack matrices of equal `in` by rows, in their widest kind: [sum of out, in]. Those of a file stay there.
+
+    Raises ValueError for matrices of a file that differ in `in`: a backend would read beyond the narrower ones' rows.
+    """
+    parts = [part for w in weights for part in parts_of(w)]
+    stored = [part for part in parts if isinstance(part, StoredWeight)]
+    if len(stored) < len(parts):
+        return concat_matrices([unpack(w) for w in weights])
+    kind = widest_kind([w.kind for w in stored])
+    return _join([replace(w, kind=kind) for w in stored])
 
 
 def stack_rows(weights: Sequence[Weight]) -> Weight:
@@ -117,25 +127,22 @@ def stack_rows(weights: Sequence[Weight]) -> Weight:
 
     Raises ValueError for matrices that differ in `in`.
     """
-    parts = [part for w in weights for part in (w.parts if isinstance(w, StackedWeight) else (w,))]
-    groups = [list(group) for _, group in groupby(parts, _kind)]
-    if len(groups) == 1:
-        return concat_rows(groups[0])
-    check_equal_inputs(parts)
-    return StackedWeight(tuple(concat_rows(group) for group in groups))
+    parts = [part for w in weights for part in parts_of(w)]
+    groups = [concat_rows(list(group)) for _, group in groupby(parts, kind_of)]
+    return _join([part for group in groups for part in parts_of(group)])
 
 
-def split_stack(weight: Weight, bias: Tensor | None) -> Iterator[tuple[SingleWeight, int, Tensor | None]]:
-    """Yield the parts of a stack, or the one matrix; the first output of each; and its numbers of `bias` [out]."""
-    parts: tuple[SingleWeight, ...] = weight.parts if isinstance(weight, StackedWeight) else (weight,)
+def split_kinds(weight: Weight, bias: Tensor | None) -> Iterator[tuple[Weight, int, Tensor | None]]:
+    """Yield the adjacent parts of each kind as one; the first output of each; and its numbers of `bias` [out]."""
     first = 0
-    for part in parts:
+    for _, group in groupby(parts_of(weight), kind_of):
+        part = _join(list(group))
         end = first + part.shape[0]
         yield part, first, None if bias is None else bias[first:end]
         first = end
 
 
-def _kind(weight: SingleWeight) -> Kind:
-    if isinstance(weight, StoredWeight):
-        return weight.kind
-    return weight.dtype if isinstance(weight, Tensor) else type(weight)
+def _join(parts: Sequence[Weight]) -> Weight:
+    if len({w.shape[1] for w in parts}) > 1:
+        raise ValueError(f"matrices of the shapes {', '.join(str(tuple(w.shape)) for w in parts)} cannot be stacked")
+    return parts[0] if len(parts) == 1 else StackedWeight(tuple(parts))
