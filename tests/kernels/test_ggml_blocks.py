@@ -160,7 +160,7 @@ def test_columns_are_put_in_order_in_whole_groups(name: str) -> None:
     assert torch.equal(dequantize(ordered[rows]), dequantize(weight)[rows][:, index])
     assert torch.equal(pack(ordered), pack(ordered.unpack()))
     assert not torch.equal(pack(ordered), pack(weight))
-    exact, ordered_exact = (replace(w, kind=torch.float32).dequantize() for w in (weight, ordered))
+    exact, ordered_exact = (dequantize(replace(w, kind=torch.float32)) for w in (weight, ordered))
     assert torch.equal(ordered_exact, exact[:, index])
     for size in (16, 24):
         assert weight.select_columns(torch.arange(480).view(-1, 2, size).transpose(0, 1).flatten()) is None

@@ -19,7 +19,7 @@ from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import pack_weight
 from retain.kernels.weights.quantized import Int4, Int8
 from retain.kernels.weights.stored_weight import StoredWeight
-from retain.kernels.weights.weight import concat_rows, dense_chunks, unpack
+from retain.kernels.weights.weight import concat_rows, dense_chunks, dequantize, unpack
 from retain.models.weights import Weights
 from tests.helpers import counted_work
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
@@ -53,11 +53,11 @@ def test_a_quantized_folder_computes_what_its_tensors_mean(tmp_path: Path, metho
         weight = Weights(ours, torch.bfloat16).load_matrix(name)
         assert isinstance(weight, StoredWeight)
         assert weight.kind is KINDS.get(method, Int4)
-        error = (weight.dequantize() - dense).abs().max()
+        error = (dequantize(weight) - dense).abs().max()
         assert error <= (2**-8 if weight.kind is torch.bfloat16 else 2**-10) * dense.abs().max()
         eight = Weights(ours, torch.bfloat16, "int8").load_matrix(name)
         assert isinstance(eight, StoredWeight) and eight.kind is Int8
-        assert (eight.dequantize() - dense).abs().max() <= dense.abs().max() / 127
+        assert (dequantize(eight) - dense).abs().max() <= dense.abs().max() / 127
 
 
 def test_groups_of_inputs_that_are_not_set_are_adjacent(tmp_path: Path) -> None:
@@ -99,7 +99,7 @@ def test_packing_in_chunks_equals_packing_at_once(
     weight = w.load_matrix("model.layers.0.mlp.up_proj.weight")
     assert isinstance(weight, StoredWeight)
     index = torch.randperm(weight.shape[0], generator=torch.Generator().manual_seed(1))
-    for matrix in (weight, weight.select_rows(index)):
+    for matrix in (weight, weight[index]):
         assert torch.equal(pack_weight(matrix, Arena()).data, pack_weight(matrix.unpack(), Arena()).data)
 
 
@@ -113,10 +113,8 @@ def test_chunks_of_a_matrix_are_the_matrix(tmp_path: Path, num_elements: int, mo
     both = concat_rows(stored)
     dense = w.load_matrix("model.embed_tokens.weight")
     for weight in (both, unpack(both), dense, unpack(dense)):
-        matrix = unpack(weight)
-        expected = matrix.float() if isinstance(matrix, Tensor) else matrix.dequantize()
         chunks = list(dense_chunks(weight))
-        assert torch.equal(torch.cat(chunks), expected)
+        assert torch.equal(torch.cat(chunks), dequantize(weight))
         assert max(map(len, chunks)) <= max(num_elements // weight.shape[1], 1)
 
 
