@@ -99,7 +99,7 @@ class SafetensorsCheckpoint:
         tensors = {part: self._read_tensor(stored) for part, stored in parts.items()}
         label = self._label(name)
         try:
-            matrix = self._quantization.read_stored(label, tensors)
+            matrix = self._quantization.read_matrix(label, tensors)
         except ValueError as e:
             raise ValueError(f"{label} is damaged: {e}") from e
         n = matrix.shape[0]

@@ -85,9 +85,8 @@ class GGUFReader:
 
         raw = self.tensor_bytes(info).reshape(rows, row_bytes)
         label = f"{self.path}: the tensor {quote(name)}"
-        return StoredWeight.from_blocks(
-            label, (rows, columns), info.ggml_type, lambda a, b: raw[a:b], row_bytes, release
-        )
+        shape = (rows, columns)
+        return StoredWeight.from_blocks(label, shape, info.ggml_type, lambda a, b: raw[a:b], row_bytes, release)
 
     @contextmanager
     def wrap_errors(self) -> Iterator[None]:

@@ -33,7 +33,7 @@ IGNORED_ENDINGS = (
     ".k_zero_point",
     ".v_zero_point",
 )
-ReadStored = Callable[[str, Mapping[str, Tensor]], StoredWeight]
+MatrixReader = Callable[[str, Mapping[str, Tensor]], StoredWeight]
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Quantization:
 
     endings: Mapping[str, tuple[str, str]]
     forms: tuple[frozenset[str], ...]
-    read_stored: ReadStored
+    read_matrix: MatrixReader
     by_column: bool = False  # a row lies in all of a tensor
 
     def find(self, names: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -89,20 +89,20 @@ def _refuse(what: Any) -> str:
 
 def _read_mxfp4(config: Mapping[str, Any]) -> Quantization:
     endings = {"_blocks": ("", "blocks"), "_scales": ("", "scales")}
-    return Quantization(endings, (frozenset(("blocks", "scales")),), mxfp4.read_stored)
+    return Quantization(endings, (frozenset(("blocks", "scales")),), mxfp4.read_matrix)
 
 
 def _read_fp8(config: Mapping[str, Any]) -> Quantization:
     endings = {"_scale_inv": ("", "scale"), ".weight_scale": (".weight", "scale")}
     block = _read_block(config.get("weight_block_size"))
-    return Quantization(endings, (frozenset((WEIGHT, "scale")),), partial(fp8.read_stored, block=block))
+    return Quantization(endings, (frozenset((WEIGHT, "scale")),), partial(fp8.read_matrix, block=block))
 
 
 def _read_awq(config: Mapping[str, Any]) -> Quantization:
     version = config.get("version") or config.get("checkpoint_format") or "gemm"
     if str(version).lower() != "gemm" or config.get("bits", 4) != 4:
         raise UnsupportedError(_refuse(f"awq, version {version} of {config.get('bits', 4)} bits"))
-    return Quantization(_endings(awq.PARTS), (_required(awq.PARTS),), awq.read_stored, by_column=True)
+    return Quantization(_endings(awq.PARTS), (_required(awq.PARTS),), awq.read_matrix, by_column=True)
 
 
 def _read_gptq(config: Mapping[str, Any]) -> Quantization:
@@ -110,7 +110,7 @@ def _read_gptq(config: Mapping[str, Any]) -> Quantization:
     bits = config.get("bits", 4)
     if version not in ("gptq", "gptq_v2") or bits not in (4, 8):
         raise UnsupportedError(_refuse(f"gptq, format {version} of {bits} bits"))
-    read = partial(gptq.read_stored, zero_offset=1 if version == "gptq" else 0, bits=bits)
+    read = partial(gptq.read_matrix, zero_offset=1 if version == "gptq" else 0, bits=bits)
     return Quantization(_endings(gptq.PARTS), (_required(gptq.PARTS),), read, by_column=True)
 
 
@@ -133,7 +133,7 @@ def _read_compressed_tensors(config: Mapping[str, Any]) -> Quantization:
     if len(set(blocks)) > 1:
         raise UnsupportedError(_refuse("compressed-tensors, blocks of several shapes"))
     own_bits = 8 if bits and 4 not in bits else 4
-    read = partial(compressed_tensors.read_stored, block=blocks[0] if blocks else None, bits=own_bits)
+    read = partial(compressed_tensors.read_matrix, block=blocks[0] if blocks else None, bits=own_bits)
     packed = frozenset(("weight_packed", "weight_scale", "weight_shape"))
     return Quantization(_endings(compressed_tensors.PARTS), (packed, frozenset((WEIGHT, "weight_scale"))), read)
 

@@ -11,14 +11,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from retain.formats.quantization.groups import Groups, check_words, stored_groups, unpack_words
+from retain.formats.quantization.groups import Groups, check_words, from_groups, unpack_words
 from retain.kernels.weights.stored_weight import StoredWeight
 
 PARTS = {"qweight": True, "qzeros": True, "scales": True}  # whether a matrix must have it
 NIBBLES = torch.tensor((0, 4, 1, 5, 2, 6, 3, 7))  # of a word, from the lowest bits on, by output
 
 
-def read_stored(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
+def read_matrix(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
     """Return a matrix. Raises ValueError for shapes and types that do not fit."""
     words, zeros, scales = (tensors[part] for part in PARTS)
     if words.ndim != 2 or scales.ndim != 2:
@@ -34,7 +34,7 @@ def read_stored(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
         numbers = _unpack(words[:, first : -(-end // 8)])
         return numbers.T[begin - 8 * first : end - 8 * first].contiguous()
 
-    return stored_groups(label, (out, width), groups, read)
+    return from_groups(label, (out, width), groups, read)
 
 
 def _unpack(words: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from retain.formats.quantization.groups import (
     check_words,
     find_bits,
     find_input_groups,
-    stored_groups,
+    from_groups,
     unpack_words,
 )
 from retain.kernels.weights.stored_weight import StoredWeight
@@ -29,9 +29,7 @@ PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
 
-def read_stored(
-    label: str, tensors: Mapping[str, Tensor], block: fp8.Block | None = None, bits: int = 4
-) -> StoredWeight:
+def read_matrix(label: str, tensors: Mapping[str, Tensor], bits: int, block: fp8.Block | None = None) -> StoredWeight:
     """Return a matrix in the form that its tensors have. Raises ValueError where they do not fit.
 
     `bits` are those of words that may have either number.
@@ -41,7 +39,7 @@ def read_stored(
     if weight is None:
         return _read_packed(label, tensors, bits)
     if weight.is_floating_point():
-        return fp8.read_stored(label, {"weight": weight, "scale": scale}, block)
+        return fp8.read_matrix(label, {"weight": weight, "scale": scale}, block)
     if weight.ndim != 2 or weight.dtype != torch.int8:
         raise ValueError(f"a weight of {weight.dtype} {list(weight.shape)}, not a matrix of int8")
     out, width = weight.shape
@@ -52,7 +50,7 @@ def read_stored(
     def read(begin: int, end: int) -> Tensor:
         return weight[begin:end].view(torch.uint8) ^ 0x80
 
-    return stored_groups(label, (out, width), Groups(8, scale, zero, None), read)
+    return from_groups(label, (out, width), Groups(8, scale, zero, None), read)
 
 
 def _read_packed(label: str, tensors: Mapping[str, Tensor], bits: int) -> StoredWeight:
@@ -81,7 +79,7 @@ def _read_packed(label: str, tensors: Mapping[str, Tensor], bits: int) -> Stored
     def read(begin: int, end: int) -> Tensor:
         return unpack_words(words[begin:end], bits)[:, :width]
 
-    return stored_groups(label, (out, width), groups, read)
+    return from_groups(label, (out, width), groups, read)
 
 
 def _to_matrix(x: Tensor, out: int) -> Tensor:

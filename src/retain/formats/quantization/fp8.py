@@ -18,7 +18,7 @@ from retain.kernels.weights.stored_weight import StoredWeight
 Block = tuple[int, int]
 
 
-def read_stored(label: str, tensors: Mapping[str, Tensor], block: Block | None = None) -> StoredWeight:
+def read_matrix(label: str, tensors: Mapping[str, Tensor], block: Block | None = None) -> StoredWeight:
     """Return a matrix, or n stacked ones. Raises ValueError for shapes and types that do not fit."""
     weight = tensors["weight"]
     if weight.dtype != torch.float8_e4m3fn or weight.ndim not in (2, 3):

@@ -18,7 +18,7 @@ from retain.formats.quantization.groups import (
     check_words,
     find_bits,
     find_input_groups,
-    stored_groups,
+    from_groups,
     unpack_words,
 )
 from retain.kernels.weights.stored_weight import StoredWeight
@@ -27,7 +27,7 @@ ONES = {4: 0x11111111, 8: 0x01010101}  # a word of ones, by bits
 PARTS = {"qweight": True, "qzeros": True, "scales": True, "g_idx": False}  # whether a matrix must have it
 
 
-def read_stored(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1, bits: int = 4) -> StoredWeight:
+def read_matrix(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1, bits: int = 4) -> StoredWeight:
     """Return the rows of a matrix. Raises ValueError for shapes and types that do not fit.
 
     `bits` are those of the config; a module may have others.
@@ -46,4 +46,4 @@ def read_stored(label: str, tensors: Mapping[str, Tensor], zero_offset: int = 1,
     def read(begin: int, end: int) -> Tensor:
         return unpack_words(words[:, begin:end].T, bits)
 
-    return stored_groups(label, (out, width), groups, read)
+    return from_groups(label, (out, width), groups, read)

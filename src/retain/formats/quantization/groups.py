@@ -52,9 +52,7 @@ class Groups:
         return to_kind(dense, kind)
 
 
-def stored_groups(
-    label: str, shape: tuple[int, int], groups: Groups, read: Callable[[int, int], Tensor]
-) -> StoredWeight:
+def from_groups(label: str, shape: tuple[int, int], groups: Groups, read: Callable[[int, int], Tensor]) -> StoredWeight:
     """Return a matrix whose numbers `read` returns, uint8 [rows, in] of rows begin .. end - 1. Raises ValueError."""
     out, width = shape
     scale = groups.scale
@@ -66,9 +64,7 @@ def stored_groups(
     if groups.index is None and width % n:
         raise ValueError(f"{n} groups of {width} inputs")
     own = groups.kind_of(width)
-    return StoredWeight(
-        label, torch.Size(shape), own, lambda begin, end, kind: groups.convert(read(begin, end), begin, own, kind)
-    )
+    return StoredWeight(label, torch.Size(shape), own, lambda a, b, kind: groups.convert(read(a, b), a, own, kind))
 
 
 def find_input_groups(index: Tensor | None, width: int, num_groups: int) -> Tensor | None:

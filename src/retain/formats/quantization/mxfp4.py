@@ -26,7 +26,7 @@ def to_ggml_blocks(blocks: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDAr
     return np.concatenate((scales[..., None], packed), -1).reshape(len(blocks), -1)
 
 
-def read_stored(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
+def read_matrix(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
     """Return the matrices of all experts, one below the other. Raises ValueError for shapes and types."""
     blocks = tensors["blocks"]
     scales = tensors["scales"]
@@ -36,7 +36,6 @@ def read_stored(label: str, tensors: Mapping[str, Tensor]) -> StoredWeight:
     n = scales.shape[-1]
     flat_blocks = blocks.reshape(-1, n, GROUP // 2)
     flat_scales = scales.reshape(-1, n)
-
     width = n * GROUP
 
     def read_blocks(begin: int, end: int) -> NDArray[np.uint8]:
