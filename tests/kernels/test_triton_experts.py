@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(triton.unavailable_reason() is not None, reason=
 if not triton.unavailable_reason():
     from retain.kernels.triton import experts as triton_experts
     from retain.kernels.triton.experts import DeviceExperts, mix_experts
-    from retain.kernels.triton.packed_weight import pack_experts
+    from retain.kernels.triton.packed_weight import pack_weight
 
 N, E, I = 5, 544, 96  # rows of an expert fill no whole tiles; inputs of the first product are two splits or three
 MANY = 70  # tokens: more than go in splits side by side
@@ -44,7 +44,7 @@ def make_experts(kind: str, biases: bool = True, act: str = "silu") -> Experts:
 
 
 def on_device(e: Experts, dtype: torch.dtype = torch.float32) -> DeviceExperts:
-    gate_up, down = (pack_experts(w, N, dtype, DEVICE) for w in (e.gate_up, e.down))
+    gate_up, down = (pack_weight(w, dtype, DEVICE, N) for w in (e.gate_up, e.down))
     biases = [None if b is None else b.to(DEVICE, dtype) for b in (e.gate_up_bias, e.down_bias)]
     return DeviceExperts(N, I, e.router, e.act, e.is_gated, gate_up, down, *biases)
 

@@ -64,13 +64,13 @@ def load_experts(
     """Return experts on the device of their matrices."""
     from retain.kernels.experts import Router
     from retain.kernels.triton.experts import DeviceExperts
-    from retain.kernels.triton.packed_weight import pack_experts
+    from retain.kernels.triton.packed_weight import pack_weight
 
     gate_up, down = matrices
     size = down.shape[1]
     num_experts = gate_up.shape[0] // (2 * size)
     device = gate_up.device if isinstance(gate_up, Tensor) else gate_up.q.device
-    own_gate_up, own_down = (pack_experts(w, num_experts, dtype, device) for w in matrices)
+    own_gate_up, own_down = (pack_weight(w, dtype, device, num_experts) for w in matrices)
     return DeviceExperts(num_experts, size, Router(top_k), "silu", True, own_gate_up, own_down, None, None)
 
 

@@ -116,7 +116,7 @@ def launch_weight_kernels(kind: str, dtype: torch.dtype) -> None:
 
     weight = random_weight(256, 2048, kind, torch.device("cpu"))
     packed = pack(weight, dtype)
-    experts = packed_weight.pack_experts(weight, 2, dtype, torch.device("cpu"))
+    experts = packed_weight.pack_weight(weight, dtype, torch.device("cpu"), 2)
     for T in (1, 32, 64):
         x, y = (torch.ones(T, n, dtype=dtype) for n in (2048, 256))
         packed_weight.linear(x, packed, None)

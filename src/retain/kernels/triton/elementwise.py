@@ -4,8 +4,21 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from retain.kernels.ops import ACTIVATIONS
 
 SILU, RELU, GELU, GELU_TANH, SIGMOID, RELU2, SWIGLU_OAI = (tl.constexpr(i) for i in range(7))
+
+
+def tokens_per_program(tokens: int, limit: int) -> int:
+    """Return the tokens of one program of an elementwise kernel: `limit`, or 1 in a small step.
+
+    Each number is a variant to be compiled. The interpreter is faster with few programs.
+    """
+    if triton.knobs.runtime.interpret:
+        return min(triton.next_power_of_2(tokens), 512)
+    return limit if tokens >= limit else 1
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -63,6 +76,19 @@ def activation(
             gate = tl.maximum(bounded, -7.0, propagate_nan=tl.PropagateNan.ALL) + 1.0
         y *= gate
     tl.store(out + t * n + i, y.to(out.dtype.element_ty), mask=valid)
+
+
+def activate(rows: Tensor, act: str, n: int, gated: bool) -> Tensor:
+    """Return act(x[:n]), times x[n : 2 n] if `gated`, of rows x: [T, n]."""
+    T = len(rows)
+    out = rows.new_empty(T, n)
+    if T:
+        block_t = tokens_per_program(T, 1)
+        block = min(triton.next_power_of_2(n), 1024)
+        activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
+            rows, rows.stride(0), out, T, n, T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(act), GATED=gated
+        )
+    return out
 
 
 @triton.jit

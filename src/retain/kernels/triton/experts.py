@@ -10,17 +10,10 @@ import triton
 from torch import Tensor
 
 from retain.kernels.experts import Router
-from retain.kernels.ops import ACTIVATIONS
 from retain.kernels.reference.experts import route
-from retain.kernels.triton import elementwise, expert_kernels
-from retain.kernels.triton.fresh_tokens import tokens_per_program
-from retain.kernels.triton.packed_weight import (
-    FEW_ROWS,
-    DeviceWeight,
-    add_splits,
-    choose_block,
-    product_options,
-)
+from retain.kernels.triton import expert_kernels
+from retain.kernels.triton.elementwise import activate
+from retain.kernels.triton.packed_weight import FEW_ROWS, DeviceWeight, add_splits, choose_block, product_options
 
 BLOCK_ROWS = 16  # choices of one expert that a program multiplies at once with dense weights
 BLOCK_OUT = 64
@@ -78,13 +71,7 @@ def mix_experts(x: Tensor, scores: Tensor, w: DeviceExperts) -> Tensor:
     chosen, weights = route(scores, w.router)
     products = GroupedProducts(chosen, w.num_experts)
     hidden = products.linear(x, w.gate_up, w.gate_up_bias, k)
-    activated = x.new_empty(T * k, w.intermediate_size)
-    block_t = tokens_per_program(T * k, 1)
-    block = min(triton.next_power_of_2(w.intermediate_size), 1024)
-    elementwise.activation[(triton.cdiv(T * k, block_t), triton.cdiv(w.intermediate_size, block))](
-        hidden, hidden.stride(0), activated, T * k, w.intermediate_size,
-        T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(w.act), GATED=w.is_gated,
-    )  # fmt: skip
+    activated = activate(hidden, w.act, w.intermediate_size, w.is_gated)
     y = products.linear(activated, w.down, w.down_bias, 1)
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(E), 1024)

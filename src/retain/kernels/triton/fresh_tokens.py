@@ -11,17 +11,8 @@ from retain.kernels.rope import Rope
 from retain.kernels.slots import quantized_slots
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, bound_values
 from retain.kernels.triton import elementwise, slots
+from retain.kernels.triton.elementwise import tokens_per_program
 from retain.kernels.triton.page_layout import page_args, slots_of
-
-
-def tokens_per_program(tokens: int, limit: int) -> int:
-    """Return the tokens of one program of an elementwise kernel: `limit`, or 1 in a small step.
-
-    Each number is a variant to be compiled. The interpreter is faster with few programs.
-    """
-    if triton.knobs.runtime.interpret:
-        return min(triton.next_power_of_2(tokens), 512)
-    return limit if tokens >= limit else 1
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype | None = None) -> Tensor:

@@ -14,7 +14,7 @@ from retain.kernels.api import GroupInputs
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.shape_checks import shape_error
 from retain.kernels.triton import fresh_tokens, linear_attention_kernels
-from retain.kernels.triton.fresh_tokens import tokens_per_program
+from retain.kernels.triton.elementwise import tokens_per_program
 from retain.kernels.triton.page_layout import page_args
 
 MAX_BLOCK_CHANNELS = 128  # of a program of a convolution

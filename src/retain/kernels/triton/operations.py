@@ -19,8 +19,8 @@ from retain.kernels import ops
 from retain.kernels.reference.operations import WITHOUT_CACHES, Compute, Lowerings, Operands, replace_or_add
 from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
+from retain.kernels.triton.elementwise import tokens_per_program
 from retain.kernels.triton.experts import DeviceExperts, mix_experts
-from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.packed_weight import DeviceWeight
 from retain.kernels.triton.step_inputs import DeviceStep
 from retain.kernels.weights.weight import Weight, convert_once, split_kinds, unpack
@@ -31,28 +31,22 @@ class DeviceOperands(Operands):
 
     def __init__(self, dtype: torch.dtype, device: torch.device):
         super().__init__(dtype, device)
-        self.matrices = convert_once(self._pack)  # of linear layers and embeddings
+        self.matrices = convert_once(self.pack)  # of linear layers and embeddings
 
     def convert(self, weight: Weight) -> Tensor:
         """Return a dense weight, of heads or of positions."""
         matrix = unpack(weight)
-        packed = self._pack(matrix if isinstance(matrix, Tensor) else matrix.dequantize(self.dtype))
+        packed = self.pack(matrix if isinstance(matrix, Tensor) else matrix.dequantize(self.dtype))
         assert isinstance(packed, Tensor)
-        return packed
-
-    def pack_experts(self, weight: Weight, num_experts: int) -> Tensor | DeviceWeight:
-        """Return a copy of the matrices of experts on the device."""
-        packed = packed_weight.pack_experts(weight, num_experts, self.dtype, self.device)
-        self.weight_bytes += packed.nbytes
         return packed
 
     def to_float32(self, x: Tensor) -> Tensor:
         """Return a copy in float32 on the device."""
         return x.to(self.device, torch.float32).clone().contiguous()
 
-    def _pack(self, weight: Weight) -> Tensor | DeviceWeight:
+    def pack(self, weight: Weight, num_experts: int = 1) -> Tensor | DeviceWeight:
         """Return a copy of a weight on the device, so a mapped file can be closed."""
-        packed = packed_weight.pack_weight(weight, self.dtype, self.device)
+        packed = packed_weight.pack_weight(weight, self.dtype, self.device, num_experts)
         self.weight_bytes += packed.nbytes
         return packed
 
@@ -129,7 +123,7 @@ def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
     x = o.buffers[op.x]
     scores = o.buffers[op.scores]
     e = op.experts
-    gate_up, down = (o.pack_experts(w, e.num_experts) for w in (e.gate_up, e.down))
+    gate_up, down = (o.pack(w, e.num_experts) for w in (e.gate_up, e.down))
     on_device = DeviceExperts(
         num_experts=e.num_experts,
         intermediate_size=e.intermediate_size,
@@ -147,23 +141,7 @@ def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
 def activate(o: DeviceOperands, op: ops.Activate) -> Compute:
     """Apply an activation function, with the product of a gated one in the same kernel."""
     x = o.buffers[op.x]
-    n = op.out.width
-    gated = op.gated
-    kind = ops.ACTIVATIONS.index(op.act)
-    block = min(triton.next_power_of_2(n), 1024)
-
-    def compute(s: DeviceStep) -> Tensor:
-        rows = s.buffers[x]
-        T = len(rows)
-        block_t = tokens_per_program(T, 1)
-        to = rows.new_empty(T, n)
-        if T:
-            elementwise.activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
-                rows, rows.stride(0), to, T, n, T=block_t, BLOCK=block, ACT=kind, GATED=gated
-            )
-        return to
-
-    return compute
+    return lambda s: elementwise.activate(s.buffers[x], op.act, op.out.width, op.gated)
 
 
 def scale(o: DeviceOperands, op: ops.Scale) -> Compute:
@@ -194,7 +172,7 @@ def attend(o: DeviceOperands, op: ops.Attend) -> Compute:
         q = split_heads(s.buffers[qkv][:, : H * D], H)
         rotates_first = not has_kv or s.before_attention is not None  # which wants rotated queries
         if rope and rotates_first and len(q):
-            q = rotate(q, s.positions, rope)
+            q = fresh_tokens.rotate(q, s.positions, rope)
         plan = s.plan(cache)
         inputs = s.use_cache(cache, q)
         if has_kv:

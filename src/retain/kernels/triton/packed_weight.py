@@ -87,29 +87,22 @@ class DeviceWeight:
         }
 
 
-def pack_weight(weight: Weight, dtype: torch.dtype, device: torch.device) -> Tensor | DeviceWeight:
+def pack_weight(
+    weight: Weight, dtype: torch.dtype, device: torch.device, num_experts: int = 1
+) -> Tensor | DeviceWeight:
     """Copy a matrix to the device: quantized ones in their bits, or in 6 where they have 5, dense ones in `dtype`.
 
-    Raises ValueError for blocks of a file with scales that are not finite in float16.
+    Or those of several experts, one below the other. Raises ValueError for blocks of a file with scales that are not
+    finite in float16.
     """
-    match unpack(weight):
-        case Tensor() as source:
-            dense = source.to(device, dtype).contiguous()
-            return dense.clone() if dense.data_ptr() == source.data_ptr() else dense  # a mapped file can be closed
-        case QuantizedWeight() as matrix:
-            return _pack_matrix(matrix, device)
-
-
-def pack_experts(weight: Weight, num_experts: int, dtype: torch.dtype, device: torch.device) -> Tensor | DeviceWeight:
-    """Copy the matrices of experts, one below the other, to the device. See pack_weight."""
-    stacked = unpack(weight)
-    if isinstance(stacked, Tensor):
-        dense = pack_weight(stacked, dtype, device)
-        assert isinstance(dense, Tensor)
-        return dense
-    n = stacked.shape[0] // num_experts
-    # One by one: that takes less memory.
-    own = [_pack_matrix(stacked[e * n : (e + 1) * n], device) for e in range(num_experts)]
+    matrix = unpack(weight)
+    if isinstance(matrix, Tensor):
+        dense = matrix.to(device, dtype).contiguous()
+        return dense.clone() if dense.data_ptr() == matrix.data_ptr() else dense  # a mapped file can be closed
+    n = matrix.shape[0] // num_experts
+    own = [_pack_matrix(matrix[e * n : (e + 1) * n], device) for e in range(num_experts)]  # together: more memory
+    if num_experts == 1:
+        return own[0]
     return replace(own[0], words=torch.cat([w.words for w in own]), scales=torch.cat([w.scales for w in own]))
 
 

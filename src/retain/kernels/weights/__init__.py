@@ -1,1 +1,1 @@
-"""Matrices of a model: dense, quantized, or as a file stores them."""
+"""Matrices of a model: dense, quantized, as a file stores them, or stacked."""
