@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from retain.formats.quantization import find_quantization
+from retain.kernels.weights.weight import dequantize
 from tests.helpers.quantized_folders import METHODS, PACKERS, Packer, pack_gptq, pack_int8, pack_words
 
 GPTQ_8 = {"quant_method": "gptq", "bits": 8}
@@ -44,12 +45,10 @@ def test_a_matrix_of_every_size_is_what_its_tensors_mean(name: str) -> None:
             assert matrix == "m.weight"
             of_file = {f"m{ending}": x.clone(memory_format=torch.contiguous_format) for ending, x in packed.items()}
             tensors = {part: of_file[stored] for part, stored in parts.items()}
-            rows = quantization.read_rows("m", tensors)
-            assert rows.shape == (out, width)
+            stored = quantization.read_matrix("m", tensors)
+            assert stored.shape == (out, width)
             for begin, end in ((0, out), (out - 1, out), (out // 2, out)):
-                found = rows.convert(begin, end, torch.float32)
+                found = stored.load(begin, end, torch.float32)
                 assert isinstance(found, torch.Tensor)
                 assert torch.equal(found, expected[begin:end]), (out, width, begin)
-            own = rows.convert(0, out, rows.kind)
-            dense = own.float() if isinstance(own, torch.Tensor) else own.dequantize()
-            assert (dense - expected).abs().max() <= 2**-8 * expected.abs().max(), (out, width)
+            assert (dequantize(stored) - expected).abs().max() <= 2**-8 * expected.abs().max(), (out, width)

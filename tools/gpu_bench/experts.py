@@ -106,13 +106,13 @@ def dense_layer(inputs: list[Tensor], width: int, size: int, device: torch.devic
 def compare_experts(bench: KernelBench, kind: str) -> list[float]:
     """Return how far a small layer of experts is from float32, for few rows and for many."""
     from retain.kernels.experts import Experts, Router
-    from retain.kernels.reference.experts import ExpertWeights, mix_experts
+    from retain.kernels.reference.experts import mix_experts
 
     dtype = BF16 if bench.is_gpu else torch.float32  # the interpreter multiplies bfloat16 as integers
     matrices = make_matrices(64, 32, 8, kind, bench.device)
     small = load_experts(matrices, 2, dtype)
     gate_up, down = ((w.to(dtype).float() if isinstance(w, Tensor) else w.dequantize()).cpu() for w in matrices)
-    exact = ExpertWeights(Experts(8, gate_up, down, Router(2), "silu"), gate_up, down, None, None)
+    exact = Experts(8, gate_up, down, Router(2), "silu")
     differences = []
     for T in (5, 70):
         x, scores = (torch.randn(T, n, device=bench.device).to(dtype) for n in (64, 8))
