@@ -76,7 +76,6 @@ class Pieces(dict[int, bytes]):
     strip_space = False
 
     def last_bytes(self, tokens: Sequence[int]) -> bytes:
-        """See TokenBytes."""
         return b""
 
 

@@ -63,11 +63,11 @@ class BlockRows:
 
     @property
     def kind(self) -> Kind:
-        """See StoredRows."""
+        """Return the kind of numbers that is nearest to the type of the blocks."""
         return stored_kind(self.ggml_type)
 
     def convert(self, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
-        """See StoredRows."""
+        """Convert the blocks of rows begin .. end - 1. Raises ValueError for scales that are not finite in float16."""
         raw = self.raw[begin:end]
         try:
             return convert_blocks(raw.reshape(-1), self.ggml_type, (len(raw), self.shape[1]), kind)
@@ -75,7 +75,7 @@ class BlockRows:
             raise ValueError(f"{self.name} cannot be loaded: {e}") from e
 
     def select(self, index: Tensor) -> BlockRows:
-        """See StoredRows. Copies them."""
+        """Copy the rows of index int64 [n] out of the file, in this order."""
         raw = self.raw[index.numpy()]
         self.release(0, self.shape[0])
         return replace(self, shape=(len(raw), self.shape[1]), raw=raw, release=keep_rows)
@@ -95,14 +95,17 @@ class FileRows:
     )
 
     def convert(self, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
-        """See StoredRows."""
+        """Read rows begin .. end - 1 of the file in a kind. Raises ValueError for scales not finite in float16."""
         try:
             return self.load(begin, end, kind)
         except ValueError as e:
             raise ValueError(f"{self.name} cannot be loaded: {e}") from e
 
     def select(self, index: Tensor) -> FileRows:
-        """See StoredRows. Rows of an order that is far from the file's are read several times."""
+        """Return the rows of index int64 [n], in this order, still unread. Raises IndexError.
+
+        Rows of an order that is far from the file's are read several times.
+        """
         if len(index) and not 0 <= int(index.min()) <= int(index.max()) < self.shape[0]:
             raise IndexError(f"{self.name} has {self.shape[0]} rows")
 
@@ -137,25 +140,25 @@ class OrderedColumns:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """See StoredRows."""
+        """Return (out, in), which the order of the columns does not change."""
         return self.rows.shape
 
     @property
     def kind(self) -> Kind:
-        """See StoredRows."""
+        """Return the kind that is nearest to what is stored."""
         return self.rows.kind
 
     @property
     def release(self) -> Callable[[int, int], None]:
-        """See StoredRows."""
+        """Return what frees the memory of rows begin .. end - 1 of a mapped file."""
         return self.rows.release
 
     def convert(self, begin: int, end: int, kind: Kind) -> Tensor | QuantizedWeight:
-        """See StoredRows."""
+        """Convert rows begin .. end - 1 to a kind, and put their columns in the new order."""
         return select_columns(self.rows.convert(begin, end, kind), self.columns)
 
     def select(self, index: Tensor) -> OrderedColumns:
-        """See StoredRows."""
+        """Return the rows of index int64 [n], in this order, with their columns in the new order."""
         return OrderedColumns(self.rows.select(index), self.columns)
 
 

@@ -196,7 +196,7 @@ class ChatCompletionRequest(SamplingFields, PromptEndFields, other_fields="chat"
 
     @property
     def requested_tokens(self) -> int | None:
-        """See SamplingFields."""
+        """Return the number of output tokens that the request asks for: max_completion_tokens precedes max_tokens."""
         return super().requested_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property

@@ -76,7 +76,7 @@ class CustomToolCallItem(NamedCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the tool's text input as the only argument, `input`."""
         return {"input": self.input}
 
 
@@ -99,7 +99,7 @@ class LocalShellCallItem(BaseCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the command and its settings as arguments; what is not given or empty is left out."""
         fields = self.action.model_dump(exclude_none=True, exclude={"type"})
         return {name: value for name, value in fields.items() if value != {}}
 
@@ -120,7 +120,7 @@ class ShellCallItem(BaseCallItem, other_fields="responses_shell_call"):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the commands and their limits as arguments; limits that are not given are left out."""
         return self.action.model_dump(exclude_none=True)
 
 
@@ -140,7 +140,7 @@ class ApplyPatchCallItem(BaseCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the change of the file as arguments: its type, the path and the diff."""
         return self.operation.model_dump(exclude_none=True)
 
 
@@ -153,7 +153,7 @@ class ToolSearchCallItem(BaseCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the arguments of the search as the client sent them."""
         return self.arguments
 
 
