@@ -52,11 +52,11 @@ class CallScanner(Protocol):
         """Read text from `start`, which is where the last call of this ended; all of it once it has `finished`."""
 
     def copy(self) -> CallScanner:
-        """Return a scanner that goes on from here by itself."""
+        """Return a copy that goes on from this scanner's state by itself."""
 
 
 def end_call(text: str, body_end: int, start: int, ends: Sequence[str], finished: bool) -> Scanned:
-    """Return the end of a call whose body has ended, behind the longest of some markers that stands at `start`."""
+    """Return where a call ends whose body has ended: behind the longest closing marker that stands at `start`."""
     found = max((len(end) for end in ends if text.startswith(end, start)), default=0)
     if _may_be_longer(text, start, ends):
         if not finished:

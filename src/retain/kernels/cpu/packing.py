@@ -89,7 +89,7 @@ def _pack_blocks(part: BlockRows, first: int, packed: PackedWeight) -> None:
 
 
 def block_row_energies(weight: Weight, factors: Tensor) -> Tensor:
-    """Return row_energies of kernels/weights/weight.py. Blocks are unpacked tile by tile."""
+    """Return the sum of factors[i] * w[i]^2 over each row w of a weight, unpacking blocks tile by tile."""
     if isinstance(weight, StackedWeight):
         return torch.cat([block_row_energies(part, factors) for part in weight.parts])
     if not isinstance(weight, StoredWeight):

@@ -41,7 +41,7 @@ def sort_descending(x: Tensor, n: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class ExpertWeights:
-    """Experts whose matrices and biases are in the program's own form."""
+    """The matrices and biases of experts, unpacked to the dtype of the program."""
 
     experts: Experts
     gate_up: UnpackedWeight

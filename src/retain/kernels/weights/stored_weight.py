@@ -34,7 +34,7 @@ class StoredRows(Protocol):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return (out, in)."""
+        """Return the numbers of rows and columns: (out, in)."""
 
     @property
     def kind(self) -> Kind:
@@ -176,7 +176,7 @@ class StoredWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Return (out, in)."""
+        """Return the numbers of rows and columns: (out, in)."""
         return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
     def unpack(self) -> Tensor | QuantizedWeight:

@@ -25,7 +25,7 @@ class StackedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Return (out, in)."""
+        """Return the numbers of rows and columns: (out, in)."""
         return torch.Size((sum(part.shape[0] for part in self.parts), self.parts[0].shape[1]))
 
 
@@ -54,7 +54,7 @@ class ConvertedWeights(Generic[T]):
         return converted
 
     def clear(self) -> None:
-        """Forget all weights."""
+        """Forget all converted weights, so that their memory is freed."""
         self._converted.clear()
 
 

@@ -53,7 +53,7 @@ class CacheableBlock(StrictModel):
 
 
 class TextBlock(CacheableBlock, other_fields="messages_cited_block"):
-    """Text."""
+    """Text of a message."""
 
     type: Literal["text"]
     text: str
@@ -70,31 +70,31 @@ TextContent = Annotated[
 
 
 class TextSource(StrictModel, other_fields="messages_text_source"):
-    """Text of a document."""
+    """Text of a document, given as one string."""
 
     type: Literal["text"]
     data: str
 
     @property
     def prompt_text(self) -> str:
-        """The text."""
+        """The document's text as it stands in the prompt."""
         return self.data
 
 
 class ContentSource(StrictModel):
-    """Text of a document, in blocks."""
+    """Text of a document, given as content blocks."""
 
     type: Literal["content"]
     content: TextContent
 
     @property
     def prompt_text(self) -> str:
-        """The text."""
+        """The document's text as it stands in the prompt."""
         return join_text(self.content)
 
 
 class DocumentBlock(CacheableBlock, other_fields="messages_cited_block"):
-    """Document of plain text."""
+    """Document of plain text, with a title and context."""
 
     type: Literal["document"]
     source: Annotated[TextSource | ContentSource, Field(discriminator="type")]

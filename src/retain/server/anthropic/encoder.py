@@ -64,7 +64,7 @@ class MessagesEncoder(ResponseEncoder):
 
     @property
     def id(self) -> str:
-        """The message's id."""
+        """The message's id, by which later requests name it."""
         return str(self._envelope["id"])
 
     def update(self, delta: OutputDelta) -> None:

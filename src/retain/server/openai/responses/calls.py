@@ -40,7 +40,7 @@ class BaseCallItem(Item):
 
     @property
     def arguments_json(self) -> Json:
-        """The arguments as the model sees them."""
+        """The arguments of the call as a JSON object, as the model sees them."""
         raise NotImplementedError
 
 
@@ -105,7 +105,7 @@ class LocalShellCallItem(BaseCallItem):
 
 
 class ShellAction(StrictModel):
-    """Commands for a shell."""
+    """Shell commands that the model wants to run, and their limits."""
 
     commands: list[str]
     timeout_ms: int | None = None
@@ -189,7 +189,7 @@ class LocalShellCallOutputItem(Item):
 
 
 class ExitOutcome(StrictModel):
-    """A command ended."""
+    """A shell command ended by itself."""
 
     type: Literal["exit"]
     exit_code: int
