@@ -31,7 +31,7 @@ class HttpClient:
         self._http = httpx.Client(headers=headers, timeout=timeout, transport=transport, follow_redirects=True)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         self._http.close()
 
     def first_model(self) -> str:

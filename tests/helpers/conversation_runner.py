@@ -75,7 +75,7 @@ class ConversationRun(ScheduleRun):
         self.folder = path / "0"
 
     def planned_lengths(self) -> Iterator[tuple[EvictionPolicy, int]]:
-        """See ScheduleRun. A turn that is cancelled makes the next ones shorter, never longer."""
+        """Yield each turn's policy and length. A turn that is cancelled makes the next ones shorter, never longer."""
         lengths: dict[int, int] = {}
         for turn in self.turns:
             kept = max(lengths[turn.parent] - turn.num_dropped, 0) if turn.parent in lengths else 0

@@ -75,24 +75,20 @@ class WatchedDrafter:
 
     @property
     def k(self) -> str:
-        """See Drafter."""
         return self.drafter.k
 
     @property
     def max_draft_tokens(self) -> int:
-        """See Drafter."""
         return self.drafter.max_draft_tokens
 
     def attach(self, target: TargetModel) -> None:
-        """See Drafter."""
         self.drafter.attach(target)
 
     def remove_request(self, request: Request) -> None:
-        """See Drafter."""
         self.drafter.remove_request(request)
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
-        """See Drafter."""
+        """Let the other drafter propose, note for whom it did, and replace a share of the drafts."""
         self.drafter.propose(draft_limits, rows)
         for request, _ in draft_limits:
             if request.drafts:

@@ -296,6 +296,15 @@ def test_a_file_is_short_and_says_what_it_is_for():
         assert ast.get_docstring(tree_of(path)), path
 
 
+def test_a_docstring_says_what_the_code_does_here():
+    """A docstring that begins with `See` sends its reader to another file."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path, node in all_nodes(ALL_FILES):
+        if isinstance(node, kinds):
+            docstring = ast.get_docstring(node) or ""
+            assert not docstring.startswith("See "), f"{path}:{node.lineno}"
+
+
 def test_the_step_is_a_table_of_contents():
     tree = tree_of(PACKAGE / "engine" / "engine.py")
     (engine,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Engine")

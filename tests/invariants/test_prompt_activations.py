@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from retain import LLM, SamplingParams, kernels
-from retain.config import Config
 from retain.engine.drafters import parse as parse_drafter
 from retain.engine.engine import Engine
 from retain.engine.request import Request
@@ -132,16 +131,3 @@ def test_prompts_that_follow_each_other_are_one_range() -> None:
     engine.runner = runner = RecordingRunner(engine)
     run_to_completion(engine, [make_request(list(range(3, 13)), 3), make_request(list(range(20, 35)), 3)])
     assert [list(batch.bfloat16_rows) for batch, _ in runner.steps] == [[(0, 25)], [], []]
-
-
-def test_it_is_refused_where_it_changes_nothing() -> None:
-    for options in ({"dtype": "float32"}, {"weights": "bf16"}):
-        with pytest.raises(ValueError, match="prompt_activations bfloat16 is for quantized weights"):
-            Config("m", prompt_activations="bfloat16", **options)
-    with pytest.raises(ValueError, match="is for the cpu backend: reference has"):
-        LLM("random:tiny", backend="reference", prompt_activations="bfloat16")
-
-
-def test_an_unknown_value_is_refused() -> None:
-    with pytest.raises(ValueError, match="prompt_activations 'int4' is not supported: choose int8, bfloat16"):
-        Config("m", prompt_activations="int4")

@@ -227,20 +227,6 @@ def test_copies_go_with_budgets_that_demote() -> None:
         assert answers(drafter=drafters.parse(f"self:k=3,dtype={dtype}")) == answers()
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"speculate": "self:dtype=foo"}, "self: dtype is auto, int4, k8v4 or int8, not 'foo'"),
-        ({"speculate": "self:dtype=int4", "kv_dtype": "int4"}, "dtype=int4 saves no memory"),
-        ({"speculate": "self:dtype=int8", "kv_dtype": "k8v4"}, "dtype=int8 saves no memory"),
-    ],
-)
-def test_bad_options_raise_one_line(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as error:
-        LLM("random:tiny", kv_memory="2MiB", **options)
-    assert "\n" not in str(error.value)
-
-
 def test_requests_name_such_a_drafter_of_a_running_engine() -> None:
     """An engine without one has no memory for copies."""
     llm = LLM("random:tiny", kv_memory="4MiB")

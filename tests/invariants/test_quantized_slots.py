@@ -185,17 +185,3 @@ def test_as_many_more_slots_as_the_bytes_say(kv_dtype: str, slots_per_page: int)
     bfloat16, quantized = (cache.store.page_bytes / cache.page_size for cache in caches)
     slots = [cache.total_pages * cache.page_size for cache in caches]
     assert slots[1] / slots[0] == pytest.approx(bfloat16 / quantized, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"kv_dtype": "float8"}, "choose auto, bfloat16, int8, k8v4, int4, fp8"),
-        ({"kv_dtype": "fp8"}, "the cpu backend has no slots in fp8: use backend reference or triton"),
-        ({"page_size": 512, "kv_dtype": "int8"}, "page_size"),
-    ],
-)
-def test_bad_options_raise_one_line(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words) as error:
-        LLM("random:tiny", backend="cpu", **options)
-    assert "\n" not in str(error.value)

@@ -221,26 +221,6 @@ def test_specs_of_kv_events() -> None:
     assert config.parse("tcp://*:5557,insecure=yes").host == "0.0.0.0"
 
 
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "tcp://*:5557",
-        "tcp://0.0.0.0:5557",
-        "tcp://10.0.0.7:5557,insecure=no",
-        "5557",
-        "tcp://127.0.0.1",
-        "tcp://127.0.0.1:65535",
-        "tcp://127.0.0.1:5557/x",
-        "http://127.0.0.1:5557",
-        "tcp://127.0.0.1:5557,port=3",
-        "tcp://127.0.0.1:5557,buffer=0",
-        "tcp://127.0.0.1:5557,insecure=maybe",
-    ],
-)
-def test_a_wrong_spec_is_refused_before_a_model_is_loaded(capsys, spec) -> None:
-    assert_one_line_error(run_cli(capsys, "serve", "--model", "/nowhere", "--kv-events", spec), "kv-events")
-
-
 def test_an_address_in_use_is_one_line(capsys) -> None:
     with published_tree() as tree:
         endpoint = tree.published.endpoint

@@ -252,57 +252,6 @@ def test_store_is_bounded_and_keys_are_apart():
         assert ann.responses.retrieve(first.id).id == first.id, "a key below its share loses nothing to another"
 
 
-NAMED = {"type": "function", "name": "f"}
-
-
-def image(url):
-    return [{"role": "user", "content": [{"type": "input_image", "image_url": url}]}]
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "expected"),
-    [
-        ({"input": image("https://example.org/a.png")}, "input.0.content.0", "images"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input.0.content.0", "files"),
-        ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "input", "item not found"),
-        ({"input": [{"type": "compaction_trigger"}]}, "input.0", "items"),
-        ({"input": [{"role": "user"}]}, "input.0.content", "required"),
-        ({"input": 3}, "input", "list"),
-        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, "input", "call_id"),
-        ({"input": [{"type": "function_call_output", "output": ""}]}, "input.0.call_id", "required"),
-        ({"input": "x", "tools": [{"type": "telepathy"}]}, "tools.0", "local_shell"),
-        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "mcp"}]}]}, "tools.0.tools.0", "custom"),
-        ({"tools": [NAMED, {**NAMED, "type": "custom"}]}, "tools", "two tools have the name f"),
-        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "does not run web_search"),
-        ({"tools": [{"type": "function", "name": "f", "parameters": {}}]}, "tools", "tools"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice", "without tools"),
-        ({"tools": [NAMED], "tool_choice": {"type": "custom", "name": "f"}}, "tool_choice", "unknown tool"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "client runs"),
-        ({"background": True}, "background", "support"),
-        ({"conversation": "conv_1"}, "conversation", "support"),
-        ({"reasoning": {"effort": "huge"}}, "reasoning.effort", "high"),
-        ({"prompt": {"id": "p"}}, "prompt", "support"),
-        ({"truncation": "middle"}, "truncation", "disabled"),
-        ({"include": ["everything"]}, "include.0", LOGPROBS),
-        ({"text": {"format": {"type": "xml"}}}, "text.format", "json_schema"),
-        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema", "required"),
-        ({"text": {"verbosity": "none"}}, "text.verbosity", "medium"),
-        ({"max_tokens": 5}, "max_tokens", "unknown field"),
-        ({"temperature": 3}, "temperature", "2"),
-        ({"metadata": {"k": "v" * 513}}, "metadata.k", "512"),
-        ({"pin": 10**9}, "pin", "pin"),
-        ({"kv_policy": "nothing"}, None, "unknown KV policy"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id", "never stored"),
-    ],
-)
-def test_refused_field_is_named(client, fields, param, expected):
-    with pytest.raises(openai.BadRequestError) as raised:
-        client.post("/responses", cast_to=object, body=build_request(**fields))
-    error = raised.value.body
-    assert error["param"] == param and expected in error["message"] and "\n" not in error["message"]
-    assert set(error) == {"message", "type", "param", "code"}
-
-
 def test_prompt_that_is_too_long(tiny_server, tiny_client):
     """Agents shorten a conversation for this code: in a stream they find it in the last event only."""
     words = "maximum context length is 9 tokens, reduce the length of the messages"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.cli import run_cli
 
 pytestmark = pytest.mark.usefixtures("shared_engines")
 FILES = {
@@ -48,16 +48,3 @@ def test_every_workload_and_method_has_a_line(
         assert (x["token_match_rate"] == 1 or "selective" in x["method"]) and x["requests"] in (3, 5)
         hit_rate = x["prefix_hit_rate"]
         assert hit_rate > 0.35 if x["method"] == "memory" else x["method"] != "recompute" or hit_rate == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--workloads", "copa,chess"], "unknown workload 'chess'"),
-        (["--num-prompts", "0"], "at least 1"),
-        (["--prefix-cache", "off"], "bench prefix sets it itself"),
-        (["--data-dir", "/nowhere"], "no such file"),
-    ],
-)
-def test_bad_input_gets_one_line(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert_one_line_error(run_cli(capsys, "bench", "prefix", "--model", "random:tiny", *options), message)

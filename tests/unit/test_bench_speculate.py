@@ -10,7 +10,7 @@ import pytest
 
 from retain import LLM, SamplingParams
 from retain.config import Config
-from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.cli import run_cli
 
 pytestmark = pytest.mark.usefixtures("shared_engines")
 STORY = "The miller's son set out at dawn with a loaf and a lantern. He walked north, past the weir and the burnt oak. "
@@ -74,41 +74,3 @@ def test_output_has_speculation_stats(load_shared_llm: Callable[[Config], LLM]) 
     assert output.token_ids == load_shared_llm(Config("smollm2")).generate(STORY, params)[0].token_ids
     text = "".join(chunk.text for chunk in llm.stream(STORY, params))
     assert text == output.text
-
-
-@pytest.mark.parametrize(
-    ("target", "option", "message"),
-    [
-        ("random:tiny", "guess", "unknown drafter 'guess': choose one of draft, ngram, self, suffix"),
-        ("random:tiny", "ngram:k=0", "k must be auto, or at least 1"),
-        ("random:tiny", "ngram:min=3,max=2", "min must be at most max"),
-        ("random:tiny", "self:budget=0", "budget"),
-        ("random:tiny", "draft", "which model="),
-        ("smollm2", "draft:model=random:tiny", "another vocabulary"),
-        pytest.param("smollm2", "draft:model=gemma3", "another vocabulary", marks=pytest.mark.slow),
-        ("random:tiny", "draft:weights=int5", "weights 'int5'"),
-        ("random:tiny", "ngram:n=3", "has no option 'n'"),
-    ],
-)
-def test_bad_drafter_specs_print_one_line(
-    target: str, option: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_one_line_error(run_cli(capsys, "run", "Hello", "--model", target, "--speculate", option), message)
-
-
-@pytest.mark.parametrize("name", ["budget", "quality"])
-def test_benches_without_drafting_reject_speculate(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    result = run_cli(capsys, "bench", name, "--model", "random:tiny", "--speculate", "ngram")
-    assert_one_line_error(result, "--speculate is for bench speed")
-
-
-def test_bench_speculate_rejects_bad_options(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for options, message in (
-        (["--speculate", "ngram"], "--drafters"),
-        (["--workloads", "poems"], "unknown workload 'poems'"),
-        (["--context-lens", "many"], "'many' should be an integer"),
-        (["--num-prompts", "0"], "at least 1"),
-        (["--drafters", "x"], "unknown drafter"),
-    ):
-        result = run_cli(capsys, "bench", "speculate", "--model", "random:tiny", "--data-dir", data, *options)
-        assert_one_line_error(result, message)

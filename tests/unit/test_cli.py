@@ -1,4 +1,4 @@
-"""The command line, as a person or a script meets it: answers, JSON, streams, and one clear line for bad input."""
+"""The command line, as a person or a script meets it: answers, JSON, streams, and what is missing."""
 
 import dataclasses
 import gc
@@ -10,15 +10,12 @@ import subprocess
 import sys
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 from retain import SamplingParams
 from retain.bench.config import SpeculateBenchConfig
 from retain.cli.args import build_parser, given_args
 from retain.config import Config
 from retain.kv.stores.folder import LockedFolder
-from retain.models.resolve import resolve_model
 from retain.server.config import Limits, ServerConfig
 from tests.helpers.cli import assert_one_line_error, run_cli
 
@@ -95,80 +92,6 @@ def test_interpreter_exits_in_silence_when_the_pipe_is_closed(redirect):
     )
     os.close(writer)
     assert done.returncode == 0 and not done.stderr
-
-
-def bad_inputs(tmp_path):
-    """(arguments, a word of the line that must come out)."""
-    gguf = resolve_model("smollm2").read_bytes()
-    (tmp_path / "cut.gguf").write_bytes(gguf[: len(gguf) // 2])
-    (tmp_path / "header.gguf").write_bytes(gguf[:1000])
-    (tmp_path / "noise.gguf").write_bytes(b"\x00noise" * 1000)
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
-    (tmp_path / "long.txt").write_text("word " * 9000)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    (folder / "config.json").write_text('{"model_type": "mamba"}')
-    save_file({"x": torch.zeros(2)}, folder / "model.safetensors")
-    pickled = tmp_path / "pickled"
-    pickled.mkdir()
-    (pickled / "config.json").write_text('{"model_type": "llama"}')
-    torch.save({}, pickled / "pytorch_model.bin")
-    hello = "hello"
-    yield ("run", "--model", tmp_path / "none.gguf", hello), "none.gguf"
-    yield ("run", "--model", tmp_path / "cut.gguf", hello), "damaged"
-    yield ("run", "--model", tmp_path / "header.gguf", hello), "damaged"
-    yield ("run", "--model", tmp_path / "noise.gguf", hello), "GGUF"
-    yield ("run", "--model", folder, hello), "'mamba' is not supported"
-    yield ("run", "--model", pickled, hello), "pickled"
-    yield ("run", "--model", "smollm3", hello), "smollm3"
-    yield (*RUN_ARGS, "--speed", "9", hello), "--speed"
-    yield (*RUN_ARGS, "--kv-policy", "lru", hello), "full, gate, h2o"
-    yield (*RUN_ARGS, "--kv-policy", "h2o", hello), "budget"
-    yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=lots", hello), "percentage"
-    yield (*RUN_ARGS, "--kv-policy", "keyformer:budget=25%,noise=white", hello), "gumbel"
-    yield (*RUN_ARGS, "--kv-policy", "ring:windw=3", hello), "window"
-    yield (*TINY_RUN_ARGS, "--prefix-cache", "sometimes", hello), "exact"
-    yield (*TINY_RUN_ARGS, "--prefix-cache", "exact:keep=none", hello), "prompt"
-    yield (*TINY_RUN_ARGS, "--prefix-cache", "selective", hello), "--tier disk"
-    yield (*TINY_RUN_ARGS, "--prefix-cache", "selective:ratio=2", hello), "ratio"
-    yield (*TINY_RUN_ARGS, "--prefix-cache", "off", "--tier", "ram:capacity=1GB", hello), "off"
-    yield (*TINY_RUN_ARGS, "--tier", "tape:capacity=1GB", hello), "disk, ram"
-    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=lots", hello), "512MiB"
-    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB", "--tier", "ram:capacity=2GB", hello), "twice"
-    yield (*TINY_RUN_ARGS, "--tier", f"disk:path={tmp_path / 'latin.txt'},capacity=1GB", hello), "latin.txt"
-    yield (*TINY_RUN_ARGS, "--tier", "ram:capacity=1GB,evict=importance", hello), "selective"
-    yield ("cache", "ls", tmp_path), "no store"
-    yield ("cache", "sell", tmp_path), "ls"
-    yield (*RUN_ARGS, "--kv-memory", "lots", hello), "512MiB"
-    yield (*TINY_RUN_ARGS, "--kv-memory", "1KiB", hello), "kv_memory"
-    yield (*RUN_ARGS, "--max-running-requests", "0", hello), "at least 1"
-    yield (*RUN_ARGS, "--dtype", "float8", hello), "bfloat16"
-    yield (*TINY_RUN_ARGS, "--backend", "cpu", "--dtype", "float16", hello), "choose dtype float32 or bfloat16"
-    yield (*RUN_ARGS, "--kv-dtype", "float8", hello), "int8"
-    yield (*RUN_ARGS, "--weights", "int3", hello), "auto, bf16, int8 or int4"
-    yield (*RUN_ARGS, "--weights", "int8", "--dtype", "float32", hello), "float32 everywhere"
-    yield (*RUN_ARGS, "--backend", "abacus", hello), "reference"
-    yield (*RUN_ARGS[:3], "--temperature", "-1", hello), "temperature"
-    yield (*RUN_ARGS[:3], "--top-p", "x", hello), "--top-p"
-    yield (*RUN_ARGS[:3], "--max-tokens", "9000", hello), "8192"
-    yield (*RUN_ARGS, "-f", tmp_path / "long.txt"), "context"
-    yield (*RUN_ARGS, "-f", tmp_path / "nothing.txt"), "nothing.txt"
-    yield (*RUN_ARGS, "-f", tmp_path / "latin.txt"), "UTF-8"
-    yield (*RUN_ARGS, "-f", tmp_path / "long.txt", hello), "one of them"
-    yield (*RUN_ARGS, ""), "empty"
-    yield RUN_ARGS, "prompt"
-    yield ("run", hello), "--model"
-    yield (*RUN_ARGS, "--log-level", "loud", hello), "warning"
-    yield ("bench", "speed", "--model", "smollm2", "--workloads", "short-9"), "short-1"
-    yield ("serve",), "--model"
-    yield ("chat", "--url", "nowhere"), "http"
-    yield ("chat", "--url", "http://127.0.0.1:1/v1"), "refused"
-    yield ("chat", "--url", "http://127.0.0.1:1/v1", "--dtype", "float32"), "--dtype"
-
-
-def test_bad_input_prints_one_line_and_exits_2(capsys, tmp_path):
-    for args, word in bad_inputs(tmp_path):
-        assert_one_line_error(run_cli(capsys, *args), word)
 
 
 def test_chat_with_a_server_names_the_missing_package(capsys, monkeypatch):

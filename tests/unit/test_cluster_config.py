@@ -11,7 +11,6 @@ from retain.cluster.config import ClusterConfig, ClusterSettings
 from retain.config import Config
 from retain.server.config import ServerConfig
 from retain.threads import share_of_cores
-from tests.helpers.cli import assert_one_line_error, run_cli
 
 # ---- what replicas share ---------------------------------------------------------------------------------------------
 
@@ -101,22 +100,6 @@ def test_each_replica_has_a_disk_store_of_its_own():
     assert settings("/store", 1).engine_of(0).tier[0] == "disk:path=/store,capacity=1GiB"
     with pytest.raises(ValueError, match=r"\{replica\}"):
         settings("/store", 2)
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (("--replicas", "0"), "replicas: must be at least 1"),
-        (("--affinity", "ip"), "affinity is session or none"),
-        (("--port", "0"), "--port 0 is for retain serve"),
-        (("--replicas", "2", "--inspect"), "--inspect"),
-        (("--replicas", "2", "--tier", "disk:path=store,capacity=1GiB"), "{replica}"),
-        (("--host", "0.0.0.0"), "--insecure-no-api-key"),
-        (("--max-connections", "7"), "unrecognized arguments"),
-    ],
-)
-def test_invalid_option_prints_one_line(capsys, options, expected):
-    assert_one_line_error(run_cli(capsys, "cluster", "up", "--model", "random:tiny", *options), expected)
 
 
 def test_without_ray_one_line_says_what_to_install():

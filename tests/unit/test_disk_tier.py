@@ -289,23 +289,6 @@ def test_a_replacement_that_cannot_fit_evicts_nothing(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("tape", "choose one of disk, ram"),
-        ("ram", "needs capacity"),
-        ("disk:path=x", "needs capacity"),
-        ("ram:capacity=lots", "not a size"),
-        ("ram:capacity=1GB,evict=fifo", "evict is lru, lfu or importance"),
-        ("disk:path=x,capacity=1GB,evict=importance", "evict is lru or lfu"),
-        ("ram:capacity=1GB,path=x", "no option 'path'"),
-    ],
-)
-def test_bad_options_are_refused(spec: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse(spec)
-
-
 def test_a_folder_with_the_name_of_a_span_costs_that_span(tmp_path: Path) -> None:
     store = open_disk_store(tmp_path)
     store.put(*make_span([0]))

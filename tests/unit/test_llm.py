@@ -105,23 +105,6 @@ def test_ignore_eos_and_chat_stop_token(smollm2):
     assert len(longer.token_ids) == 20 and longer.token_ids[: len(chat.token_ids)] == chat.token_ids
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"page_size": 8},
-        {"dtype": "int4"},
-        {"max_model_len": 10**6},
-        {"max_batched_tokens": 8},
-        {"kv_memory": "x"},
-        {"colour": 1},
-    ],
-)
-def test_invalid_options_raise_one_line_errors(options):
-    with pytest.raises(ValueError) as error:
-        LLM("smollm2", **options)
-    assert "\n" not in str(error.value)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_every_dtype_is_computed_in_or_refused_with_those_that_are(backend, dtype):

@@ -83,9 +83,3 @@ def test_a_grammar_that_is_complete_ends_an_answer_all_the_same() -> None:
     assert token == 4, "without a grammar the stop token is masked"
     ((token, _),) = sample(logits, [Request(inputs, StopOnly(3))]).read()[0]
     assert token == 3 and torch.equal(logits, before)
-
-
-def test_min_tokens_above_max_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="min_tokens is 3: at most max_tokens, which is 2"):
-        SamplingParams(max_tokens=2, min_tokens=3)
-    SamplingParams(max_tokens=3, min_tokens=3)

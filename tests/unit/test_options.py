@@ -27,7 +27,6 @@ from retain.sampling_params import SamplingParams
 from retain.server.config import Limits, ServerConfig
 from retain.server.observers.kv_events.config import KVEventsOptions
 from retain.tune.config import TuneConfig
-from tests.helpers.cli import assert_one_line_error, run_cli
 
 COMMANDS: dict[type, str] = {
     Config: "run",
@@ -165,8 +164,3 @@ def test_a_text_that_is_no_choice_is_refused_with_the_choices(spec: str, name: s
 def test_every_dataclass_of_options_is_in_the_table() -> None:
     used = {cls for cls in vars(args).values() if dataclasses.is_dataclass(cls)}
     assert used <= COMMANDS.keys()
-
-
-def test_a_port_beyond_the_last_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    error = run_cli(capsys, "serve", "--model", "random:tiny", "--port", "99999")
-    assert_one_line_error(error, "argument --port: must be at least 0 and at most 65535, not 99999")

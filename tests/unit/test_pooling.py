@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from retain import LLM, SamplingParams
-from retain.config import Config
 from retain.formats.errors import UnsupportedError
 from retain.formats.pooling import Pooling, choose_pooling, read_pooling
 from retain.processing.fill_in_formats import FILL_IN_FORMATS
@@ -147,11 +146,6 @@ def test_other_poolings_of_gguf_files_are_refused(tmp_path, kind):
     path = write_gguf(tmp_path / "a.gguf", tiny_for_gguf("qwen3"), vocabulary=BYTE_LEVEL_VOCABULARY, extra=extra)
     with pytest.raises(UnsupportedError, match="pooling_type"):
         read_pooling(path)
-
-
-def test_an_unknown_option_is_refused():
-    with pytest.raises(ValueError, match="pooling 'cls' is not supported: choose auto, off, last, mean"):
-        Config("m", pooling="cls")
 
 
 # ---- reranking -------------------------------------------------------------------------------------------------------

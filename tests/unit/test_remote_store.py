@@ -31,7 +31,7 @@ from retain.kv.stores.span_file import (
 )
 from retain.kv.stores.tiers import parse
 from retain.kv.stores.tiers.remote import RemoteStore
-from tests.helpers.cli import assert_one_line_error, run_cli
+from tests.helpers.cli import run_cli
 from tests.helpers.stored_spans import expected_blocks, key_of, make_span
 
 FINGERPRINT = bytes(range(16))
@@ -160,8 +160,6 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
     os.utime(drafts[0], (0, 0))  # its writer was killed
     assert run_cli(capsys, "cache", "sweep", spec).code == 0 and [d.exists() for d in drafts] == [False, True]
     assert foreign.read_text() == "not a span"  # whatever is done with the bucket
-    assert_one_line_error(run_cli(capsys, "cache", "sweep", tmp_path), "there is no store at")
-    assert_one_line_error(run_cli(capsys, "cache", "ls", "ram:capacity=1GB"), "is no store")
 
 
 @pytest.mark.parametrize(
@@ -169,10 +167,6 @@ def test_cache_commands_list_verify_and_sweep_a_bucket(tmp_path: Path, capsys: p
     [
         ("remote:url=ftp://x/y", "url=ftp://x/y should begin with s3://"),
         ("remote:url=nothing", "should begin with s3://"),
-        ("remote:capacity=1GB", "remote has no option 'capacity'"),
-        ("remote", "remote needs url=..."),
-        ("remote:url=memory:///,timeout=0", "remote: timeout must be above 0 and at most 3600"),
-        ("remote:url=memory:///,read=0", "remote: read must be at least 1"),
         ("remote:url=memory:///,region=x", "options of s3://"),
     ],
 )

@@ -132,25 +132,6 @@ def test_answers_of_the_model_itself_are_compared_by_rouge(data: Path, capsys: p
     assert result.code in (0, 1) and "ROUGE-L" in result.err
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (("--within", "kl=1%"), "not a bound such as"),
-        (("--within", "speed=2"), "not a bound such as"),
-        (("--within", "top1=1.5"), "not a bound such as"),
-        (("--within", "kl=0.1", "--kv-policy", "h2o:budget=9"), "--policies"),
-        (("--within", "kl=0.1", "--policies", "lru"), "unknown KV policy"),
-        (("--within", "kl=0.1", "--budgets", "x"), "percentage"),
-        (("--within", "kl=0.1", "--num-items", "2"), "--num-items: must be at least 4"),
-        (("--within", "kl=0.1", "--data", "nowhere.jsonl"), "no such file"),
-    ],
-)
-def test_bad_options_are_one_line(
-    options: tuple[str, ...], message: str, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert_one_line_error(run_cli(capsys, "tune", "--model", "random:tiny", "--data", data, *options), message)
-
-
 @pytest.mark.parametrize("content", ["", "[]", "{}\n", "nonsense\n", '{"subject": {}}\n{"item": 1}\n'])
 def test_a_file_that_is_no_journal_is_one_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"

@@ -42,7 +42,7 @@ class WorkRecorder:
         self.runner, self.work = runner, StepWork()
 
     def forward(self, batch: Batch) -> Tensor:
-        """See Runner.forward."""
+        """Run the step of the other runner, and keep the work that its batch is."""
         starts, ends = batch.query_start_loc[:-1].tolist(), batch.query_start_loc[1:].tolist()
         first_positions = batch.positions[batch.query_start_loc[:-1].long()].tolist()
         self.work = measure_work((p, end - start) for p, start, end in zip(first_positions, starts, ends, strict=True))

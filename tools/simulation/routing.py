@@ -48,7 +48,7 @@ class RandomRouter(Router):
     """Any replica."""
 
     def choose(self, request: TracedRequest, loads: Sequence[int]) -> int:
-        """See Router."""
+        """Choose any replica, each with the same probability."""
         return self.rng.randrange(self.num_replicas)
 
 
@@ -56,7 +56,7 @@ class LeastLoadedRouter(Router):
     """The replica with the fewest requests in flight."""
 
     def choose(self, request: TracedRequest, loads: Sequence[int]) -> int:
-        """See Router."""
+        """Choose the replica with the fewest requests in flight."""
         return self.least_loaded(loads)
 
 
@@ -64,7 +64,7 @@ class SessionRouter(Router):
     """The replica of the conversation, whatever its load."""
 
     def choose(self, request: TracedRequest, loads: Sequence[int]) -> int:
-        """See Router."""
+        """Choose the replica to which the hash of the conversation leads."""
         return self.rank(request.session.to_bytes(8, "big"))[0]
 
 
@@ -72,7 +72,7 @@ class PrefixRouter(Router):
     """The replica of the prompt's first pages; the least loaded one where that has much more to do."""
 
     def choose(self, request: TracedRequest, loads: Sequence[int]) -> int:
-        """See Router."""
+        """Choose the replica to which the first pages' hash leads, or the least loaded one if that is too busy."""
         if not request.keys:
             return self.least_loaded(loads)
         preferred = self.rank(request.keys[:PREFIX_PAGES][-1])[0]
@@ -92,7 +92,7 @@ class KvAwareRouter(Router):
         self.num_requests = self.num_missing_pages = 0
 
     def choose(self, request: TracedRequest, loads: Sequence[int]) -> int:
-        """See Router."""
+        """Choose the replica with the most cached pages of the prompt, less its load."""
         found = self.matched_pages(request.keys)
         missing_pages = self.num_missing_pages / max(self.num_requests, 1)
         scores = [found.get(i, 0) - missing_pages * load for i, load in enumerate(loads)]
@@ -114,12 +114,12 @@ class KvAwareRouter(Router):
         return found
 
     def on_stored(self, replica: int, keys: Sequence[bytes]) -> None:
-        """See Router."""
+        """Count a replica as a holder of the pages that it has stored."""
         for key in keys:
             self.holders[key][replica] += 1
 
     def on_evicted(self, replica: int, keys: Sequence[bytes]) -> None:
-        """See Router."""
+        """Drop a replica from the holders of the pages that it has evicted."""
         for key in keys:
             holders = self.holders[key]
             holders[replica] -= 1

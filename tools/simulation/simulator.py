@@ -27,11 +27,11 @@ class RouterEvents:
     replica: int
 
     def on_stored(self, keys: Sequence[bytes]) -> None:
-        """See KeyListener."""
+        """Tell the router which pages the replica has stored."""
         self.router.on_stored(self.replica, keys)
 
     def on_evicted(self, keys: Sequence[bytes]) -> None:
-        """See KeyListener."""
+        """Tell the router which pages the replica has evicted."""
         self.router.on_evicted(self.replica, keys)
 
 

@@ -262,7 +262,7 @@ class OffloadSetup:
         return self.bytes_before_restart + sum(found)
 
     def close(self) -> None:
-        """Restore the engine."""
+        """Give the engine its own prefix cache settings back, and empty the tree."""
         self.prefix_cache.config = self.config
         self.prefix_cache.close_offloader()
         self.prefix_cache.tree.clear()

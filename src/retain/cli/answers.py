@@ -47,7 +47,7 @@ class AnswerWriter:
 
     @property
     def content(self) -> str:
-        """Return what of the answer belongs to the conversation, until now."""
+        """Return the answer so far without its reasoning, for the conversation's next turn."""
         return "".join(self._content)
 
     def write(self, text: str, finished: bool) -> None:

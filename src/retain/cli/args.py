@@ -204,7 +204,7 @@ def _add_benches(bench: CommandParser, engine: CommandParser, quiet: CommandPars
 
 
 def add_log_level(parser: argparse.ArgumentParser, default: str) -> None:
-    """Add --log-level."""
+    """Add the option --log-level to a command's parser."""
     parser.add_argument(
         "--log-level", choices=LOG_LEVELS, default=default, help=f"of the log on standard error (default: {default})"
     )

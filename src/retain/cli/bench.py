@@ -49,7 +49,7 @@ def engine_config(args: Namespace) -> Config:
 
 
 def run_speed(args: Namespace) -> None:
-    """Run `retain bench speed`."""
+    """Run `retain bench speed`: measure the throughput and latency of workloads."""
     config = engine_config(args)
     options = from_args(SpeedBenchConfig, args)
     workloads = speed.select_workloads(options.workloads)
@@ -57,7 +57,7 @@ def run_speed(args: Namespace) -> None:
 
 
 def run_budget(args: Namespace) -> None:
-    """Run `retain bench budget`."""
+    """Run `retain bench budget`: measure what KV budgets cost and save."""
     config = engine_config(args)
     names = from_args(BudgetBenchConfig, args).measurements
     check_known("measurement", names, budget.MEASUREMENTS)
@@ -67,7 +67,7 @@ def run_budget(args: Namespace) -> None:
 
 
 def run_precision(args: Namespace) -> None:
-    """Run `retain bench precision`."""
+    """Run `retain bench precision`: compare dtypes of the KV cache."""
     if hasattr(args, "kv_dtype"):
         raise ValueError("bench precision compares dtypes of K and V: name them by --kv-dtypes")
     config = engine_config(args)
@@ -84,7 +84,7 @@ def run_precision(args: Namespace) -> None:
 
 
 def run_quality(args: Namespace) -> None:
-    """Run `retain bench quality`."""
+    """Run `retain bench quality`: score the answers under each policy."""
     config = engine_config(args)
     options = from_args(QualityBenchConfig, args)
     tasks = quality.load_tasks(options.tasks)
@@ -103,7 +103,7 @@ def run_quality(args: Namespace) -> None:
 
 
 def run_speculate(args: Namespace) -> None:
-    """Run `retain bench speculate`."""
+    """Run `retain bench speculate`: measure speculative decoding."""
     config = engine_config(args)
     options = from_args(SpeculateBenchConfig, args)
     speculate.check_names(options)
@@ -112,7 +112,7 @@ def run_speculate(args: Namespace) -> None:
 
 
 def run_prefix(args: Namespace) -> None:
-    """Run `retain bench prefix`."""
+    """Run `retain bench prefix`: time first tokens where prompts share a prefix."""
     config = engine_config(args)
     options = from_args(PrefixBenchConfig, args)
     prefix.check_names(options)

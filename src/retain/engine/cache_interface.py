@@ -34,7 +34,7 @@ class RequestRow(Protocol):
         """Own the pages of all positions below `end_position`. False when the pool has too few."""
 
     def next_stop(self, position: int) -> int:
-        """Return the first position behind this one where something is due; a step must not pass it."""
+        """Return the first later position where the cache has work to do, such as an eviction."""
 
     def advance(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
         """Do what is due where a step ended; what must be evicted is evicted later, with other rows."""
@@ -54,7 +54,7 @@ class SchedulerCache(Protocol):
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """The number of slots in a page; each holds what is cached of one token."""
 
     @property
     def max_batched_tokens(self) -> int:
@@ -62,7 +62,7 @@ class SchedulerCache(Protocol):
 
     @property
     def max_running_requests(self) -> int:
-        """Rows, open or not."""
+        """The number of rows in the cache: each running request needs one."""
 
     @property
     def total_pages(self) -> int:

@@ -37,7 +37,7 @@ class TokenCounts:
         return self._times[: len(self._place)]
 
     def add(self, tokens: Sequence[int]) -> None:
-        """Add tokens at the end of the text."""
+        """Count the tokens that were added to the end of the text."""
         fresh = []
         added = Counter(tokens)
         for token, count in added.items():

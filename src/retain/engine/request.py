@@ -25,7 +25,7 @@ from retain.sampling_params import SamplingParams
 
 
 class FinishReason(Enum):
-    """Why a request ended."""
+    """The reasons for which a request ends."""
 
     STOP = "stop"  # a stop token, a stop string, the end of a grammar
     LENGTH = "length"
@@ -70,7 +70,7 @@ class RequestInput:
 
 
 class Request:
-    """One answer in progress.
+    """A request in the engine: its prompt, the tokens of its answer, and how far they are computed.
 
     `text` is prompt and answer; the first `num_computed_tokens` of its tokens have their K and V in slots. `drafts` are
     guesses of the next tokens, which the next step verifies; `draft_probs` [K, V] the distributions that they were
@@ -115,12 +115,12 @@ class Request:
 
     @property
     def params(self) -> SamplingParams:
-        """Sampling parameters."""
+        """How the request's tokens are sampled, and when it stops."""
         return self.input.params
 
     @property
     def output_tokens(self) -> list[int]:
-        """The generated tokens."""
+        """The tokens generated so far, which follow the prompt."""
         return self.tokens[len(self.prompt) :]
 
     @property
@@ -202,7 +202,7 @@ class Request:
         return uncomputed + following[: num_tokens - len(uncomputed)]
 
     def advance(self, num_tokens: int) -> None:
-        """Count tokens as computed."""
+        """Count the tokens that a step has computed: of the scoring pass if one is due, else of the text."""
         if s := self.scoring:
             s.num_done += num_tokens
         else:

@@ -32,7 +32,7 @@ class Moments:
         self.sums = products if self.sums is None else self.sums + products
 
     def solve(self) -> GateWeights:
-        """Return the fitted gate."""
+        """Fit the gate to the recorded sums by ridge regression, and return its weights."""
         assert self.sums is not None
         N = self.sums[..., -1, -1]  # [M, G]
         mean = self.sums[..., -1] / N[..., None]  # [M, G, C + 2]

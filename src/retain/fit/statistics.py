@@ -104,7 +104,7 @@ class FirstReading:
         self.answers: list[LayerAttention] = []
 
     def __call__(self, found: LayerAttention) -> None:
-        """Record a layer."""
+        """Record the columns of the prompt and the attention of one layer that has no sliding window."""
         if self.model.spec.kv_cache.windows[found.layer] is not None:
             return
         n = self.prompt_len

@@ -67,7 +67,7 @@ class Experts:
 
     @property
     def intermediate_size(self) -> int:
-        """Return I."""
+        """Return I, the number of values between the two products of an expert."""
         return self.down.shape[1]
 
     @property
@@ -77,5 +77,5 @@ class Experts:
 
     @property
     def hidden_size(self) -> int:
-        """Return E."""
+        """Return E, the number of values in a row that the experts read and write."""
         return self.gate_up.shape[1]

@@ -35,7 +35,9 @@ class GatedDeltaRule:
 
 @dataclass(frozen=True, eq=False)
 class Mamba2Rule:
-    """A gate row is [a]: dt is softplus(a + time_bias) between two limits, and the log decay is `decay * dt`.
+    """How Mamba-2 computes the decay of its state from a gate row [a].
+
+    dt is softplus(a + time_bias) between two limits, and the log decay is `decay * dt`.
 
     Mamba-2 calls q, k, v C, B, x. Key heads are its groups.
     """

@@ -347,7 +347,7 @@ class Convolve(Operation):
     bias: Tensor | None = None  # [C]
 
     def check(self) -> None:
-        """Raise WidthError for weights of other channels."""
+        """Raise WidthError unless the weights have a channel for each number of a row."""
         channels, _ = self.weight.shape
         num_biases = channels if self.bias is None else self.bias.numel()
         check_equal("a convolution", channels, self.x.width, self.out.width, num_biases)
@@ -364,7 +364,7 @@ class AttendLinearly(Operation):
     params: LinearAttention
 
     def check(self) -> None:
-        """Raise WidthError for rows or gates of other sizes."""
+        """Raise WidthError unless the rows and the gates have the sizes that the parameters state."""
         p = self.params
         H = p.num_value_heads
         if H % p.num_key_heads:
@@ -417,7 +417,7 @@ def check_columns(buffer: Buffer, columns: HeadColumns) -> None:
 
 
 def check_factors(n: int, buffer: Buffer) -> None:
-    """Raise WidthError for more factors than numbers."""
+    """Raise WidthError if a buffer's rows have fewer numbers than there are factors."""
     if not 0 <= n <= buffer.width:
         raise WidthError(f"{n} factors do not fit a buffer of width {buffer.width}")
 

@@ -21,7 +21,7 @@ def pin(x: Tensor, device: torch.device) -> Tensor:
 
 
 def to_device(x: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device."""
+    """Copy a tensor to a device, without waiting for the copy."""
     return pin(x, device).to(device, non_blocking=True) if x.device.type == "cpu" else x.to(device, non_blocking=True)
 
 

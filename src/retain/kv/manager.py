@@ -74,7 +74,7 @@ class KVCacheManager:
 
     @property
     def prefix_cache(self) -> PrefixCache:
-        """What caches prefixes."""
+        """The cache of the prefixes of earlier texts."""
         return self._parts.prefix_cache
 
     @contextmanager

@@ -320,7 +320,7 @@ class Row:
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt; 0 without a task."""
         return self.task.prompt_len if self.task else 0
 
     @property

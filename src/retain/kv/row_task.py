@@ -20,7 +20,7 @@ class ScoringProgress:
 
     @property
     def num_left(self) -> int:
-        """Tokens to be computed."""
+        """The number of tokens that the scoring pass has still to compute."""
         return len(self.scoring.tokens) - self.num_done
 
     @property

@@ -45,7 +45,7 @@ class Text:
         return self._array[:n]
 
     def drop(self, num_tokens: int) -> None:
-        """Remove the last tokens."""
+        """Remove tokens from the end of the text, with the hashes of blocks that held them."""
         n = len(self.ids) - num_tokens
         del self.ids[n:]
         self._num_copied = min(self._num_copied, n)
@@ -77,7 +77,7 @@ def hash_key(key: bytes) -> bytes:
 
 
 def hash_block(parent_hash: bytes, tokens: Ints) -> bytes:
-    """Hash the tokens of a block that follows the block, or the first link, of `parent_hash`."""
+    """Hash the tokens of a block together with the hash of the block before it, or of the first link."""
     return hash_key(parent_hash + tokens.tobytes())
 
 

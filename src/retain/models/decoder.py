@@ -58,7 +58,7 @@ class ModelSpec:
 
     @cached_property
     def kv_cache(self) -> KVCacheSpec:
-        """What the layers cache."""
+        """What the layers keep in the KV cache, by layer."""
         return KVCacheSpec(self.caches, self.uncached_layers)
 
 

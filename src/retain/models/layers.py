@@ -63,7 +63,7 @@ class HeadLinear:
 
     @property
     def width(self) -> int:
-        """Return H out."""
+        """Return the number of values in an output row: those of all heads."""
         return self.weight.shape[0]
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
@@ -191,7 +191,7 @@ class LayerNorm:
 
 
 def load_layer_norm(w: Weights, name: str, eps: float, bias: bool = True) -> LayerNorm:
-    """Load a layer norm."""
+    """Load a layer norm: its weight, and its bias unless it has none."""
     return LayerNorm(w[f"{name}.weight"], w[f"{name}.bias"] if bias else None, eps)
 
 

@@ -28,13 +28,13 @@ class Listing:
         self.rows: list[Row] = []
 
     def load(self, operations: Iterable[Operation]) -> None:
-        """Note operations."""
+        """Note a line for each operation, and compute none."""
         for op in operations:
             op.check()
             self.rows.append(describe(op))
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
-        """Return the energies of rows."""
+        """Return the sum of factors[i] * w[i]^2 over each row w of a weight, float32 [out]."""
         return row_energies(weight, factors)
 
 

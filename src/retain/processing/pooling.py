@@ -63,7 +63,7 @@ class MeanReader:
         self._num_rows = 0
 
     def __call__(self, rows: Tensor) -> None:
-        """Add these states."""
+        """Add the hidden states of a step to the sum of which the mean is taken."""
         self._total = self._total + rows.float().sum(0).cpu()
         self._num_rows += len(rows)
 

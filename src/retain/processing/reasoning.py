@@ -30,7 +30,7 @@ class ReasoningMarks:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """All of them."""
+        """The texts of all marks: of the reasoning, and of the answer behind it."""
         return self.begin, self.end, self.answer_begin, self.answer_end
 
     def find_state(self, prompt: str) -> ReasoningState:
@@ -69,7 +69,7 @@ class Reasoning:
         return replace(self, state=ReasoningState.OPEN if splitter.is_in_reasoning else ReasoningState.CLOSED)
 
     def create_splitter(self) -> ReasoningSplitter:
-        """Create a splitter of the answer."""
+        """Create a splitter of the answer into reasoning and content."""
         return ReasoningSplitter([self.marks], self.state is ReasoningState.OPEN)
 
 

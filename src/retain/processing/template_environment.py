@@ -36,7 +36,7 @@ def create_environment() -> ImmutableSandboxedEnvironment:
         intercepted_binops = frozenset(("*", "%", "**"))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            """Apply a checked operator. Raises ValueError."""
+            """Apply an operator, unless its result would be too large. Raises ValueError."""
             sizes = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
             counts = [x for x in (left, right) if isinstance(x, int)]
             if operator == "*" and sizes and counts and sizes[0] * counts[0] > MAX_BUILT_CHARACTERS:
@@ -59,7 +59,7 @@ def create_environment() -> ImmutableSandboxedEnvironment:
             return nodes.CallBlock(self.call_method("call_body"), [], [], body).set_lineno(line)
 
         def call_body(self, caller: Callable[[], str]) -> str:
-            """Return the content."""
+            """Return the text between the tags of a generation block."""
             return caller()
 
     class Namespace(utils.Namespace):
@@ -93,7 +93,7 @@ class TemplateDict:
     """What `dict` is in a template: it builds dictionaries, and is no type."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
-        """Return a dictionary."""
+        """Return a new dictionary, as `dict(...)` does in a template."""
         return dict(*args, **kwargs)
 
     def fromkeys(self, *args: Any) -> dict[Any, Any]:

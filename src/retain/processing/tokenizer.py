@@ -37,7 +37,7 @@ from retain.processing.stop_strings import StopStrings
 
 
 class Tokenizer:
-    """Encode and decode text.
+    """Convert texts to token ids and back, and render conversations by chat templates.
 
     `stop_token_ids` end an answer. `chat_templates` are the model's own, or those that were chosen instead.
     """

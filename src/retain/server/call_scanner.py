@@ -52,11 +52,11 @@ class CallScanner(Protocol):
         """Read text from `start`, which is where the last call of this ended; all of it once it has `finished`."""
 
     def copy(self) -> CallScanner:
-        """Return a scanner that goes on from here by itself."""
+        """Return a copy that goes on from this scanner's state by itself."""
 
 
 def end_call(text: str, body_end: int, start: int, ends: Sequence[str], finished: bool) -> Scanned:
-    """Return the end of a call whose body has ended, behind the longest of some markers that stands at `start`."""
+    """Return where a call ends whose body has ended: behind the longest closing marker that stands at `start`."""
     found = max((len(end) for end in ends if text.startswith(end, start)), default=0)
     if _may_be_longer(text, start, ends):
         if not finished:
@@ -95,11 +95,11 @@ class MarkerScanner:
     begins: Sequence[str] = ()
 
     def copy(self) -> MarkerScanner:
-        """See CallScanner."""
+        """Return a copy that goes on from this scanner's state by itself."""
         return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
-        """See CallScanner."""
+        """Look for the first marker from `start` on. One of `ends` ends the call; one of `begins` makes it text."""
         marks = (*self.ends, *self.begins)
         match = compile_marks(marks).search(text, start)
         if not match:
@@ -120,11 +120,11 @@ class QuotedScanner:
     quote: str = ""  # that is open
 
     def copy(self) -> QuotedScanner:
-        """See CallScanner."""
+        """Return a copy that goes on from this scanner's state by itself."""
         return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
-        """See CallScanner."""
+        """Look for the first marker outside of quotes from `start` on, and note whether a quote stays open."""
         position = start
         while True:
             marks = (self.quote,) if self.quote else (*self.quotes, *self.ends, *self.begins)
@@ -157,11 +157,11 @@ class ValueScanner:
     is_complete: bool = False
 
     def copy(self) -> ValueScanner:
-        """See CallScanner."""
+        """Return a copy that goes on from this scanner's state by itself."""
         return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
-        """See CallScanner."""
+        """Read the JSON value from `start` on, by the depth of its brackets, and the marker behind it."""
         position = start
         if not self.depth and not self.is_complete:
             marks = (*self.openers, *self.ends, *self.begins)
@@ -219,11 +219,11 @@ class TagScanner:
     in_value: bool = False
 
     def copy(self) -> TagScanner:
-        """See CallScanner."""
+        """Return a copy that goes on from this scanner's state by itself."""
         return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
-        """See CallScanner."""
+        """Look for the first marker outside of tagged values from `start` on, and note whether a value stays open."""
         position = start
         while True:
             marks = (self.closer,) if self.in_value else (self.opener, *self.ends, *self.begins)

@@ -41,7 +41,7 @@ class Watchdog:
         timer.start()
 
     def stop(self) -> None:
-        """Cancel all limits."""
+        """Cancel the timers, so that none ends the process."""
         for timer in self._timers:
             timer.cancel()
 
@@ -58,7 +58,7 @@ class QuietlyCancelled:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
+        """Pass a connection on to the application, and log no error if it is cancelled (ASGI)."""
         with suppress(asyncio.CancelledError):
             await self.app(scope, receive, send)
 

@@ -117,7 +117,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._expect_reading()
 
     def resume_writing(self) -> None:
-        """Go on writing."""
+        """Go on writing, and stop the timer of a client that reads nothing."""
         if self._send_timer:
             self._send_timer.cancel()
         super().resume_writing()
@@ -209,7 +209,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """Expect the next request."""
+        """Reset the counts and the timer for the next request of the connection."""
         self._stop_timer()
         self._in_headers = True
         self._in_body = False

@@ -44,7 +44,7 @@ class AuthMiddleware:
         self.host_rule = None if config.api_keys else HostRule(config.allowed_hosts, config.insecure_no_api_key)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection.
+        """Authenticate a request by its API key, and pass it on if it is admitted (ASGI).
 
         Stores the authenticated ApiKey as `request.state.key`, and its RequestAdmission as `request.state.admission`.
         """
@@ -140,7 +140,7 @@ class HeadMiddleware:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one ASGI connection."""
+        """Answer a HEAD request as a GET request, without the body (ASGI)."""
         if scope["type"] != "http" or scope["method"] != "HEAD":
             return await self.app(scope, receive, send)
 

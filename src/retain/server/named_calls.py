@@ -20,22 +20,22 @@ class NamedJsonFormat(ToolFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the texts that must stay in an answer: the separator and the mark of an id are among them."""
         return (*super().markers, self.separator, self.id_mark)
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. A call ends where its JSON ends."""
+        """Create the scanner of a call, which ends where the JSON object of its arguments ends."""
         return ValueScanner(self.ends, self.begins, openers="{")
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
-        """See ToolFormat."""
+        """Parse the body of a call: the name before the separator, the JSON object behind it. None if it is no call."""
         head, separator, block = text.partition(self.separator)
         name = (head.partition(self.id_mark)[0] if self.id_mark else head).strip()
         arguments = read_arguments(block, schemas.get(name)) if separator else None
         return None if arguments is None else [ParsedToolCall(name, arguments)]
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat."""
+        """Return the grammar of one call: its name, the separator, and the JSON that the schema of the tool allows."""
         end = self.end + self.section_end
         rules = [start_with_call(self.section_begin + self.begin, len(tools), end, special_tokens)]
         for i, tool in enumerate(tools):

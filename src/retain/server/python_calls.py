@@ -27,11 +27,11 @@ class PythonToolFormat(ToolFormat):
     separator: str = ""
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. The markers may stand in strings."""
+        """Create the scanner of calls, which end at the first marker outside of Python's strings."""
         return QuotedScanner(self.ends, self.begins, quotes=('"', "'"))
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
-        """See ToolFormat. Values may be literals of Python or of JSON."""
+        """Parse calls as expressions of Python; values are literals of Python or JSON. None if they are no calls."""
         reader = LiteralReader(text)
         calls = []
         try:
@@ -46,7 +46,7 @@ class PythonToolFormat(ToolFormat):
         return calls if reader.is_at_end and calls else None
 
     def write_calls(self, functions: Sequence[Mapping[str, Any]]) -> str:
-        """See ToolFormat."""
+        """Return calls as expressions of Python between this format's markers, as the model writes them."""
         calls = []
         for function in functions:
             arguments = function["arguments"] if isinstance(function["arguments"], Mapping) else {}
@@ -56,7 +56,7 @@ class PythonToolFormat(ToolFormat):
         return f"{self.begin}{self.opener}{between.join(calls)}{self.closer}{self.end}"
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat. Values are JSON; the parameters keep the order of the schema.
+        """Return the grammar of one call. Values are JSON, and the parameters keep the order of the schema.
 
         Raises ValueError for a parameter whose name Python cannot have.
         """

@@ -71,7 +71,10 @@ class Sandbox:
         tools: Tools | None,
         variables: Variables,
     ) -> str:
-        """See TemplateRenderer. Raises ValueError, also where it takes too long, and APIError."""
+        """Return messages as prompt text by the template `source`, rendered in a worker process.
+
+        Raises ValueError, also where it takes too long, and APIError.
+        """
         return self._call(
             "the chat template",
             "render_chat",

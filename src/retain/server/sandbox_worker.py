@@ -44,7 +44,7 @@ def read_frame(file: IO[bytes]) -> bytes | None:
 
 
 def write_reply(file: IO[bytes], kind: bytes, text: str = "") -> None:
-    """Write a reply."""
+    """Write a reply to the server: its length, its kind of one byte, and its text."""
     data = text.encode(errors=ENCODING_ERRORS)
     file.write((len(kind) + len(data)).to_bytes(4, "big") + kind)
     file.write(data)

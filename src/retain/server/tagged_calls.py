@@ -30,11 +30,11 @@ class FunctionTagFormat(ToolFormat):
     tag_break: str = "\n"
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. The tags of calls may stand in values."""
+        """Create the scanner of a call, which ends at the first closing tag outside of parameter values."""
         return TagScanner(self.ends, self.begins, PARAMETER_BEGIN, PARAMETER_END, FOLLOWERS)
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
-        """See ToolFormat."""
+        """Parse the body of a call: a tag with the name, then a tag for each parameter. None if it is no call."""
         function = NAME.match(text)
         if not function:
             return None
@@ -49,7 +49,7 @@ class FunctionTagFormat(ToolFormat):
         return [ParsedToolCall(name, write_arguments(convert_texts(texts, schemas.get(name))))]
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat. The parameters keep the order of the schema."""
+        """Return the grammar of one call. Its parameters keep the order of the schema."""
         layout = TextLayout(
             PARAMETER_BEGIN, f">{self.value_break}", f"{self.value_break}{PARAMETER_END}{self.tag_break}"
         )

@@ -160,7 +160,7 @@ class JsonToolFormat(ToolFormat):
     is_list: bool = False  # a list of calls between the markers
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. A call ends where its JSON ends."""
+        """Create the scanner of a call, which ends where its JSON ends."""
         return ValueScanner(self.ends, self.begins)
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
@@ -178,7 +178,7 @@ class JsonToolFormat(ToolFormat):
         return calls or None
 
     def write_calls(self, functions: Sequence[Mapping[str, Any]]) -> str:
-        """See ToolFormat."""
+        """Return calls as JSON between this format's markers, as the model writes them."""
         calls = [
             json.dumps({self.name_key: f["name"], self.arguments_key: f["arguments"]}, ensure_ascii=False)
             for f in functions

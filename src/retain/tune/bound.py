@@ -47,7 +47,7 @@ class Bound:
 
 
 def parse_bound(text: str) -> Bound:
-    """Parse `--within`. Raises ValueError."""
+    """Parse the bound that --within states, such as kl=0.01. Raises ValueError."""
     metric, _, number = text.partition("=")
     is_percent = number.endswith("%")
     try:

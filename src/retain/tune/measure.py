@@ -33,7 +33,7 @@ class Measurer:
     _counted: set[tuple[str, int]] = field(default_factory=set)
 
     def measure(self, specs: Sequence[str], num_items: int) -> None:
-        """Measure what is not known of the first items under these policies and under the full cache."""
+        """Measure each policy and the full cache on the first `num_items` items, without those measured before."""
         for i in range(num_items):
             missing = [s for s in specs if not self.journal.has(s, i, self.metric)]
             if missing:

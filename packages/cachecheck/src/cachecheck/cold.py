@@ -44,7 +44,7 @@ class NewSalt(ColdMethod):
     name = "salt"
 
     def fields(self, texts: PromptSource) -> Json:
-        """Return a salt."""
+        """Return a new random salt for the request, so that no cached prefix matches."""
         return {"cache_salt": texts.name()}
 
 
@@ -54,7 +54,7 @@ class OptOut(ColdMethod):
     name = "cache_prompt=false"
 
     def fields(self, texts: PromptSource) -> Json:
-        """Return the field."""
+        """Return the field of the request that turns the prefix cache off."""
         return {"cache_prompt": False}
 
     def has_failed(self, answer: Answer, allowance: int) -> bool:

@@ -31,15 +31,15 @@ class Commands:
         self._run = run
 
     def flush(self) -> None:
-        """Empty the cache."""
+        """Run the command that empties the server's cache."""
         self._run_and_wait(self._config.flush_command)
 
     def restart(self) -> None:
-        """Restart the server."""
+        """Run the command that restarts the server, and wait until it answers."""
         self._run_and_wait(self._config.restart_command)
 
     def reload(self) -> None:
-        """Load other weights."""
+        """Run the command that loads other weights, and wait until the server answers."""
         self._run_and_wait(self._config.reload_command)
 
     def _run_and_wait(self, command: str | None) -> None:

@@ -19,7 +19,7 @@ class Endpoint(StrEnum):
 
     @property
     def path(self) -> str:
-        """Where it is."""
+        """The path of the endpoint below the server's base URL."""
         return {Endpoint.CHAT: "/chat/completions", Endpoint.TEXT: "/completions"}[self]
 
     @property

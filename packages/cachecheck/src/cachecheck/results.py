@@ -54,7 +54,7 @@ class CheckResult:
 
     @property
     def verdict(self) -> str:
-        """The outcome in words."""
+        """The result of the check in a few words."""
         num_faults = sum(case.outcome == Outcome.FAULT for case in self.cases)
         if num_faults:
             return f"{num_faults} faults" if num_faults > 1 else "1 fault"

@@ -69,7 +69,7 @@ class PromptSource:
         self.endpoint = endpoint
 
     def words(self, num_words: int) -> list[str]:
-        """Return random words."""
+        """Return so many random words."""
         return self._random.choices(WORDS, k=num_words)
 
     def quoting(self, num_words: int) -> list[str]:

@@ -66,7 +66,7 @@ class Parting:
 
 
 def find_cause(parting: Parting) -> Cause:
-    """Return the likely cause."""
+    """Return the likely cause for which a prompt parts from its nearest cached one."""
     p = parting.at_first_character()
     if not p.prompt or not p.nearest:
         return Cause.TOKENIZATION

@@ -33,7 +33,7 @@ ItemMetrics = dict[str, float]
 
 
 def task_names() -> list[str]:
-    """Return the names of the tasks."""
+    """Return the names of the tasks that `retain bench quality` can run."""
     return plugin_names(__name__)
 
 

@@ -37,7 +37,7 @@ class TargetModel:
 
 
 class Drafter(Protocol):
-    """The interface of a drafter."""
+    """What the engine asks of a drafter, which guesses the next tokens of requests."""
 
     k: str  # drafts of a request in a round; auto: as many as are worth their time, at most max_draft_tokens
 

@@ -43,7 +43,7 @@ class LinearFit:
         self.xy = self.xy * EMA_DECAY + x * y
 
     def add_time(self, x: float, seconds: float) -> None:
-        """Add a point; an outlier is cut."""
+        """Add a measured time to the fit; one that is far too long counts as less."""
         expected = self.predict(x)
         self.add_point(x, min(seconds, OUTLIER_FACTOR * expected) if expected else seconds)
 

@@ -19,7 +19,7 @@ class SpecDecodeStats:
     baseline_s: float = 0.0  # expected for as many steps without drafts; 0: unknown
 
     def record_round(self, num_drafted: int, num_accepted: int) -> None:
-        """Count a round."""
+        """Count the drafted and the accepted tokens of one round of speculative decoding."""
         self.num_rounds += 1
         self.num_fully_accepted += num_drafted == num_accepted
         longer = [0] * (num_drafted - len(self.num_drafted_per_position))

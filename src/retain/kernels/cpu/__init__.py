@@ -66,7 +66,7 @@ def unavailable_reason() -> str | None:
 
 
 def program(dtype: torch.dtype, device: torch.device) -> Program:
-    """Return an empty program."""
+    """Return a program of the cpu backend that has no operations yet."""
     from retain.kernels.cpu.forward import CpuProgram
 
     return CpuProgram()

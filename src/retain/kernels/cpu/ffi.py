@@ -24,7 +24,7 @@ POOL_DTYPES = {torch.float32: 0, torch.bfloat16: 1, INT8: 2, K8V4: 3, INT4: 4}  
 
 
 def to_c_pool(kv: KV) -> _C.Pool:
-    """Convert a pool."""
+    """Convert a pool of K and V to the C++ structure with its addresses and strides."""
     return _C.Pool(
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
         kv.num_pages, kv.page_size, kv.k_dim, kv.v_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],

@@ -45,7 +45,7 @@ class CpuProgram:
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
-        """Append operations."""
+        """Append a model's operations to the program, lowered to those of C++."""
         o = self.operands
         for op in operations:
             op.check()
@@ -86,7 +86,7 @@ class CpuProgram:
         """Do nothing: there is nothing to compile."""
 
     def run(self, batch: Batch) -> Tensor:
-        """Compute one step."""
+        """Run all operations for the tokens of a batch. Returns the logits."""
         check_batch(batch)
         N = len(batch.logits_indices)
         input_ids = batch.token_ids()

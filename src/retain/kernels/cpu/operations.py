@@ -95,12 +95,12 @@ class CppOperands:
 
 
 def embed(o: CppOperands, op: ops.Embed | ops.EmbedPosition) -> Iterator[Record]:
-    """Pack the table."""
+    """Record a lookup of embeddings, with its table packed for C++."""
     yield o.record(op, table=o.weight(op.table))
 
 
 def norm(o: CppOperands, op: ops.Norm) -> Iterator[Record]:
-    """Add sizes."""
+    """Record a normalization, with the numbers and the heads of a row."""
     yield o.record(op, n=op.weight.shape[-1], heads=op.heads)
 
 
@@ -111,7 +111,7 @@ def linear(o: CppOperands, op: ops.MatMul) -> Iterator[Record]:
 
 
 def head_linear(o: CppOperands, op: ops.HeadMatMul) -> Iterator[Record]:
-    """Pack the matrices."""
+    """Record a product with a matrix for each head, with the matrices packed for C++."""
     yield o.record(op, weight=o.weight(op.weight))
 
 
@@ -137,7 +137,7 @@ def _to_c_experts(o: CppOperands, e: Experts) -> _C.Experts:
 
 
 def scale(o: CppOperands, op: ops.Scale) -> Iterator[Record]:
-    """Add the size."""
+    """Record a multiplication of rows by factors, with their number."""
     yield o.record(op, n=len(op.factors))
 
 

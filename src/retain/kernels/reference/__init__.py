@@ -32,7 +32,7 @@ def unavailable_reason() -> str | None:
 
 
 def program(dtype: torch.dtype, device: torch.device) -> ReferenceProgram:
-    """Return an empty program."""
+    """Return a program of the reference backend that has no operations yet."""
     return ReferenceProgram(dtype, write, attend)
 
 

@@ -140,7 +140,7 @@ def copy_columns(o: Operands, op: ops.CopyColumns) -> Compute:
 
 
 def compute_activation(o: Operands, op: ops.Activate) -> Compute:
-    """Apply an activation function."""
+    """Return a function that applies an activation, and multiplies by the gate where there is one."""
     x = o.buffers[op.x]
     return lambda s: activate(s.buffers[x], op.act, op.out.width, op.gated)
 
@@ -162,13 +162,13 @@ def compute_experts(o: Operands, op: ops.MixExperts) -> Compute:
 
 
 def clip(o: Operands, op: ops.Clip) -> Compute:
-    """Clamp rows."""
+    """Return a function that limits the values of rows to [-limit, limit]."""
     out = o.buffers[op.out]
     return lambda s: s.buffers[out].clamp(-op.limit, op.limit)
 
 
 def softcap(o: Operands, op: ops.Softcap) -> Compute:
-    """Bound rows smoothly."""
+    """Return a function that bounds the values of rows smoothly, by limit * tanh(x / limit)."""
     out = o.buffers[op.out]
     return lambda s: op.limit * torch.tanh(s.buffers[out] / op.limit)
 

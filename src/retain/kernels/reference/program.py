@@ -40,7 +40,7 @@ class TorchProgram(Generic[S, O]):
         self._logits: int | None = None
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
-        """Append operations."""
+        """Append a model's operations to the program, lowered to functions of torch."""
         for op in operations:
             op.check()
             if type(op) not in self.lowerings:
@@ -52,12 +52,12 @@ class TorchProgram(Generic[S, O]):
             del op  # its weights are converted: they may be freed before the next ones are read
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
-        """Compute the energies of rows."""
+        """Return the sum of factors[i] * w[i]^2 over each row w of a weight, float32 [out]."""
         return row_energies(weight, factors)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of rows."""
+        """The dtype of the rows that the operations compute."""
         return self.operands.dtype
 
     @property
@@ -75,7 +75,7 @@ class TorchProgram(Generic[S, O]):
 
     @abstractmethod
     def run(self, batch: Batch) -> Tensor:
-        """Compute one step."""
+        """Run all operations for the tokens of a batch. Returns the logits."""
 
     def _run_step(self, s: S) -> Tensor:
         for out, compute in self.computes:
@@ -111,7 +111,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Tensor:
-        """Compute one step."""
+        """Run all operations for the tokens of a batch. Returns the logits."""
         check_batch(batch)
 
         def attend(cache: int, q: Tensor, k: Tensor, v: Tensor, params: AttentionParams) -> Tensor:

@@ -110,7 +110,7 @@ LayerCacheSpec = OwnCacheSpec | SharedCacheSpec
 
 @dataclass(frozen=True)
 class KVCacheGroupSpec:
-    """Caches whose slots are equal: they have pages of one size in slots, and tables of one shape."""
+    """A group of caches whose slots have the same size, so that they share pages and tables of one shape."""
 
     caches: tuple[int, ...]  # ascending; none is shared from an earlier layer
     num_kv_heads: int

@@ -55,7 +55,7 @@ def is_interpreted() -> bool:
 
 
 def program(dtype: torch.dtype, device: torch.device) -> Program:
-    """Return an empty program."""
+    """Return a program of the triton backend that has no operations yet."""
     from retain.kernels.triton.forward import TritonProgram
 
     return TritonProgram(dtype, device)

@@ -31,7 +31,7 @@ class TritonProgram(TorchProgram[DeviceStep, DeviceOperands]):
         self._graphs = CUDAGraphRunner(self._run_step, device, captures=device.type == "cuda")
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
-        """Append operations."""
+        """Append a model's operations to the program, and note the caches that attention reads."""
         super().load(self._note_attention(operations))
 
     @property
@@ -50,7 +50,7 @@ class TritonProgram(TorchProgram[DeviceStep, DeviceOperands]):
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Tensor:
-        """Compute one step."""
+        """Run all operations for the tokens of a batch. Returns the logits."""
         check_batch(batch)
         attended = {batch.caches[cache][0] for cache in self._attended}
         num_heads = [self._num_heads if i in attended else 0 for i in range(len(batch.groups))]

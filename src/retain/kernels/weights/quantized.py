@@ -29,7 +29,7 @@ class QuantizedWeight:
 
     @property
     def shape(self) -> torch.Size:
-        """Return (out, in)."""
+        """Return the numbers of rows and columns: (out, in)."""
         return self.q.shape
 
     def numbers(self) -> Tensor:

@@ -28,7 +28,7 @@ class TextCheckpoint(Protocol):
 
     @property
     def kind(self) -> str:
-        """The name of its kind."""
+        """The name of the kind of checkpoint that this is."""
 
     @property
     def page_list(self) -> Ints:
@@ -118,7 +118,7 @@ class CheckpointedRow(Protocol):
 
     @property
     def prompt_len(self) -> int:
-        """Tokens of the prompt."""
+        """The number of tokens of the prompt."""
 
     def open_evictors(self, policy: BudgetPolicy) -> None:
         """Let an empty row evict under another resolved policy."""
@@ -136,7 +136,10 @@ Own = TypeVar("Own", bound=TextCheckpoint)
 
 
 class CheckpointKind(Protocol[Own]):
-    """One kind of checkpoint, of one cache. It is made with the tables of the KV cache groups and their planner."""
+    """What the cache asks of a kind of checkpoint: when to capture one, and how a row goes on from it.
+
+    It is made with the tables of the KV cache groups and their planner.
+    """
 
     needs_pages: bool  # of all its checkpoints
 
@@ -153,7 +156,7 @@ class CheckpointKind(Protocol[Own]):
         """Return how many pages `attach` takes from the pool."""
 
     def due_at(self, position: int, checkpoint: Own) -> int:
-        """Return when a row that begins at a position is given a checkpoint: then, or once more is computed."""
+        """Return where a row that begins at `position` attaches a checkpoint: there, or at a later position."""
 
     def attach(self, row: CheckpointedRow, position: int, checkpoint: Own) -> None:
         """Give a checkpoint to a row that goes on at a position. The pool has the pages that this takes."""

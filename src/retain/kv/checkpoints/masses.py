@@ -67,7 +67,7 @@ class CheckpointKind:
         self.groups = groups
 
     def keys(self, demand: Demand) -> Sequence[Key]:
-        """Return all that masses depend on, beside the text, where a whole prompt is computed before any eviction."""
+        """Return the key of the attention masses of a text: what they depend on beside the text."""
         policy = demand.policy
         if not policy.score_key or policy.plan.is_streamed:
             return ()
@@ -107,11 +107,11 @@ class CheckpointKind:
         return checkpoint.position
 
     def attach(self, row: CheckpointedRow, position: int, checkpoint: Masses) -> None:
-        """Give the masses to the slots of the row, which are all its own."""
+        """Write the attention masses of a checkpoint into the slots of a row that goes on from it."""
         write_masses(self.groups, row.index, checkpoint.position, checkpoint.masses)
 
     def to_span(self, checkpoint: Masses, position: int) -> SpanContent | None:
-        """Return None: stores keep no masses of texts."""
+        """Return None: stores do not save attention masses."""
         return None
 
     def from_span(self, demand: Demand, position: int, span: Span, metadata: bytes) -> Masses:

@@ -116,7 +116,7 @@ class CheckpointKind:
         return NOWHERE if self.keys(demand) else ANYWHERE
 
     def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, WindowsAndStates]:
-        """Hold the pages of the rings, where the pages of the other layers are left, too."""
+        """Capture the rings of windows and states of a row, if the pages of its other layers stay in the cache."""
         if not moment.has_pages or not self.keys(row.demand):
             return {}
         found = capture_rings(self.groups, row.index, moment.position)
@@ -168,7 +168,7 @@ class CheckpointKind:
         return WindowsAndStates(position, tuple(first_pages), tuple(pages), span.resumes_from, groups, layers)
 
     def with_pages(self, checkpoint: WindowsAndStates, pages: Ints) -> WindowsAndStates:
-        """Return the rings with these pages."""
+        """Return the checkpoint with its rings in other pages."""
         return replace(checkpoint, pages=tuple(pages[numbers] for numbers in checkpoint.pages))
 
 

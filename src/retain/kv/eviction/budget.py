@@ -110,12 +110,12 @@ class BudgetPolicy(EvictionPolicy):
 
     @property
     def budget_tokens(self) -> int:
-        """The budget in tokens."""
+        """The number of tokens that a head keeps."""
         return self.budget.resolve(self.prompt_len)
 
     @property
     def recent_tokens(self) -> int:
-        """Of them the newest."""
+        """The number of newest tokens that are always kept, as a part of the budget."""
         return self.recent.resolve(self.budget_tokens)
 
     @cached_property
@@ -151,7 +151,7 @@ class BudgetPolicy(EvictionPolicy):
 
     @property
     def ranked_by(self) -> str | None:
-        """What `priority` is, where a backend can rank slots by that alone: "mass" or "position"; else None.
+        """Name what alone ranks the slots, so that a backend can do it: "mass", "position", or None.
 
         A class with a `priority` of its own has its own answer, too.
         """
@@ -208,7 +208,7 @@ class PositionPolicy(BudgetPolicy):
         return "position" if type(self).priority is PositionPolicy.priority else None
 
     def priority(self, view: CacheView) -> Tensor:
-        """Rank by position."""
+        """Rank slots by the position of their token: the oldest are evicted first."""
         return view.pos
 
 

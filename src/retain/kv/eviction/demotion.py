@@ -22,7 +22,7 @@ class Demotion:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the option that "int4:50%" or "int4" means. Raises ValueError."""
+        """Parse an option of demotion such as "int4:50%" or "int4". Raises ValueError."""
         dtype, colon, amount = text.partition(":")
         if dtype != "int4" or (colon and not amount):
             raise ValueError(f"{text!r} should be int4, or int4 and an amount, as in int4:50%")

@@ -102,7 +102,7 @@ class BudgetEvictor:
             self.demoter.spare.release()
 
     def finish_reserve(self, end_position: int) -> bool:
-        """Own the pages that an eviction at `end_position` computed tokens takes. False if there are too few.
+        """Reserve the pages that the eviction at `end_position` computed tokens writes. False if there are too few.
 
         These are for tokens that are demoted, and in place of pages that others hold, too.
         """
@@ -205,7 +205,7 @@ class BudgetEvictor:
         return self.tables.on_device.rows.gather_pages([self.row], self.layers, self.num_table_pages)[0]
 
     def start_holes(self, position: int, num_held: Ints) -> None:
-        """Let the next tokens fill the holes that DeviceTables has, from this position on: heads hold so many then."""
+        """Let the tokens from a position on fill the holes in DeviceTables. `num_held`: tokens that heads hold then."""
         self.has_holes = True
         self.holes_from = position
         self.num_held = num_held
@@ -346,7 +346,7 @@ def evict_rows(evictors: Iterable[tuple[BudgetEvictor, int]]) -> None:
 
 
 def punch_ranked_rows(due: Sequence[Punch]) -> None:
-    """Punch equally many holes into the tables of rows, where the backend can rank slots by itself."""
+    """Evict equally many tokens from each row on the device, where the backend ranks the slots by itself."""
     evictors = [d.evictor for d in due]
     for evictor in evictors:
         evictor.own_shared_pages()

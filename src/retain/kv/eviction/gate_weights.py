@@ -54,7 +54,7 @@ class GateWeights:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """Identify the numbers."""
+        """Return a hash of the weights, equal only for equal weights."""
         data = b"".join(getattr(self, f.name).cpu().numpy().tobytes() for f in fields(self))
         return blake2b(data, digest_size=16).digest()
 

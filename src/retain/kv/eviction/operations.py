@@ -48,7 +48,7 @@ class RowTables:
         return self.pages[b, :, :, : self.rows[b].num_pages]
 
     def of_row(self, b: int) -> RowTables:
-        """Return those of one row."""
+        """Return the tables of one row alone."""
         return replace(self, pages=self.pages_of(b)[None], rows=[self.rows[b]])
 
 
@@ -85,7 +85,7 @@ class Victims:
     pos: Tensor  # int32: the positions that they had; -1 for slots that were holes before
 
     def of_row(self, b: int) -> Victims:
-        """Return those of one row."""
+        """Return the victims of one row alone."""
         return Victims(self.places[b], self.slots[b], self.pos[b])
 
 

@@ -68,7 +68,7 @@ class RowPlan:
 
     @property
     def decode_slots(self) -> int:
-        """Slots that a head fills at most while it decodes."""
+        """The most slots that a head fills between two evictions of decoding."""
         return self.budget + self.interval
 
     @property

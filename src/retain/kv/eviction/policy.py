@@ -86,7 +86,7 @@ class EvictionPolicy:
 
     @property
     def scoring_room(self) -> int:
-        """Tokens that must fit the context behind the prompt for scoring passes; resolved."""
+        """The number of tokens of scoring passes that must fit into the context behind the prompt."""
         return 0
 
     @property

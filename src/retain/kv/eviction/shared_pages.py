@@ -39,7 +39,7 @@ class SparePages:
         return taken
 
     def release(self) -> None:
-        """Free the pages."""
+        """Give the pages back to the pool."""
         self.store.pool.free(self.pages)
         self.pages = NO_PAGES
 

@@ -90,7 +90,7 @@ class BlockTables:
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """The number of slots in a page; each holds K and V of one token."""
         return self.store.page_size
 
     @property
@@ -150,7 +150,7 @@ class BlockTables:
         return np.flatnonzero(self.window[row] == NO_WINDOW).astype(np.int32)
 
     def ring_layers(self, row: int) -> Ints:
-        """Layers with a window."""
+        """Return the layers in which a row keeps a window of newest tokens only."""
         return np.flatnonzero(self.window[row] < NO_WINDOW).astype(np.int32)
 
     def note_written(self, rows: Ints, positions: Ints) -> None:

@@ -49,7 +49,7 @@ class DemotedBlockTables:
         return mask
 
     def page_list(self, row: int) -> Ints:
-        """List the pages of the row."""
+        """Return the pages that hold the demoted tokens of a row."""
         pages: Ints = self.pages[row][self.owned(row)]
         return pages
 

@@ -52,7 +52,7 @@ def divide_pages(
     score_columns: int = 1,
     demoted_dtype: torch.dtype | None = None,
 ) -> GroupPages:
-    """Return the pages of a model's groups.
+    """Divide KV memory into pages for the groups of a model's caches.
 
     A slot has masses for each of up to `score_columns` query heads of a kv head; where it is 1, one for all of them.
     """

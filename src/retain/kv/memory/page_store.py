@@ -30,7 +30,7 @@ class PageStore:
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """The number of slots in a page; each holds K and V of one token."""
         return self.kv.page_size
 
     def in_dtype(self, dtype: torch.dtype) -> PageStore:

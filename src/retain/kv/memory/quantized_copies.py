@@ -40,7 +40,7 @@ class QuantizedCopies:
 
     @property
     def num_pages(self) -> int:
-        """Pages of all copies."""
+        """The number of pages that all quantized copies hold."""
         return sum(int(copies.counts.sum()) for copies in self.by_dtype.values())
 
 
@@ -83,7 +83,7 @@ class QuantizedCopy:
 
     @property
     def page_list(self) -> Ints:
-        """The pages of the copy."""
+        """The pages that the quantized copy of a row holds."""
         return self.copy_tables.page_list(self.row)
 
     def free(self) -> None:

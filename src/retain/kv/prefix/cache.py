@@ -91,7 +91,7 @@ class PrefixCache:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is kept."""
+        """Whether finished texts stay cached for later requests."""
         return self.config is not None
 
     def set_offloader(self, offloader: Offloader) -> None:

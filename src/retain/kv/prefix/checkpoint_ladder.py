@@ -12,7 +12,7 @@ NUM_DENSE = 8  # intervals before the end of a text in which no rung is left out
 
 @dataclass(frozen=True)
 class CheckpointLadder:
-    """Multiples of `interval` tokens, fewer of them the further they lie behind the end of a text. 0: none.
+    """Choose the positions of a text that keep a checkpoint: multiples of `interval`, ever fewer towards its start.
 
     Of the rungs that lie 8 intervals back every second one stays, then every fourth from 16 on, and so on: their number
     grows with the logarithm of the length. Before the first multiple there are rungs at 256, 512, 1,024, and so on,

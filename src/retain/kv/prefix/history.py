@@ -44,7 +44,7 @@ class PrefixHistory:
     # ---- recording -----------------------------------------------------------------------------------------------
 
     def add(self, text: SeenText) -> None:
-        """Remember a text."""
+        """Add a text to those that were seen, and drop the oldest beyond the limit."""
         self.texts.append(text)
         self._drop_oldest()
 

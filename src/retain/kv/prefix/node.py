@@ -78,7 +78,7 @@ class Node:
 
     @property
     def all_pages(self) -> Ints:
-        """The pages of its blocks and of its checkpoints, flat."""
+        """The pages of the node's own blocks and of all its checkpoints, in one array."""
         return np.concatenate([self.page_list, *(c.page_list for c in self.checkpoints.values())])
 
     @property

@@ -50,7 +50,7 @@ class Pins:
             self._owners[node] = self._owners.get(node, set()) | self._owners[source]
 
     def discard(self, node: Node) -> None:
-        """Unpin a node."""
+        """Remove the pin of a node, which may then be evicted."""
         self._until.pop(node, None)
         self._owners.pop(node, None)
 
@@ -62,6 +62,6 @@ class Pins:
             self._owners = {node: self._owners[node] for node in self._until}
 
     def clear(self) -> None:
-        """Unpin all nodes."""
+        """Remove the pins of all nodes, which may then be evicted."""
         self._until = {}
         self._owners = {}

@@ -22,7 +22,7 @@ NO_TOKENS: Ints = np.zeros(0, np.int32)
 
 
 class HeldCheckpoint(NamedTuple):
-    """A checkpoint of the tree."""
+    """A checkpoint that a node of the prefix tree holds in memory."""
 
     kind: AnyKind
     key: bytes
@@ -31,7 +31,7 @@ class HeldCheckpoint(NamedTuple):
 
 
 class StoredCheckpoint(NamedTuple):
-    """A checkpoint of a store."""
+    """A checkpoint that a store holds, by its place there."""
 
     kind: AnyKind
     key: bytes

@@ -28,7 +28,7 @@ class OpenObject(Protocol):
         """Read bytes `begin` to `end`, fewer where it ends earlier. They are valid until this thread reads again."""
 
     def close(self) -> None:
-        """Release the object."""
+        """Free what reading the object holds open."""
 
 
 class Bucket(Protocol):
@@ -67,7 +67,7 @@ class LocalBucket(Bucket, Protocol):
 
 @dataclass(frozen=True)
 class HeldObject:
-    """The bytes of an object."""
+    """An object of a bucket whose bytes are in memory."""
 
     data: Bytes
     modified_at: float
@@ -77,7 +77,7 @@ class HeldObject:
         return self.data[begin:end]
 
     def close(self) -> None:
-        """Do nothing."""
+        """Do nothing: the bytes stay in memory."""
 
 
 class Memory:
@@ -89,7 +89,7 @@ class Memory:
         self.objects: dict[str, HeldObject] = {}
 
     def open(self, name: str) -> HeldObject:
-        """Return an object."""
+        """Return the object of that name. Raises FileNotFoundError."""
         try:
             return self.objects[name]
         except KeyError:

@@ -111,7 +111,7 @@ class Catalog:
             raise failure
 
     def update_all(self) -> None:
-        """List the whole folder."""
+        """Read the spans of the whole folder into the catalog, however long that takes."""
         executor = ThreadPoolExecutor(NUM_THREADS, "retain-headers", reset_cpu_affinity)
         with executor, without_garbage_collection():  # which would look at all spans again and again
             self.update(executor)

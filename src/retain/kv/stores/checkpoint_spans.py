@@ -25,7 +25,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class PageRun:
-    """Pages [n] of a KV cache group, or of its slots in fewer bits; `layer` of the model is the first that reads them.
+    """Pages [n] of one KV cache group, or of its demoted slots; `layer` is the first of the model that reads them.
 
     Where it is None, something reads them before the step.
     """

@@ -33,7 +33,7 @@ class CircuitBreaker:
         return None if probe_at is None else max(probe_at - monotonic(), 0.0)
 
     def record_failure(self) -> None:
-        """Open, or stay open for longer if the failure was the probe's."""
+        """Refuse requests for the delay, and double it. A failure while requests are refused changes nothing."""
         with self._lock:
             if self._probe_at is not None and monotonic() < self._probe_at:
                 return  # requests that were under way when it opened

@@ -54,7 +54,7 @@ class OpenFile:
         return buffer[skipped : min(skipped + end - begin, num_read)]
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the descriptor of the file."""
         os.close(self.fd)
 
 
@@ -77,7 +77,7 @@ class Folder:
             raise ValueError(f"the store {self.path} is no folder: choose another path") from None
 
     def open(self, name: str) -> OpenFile:
-        """Open a file."""
+        """Open a file of the folder for reading past the page cache, where the system can."""
         return OpenFile(self._open(name, getattr(os, "O_DIRECT", 0)))
 
     def _open(self, name: str, flags: int = 0) -> int:

@@ -143,7 +143,7 @@ class Store:
                 self._tasks.discard(task)
 
     def close(self) -> None:
-        """Finish pending writes."""
+        """Wait for the pending writes, then stop the threads of the store."""
         self.writers.shutdown()
         self.warnings.close()
         self._log_event("closed")

@@ -269,7 +269,7 @@ def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Gemma4Layer:
 
 
 def load_embedding(m: Weights, table: Weight) -> Embedding:
-    """Return the embedding with this table, and load that of all layers if there is one."""
+    """Return the token embedding, with the one that all layers read if the model has it."""
     c = m.config
     # Rounded to dtype as in training.
     scale = torch.tensor(c["hidden_size"] ** 0.5, dtype=m.dtype).item()

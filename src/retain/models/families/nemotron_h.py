@@ -154,7 +154,7 @@ def load_mixture(w: Weights) -> SharedExpertMixture:
 
 
 def load_layer(w: Weights, i: int, layer_type: str, s: ModelSpec) -> BranchLayer:
-    """Load layer i."""
+    """Load layer i: attention, Mamba-2 or an MLP."""
     first_caches = s.kv_cache.first_caches
     norm = load_norm(w, "norm", w.config["layer_norm_epsilon"])
     m = w.scope("mixer.")

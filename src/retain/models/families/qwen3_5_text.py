@@ -28,7 +28,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 
 
 def load_mlp(w: Weights, i: int) -> Layer:
-    """Load the MLP of a layer."""
+    """Load the dense MLP of a layer."""
     return llama_like.load_mlp(w)
 
 

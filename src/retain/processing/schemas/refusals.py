@@ -177,7 +177,7 @@ def find_pattern(part: Part, message: str) -> Problem | None:
 
 
 def find_any_pattern(part: Part, message: str) -> Problem | None:
-    """Find a regular expression."""
+    """Find the first regular expression of a schema's part, which an error of llguidance is about."""
     return next(((place, _describe_pattern(pattern, message)) for place, pattern in _iter_patterns(part)), None)
 
 
@@ -213,7 +213,7 @@ def _describe_pattern(pattern: str, message: str) -> str:
 
 
 def find_multiple(part: Part, message: str) -> Problem | None:
-    """Find a factor that is 0, or that has too many digits."""
+    """Find a `multipleOf` that is 0, or that has too many digits."""
     factor = part.schema.get("multipleOf")
     if not isinstance(factor, int | float):
         return None
@@ -240,7 +240,7 @@ def find_contradiction(part: Part, message: str) -> Problem | None:
 
 
 def find_options(part: Part, message: str) -> Problem | None:
-    """Find options of llguidance."""
+    """Find `x-guidance`, by which a schema would set options of llguidance."""
     return (part.place.at("x-guidance"), "`x-guidance` is not valid") if "x-guidance" in part.schema else None
 
 

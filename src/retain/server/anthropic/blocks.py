@@ -53,14 +53,14 @@ class CacheableBlock(StrictModel):
 
 
 class TextBlock(CacheableBlock, other_fields="messages_cited_block"):
-    """Text."""
+    """Text of a message."""
 
     type: Literal["text"]
     text: str
 
     @property
     def prompt_text(self) -> str:
-        """See CacheableBlock."""
+        """Return the text as it is."""
         return self.text
 
 
@@ -70,31 +70,31 @@ TextContent = Annotated[
 
 
 class TextSource(StrictModel, other_fields="messages_text_source"):
-    """Text of a document."""
+    """Text of a document, given as one string."""
 
     type: Literal["text"]
     data: str
 
     @property
     def prompt_text(self) -> str:
-        """The text."""
+        """The document's text as it stands in the prompt."""
         return self.data
 
 
 class ContentSource(StrictModel):
-    """Text of a document, in blocks."""
+    """Text of a document, given as content blocks."""
 
     type: Literal["content"]
     content: TextContent
 
     @property
     def prompt_text(self) -> str:
-        """The text."""
+        """The document's text as it stands in the prompt."""
         return join_text(self.content)
 
 
 class DocumentBlock(CacheableBlock, other_fields="messages_cited_block"):
-    """Document of plain text."""
+    """Document of plain text, with a title and context."""
 
     type: Literal["document"]
     source: Annotated[TextSource | ContentSource, Field(discriminator="type")]
@@ -103,7 +103,7 @@ class DocumentBlock(CacheableBlock, other_fields="messages_cited_block"):
 
     @property
     def prompt_text(self) -> str:
-        """See CacheableBlock."""
+        """Return the document's title, context and text, a line break between them."""
         return "\n".join(filter(None, (self.title, self.context, self.source.prompt_text)))
 
 
@@ -117,7 +117,7 @@ class SearchResultBlock(CacheableBlock, other_fields="messages_cited_block"):
 
     @property
     def prompt_text(self) -> str:
-        """See CacheableBlock."""
+        """Return the title, the source and the text of the search result, a line break between them."""
         return "\n".join((self.title, self.source, join_text(self.content)))
 
 
@@ -129,7 +129,7 @@ class ToolReferenceBlock(CacheableBlock):
 
     @property
     def prompt_text(self) -> str:
-        """See CacheableBlock."""
+        """Return the name of the tool that was found."""
         return self.tool_name
 
 
@@ -157,7 +157,7 @@ class ToolResultBlock(CacheableBlock, other_fields="messages_tool_result"):
 
     @property
     def prompt_text(self) -> str:
-        """See CacheableBlock."""
+        """Return the text of the tool's result, behind `Error: ` if the tool failed."""
         text = join_text(self.content)
         return f"Error: {text}" if self.is_error else text
 
@@ -185,7 +185,7 @@ class CompactionBlock(CacheableBlock, other_fields="messages_compaction"):
 
     @property
     def prompt_text(self) -> str | None:
-        """See CacheableBlock."""
+        """Return the text of the summary; None: the block has none and is left out."""
         return self.content
 
 
@@ -212,7 +212,7 @@ class HostedResultBlock(CacheableBlock, extra="ignore"):
 
     @property
     def prompt_text(self) -> str:
-        """See CacheableBlock."""
+        """Return the texts of the hosted tool's result that a model can read, one a line."""
         return "\n".join(_iter_readable(self.content))
 
 

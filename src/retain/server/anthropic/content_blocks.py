@@ -26,7 +26,7 @@ class ContentBlocks:
 
     @property
     def has_tool_calls(self) -> bool:
-        """Whether a tool is called."""
+        """Whether the answer has a tool call."""
         return any(block["type"] == "tool_use" for block in self.blocks)
 
     def feed(self, output: ChatOutput) -> list[Json]:

@@ -64,15 +64,15 @@ class MessagesEncoder(ResponseEncoder):
 
     @property
     def id(self) -> str:
-        """The message's id."""
+        """The message's id, by which later requests name it."""
         return str(self._envelope["id"])
 
     def update(self, delta: OutputDelta) -> None:
-        """See ResponseEncoder."""
+        """Add newly generated text to the content blocks of the message."""
         self._feed(delta)
 
     def encode_full(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the whole message as one JSON object, with its usage."""
         self._content.close()
         message = self._describe(group) | {"content": self._content.blocks, **self._stop_fields(group)}
         return write_json(message | self._usage_fields(group))
@@ -83,22 +83,22 @@ class MessagesEncoder(ResponseEncoder):
         return b""
 
     def encode_delta(self, delta: OutputDelta) -> bytes:
-        """See ResponseEncoder."""
+        """Encode newly generated text as events of content blocks, behind the first events of the stream."""
         events = self._start_events()
         return b"".join(map(_encode_event, events + self._feed(delta)))
 
     def encode_end(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the events that close the content blocks and the message, with the stop reason and the usage."""
         end = {"type": "message_delta", "delta": self._stop_fields(group), **self._usage_fields(group)}
         events = [*self._start_events(), *self._content.close(), end, {"type": "message_stop"}]
         return b"".join(map(_encode_event, events))
 
     def encode_stream_error(self, error: APIError) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the `error` event that ends a failed stream."""
         return _encode_event(to_error_json(error))
 
     def to_error_response(self, error: APIError) -> Response:
-        """See ResponseEncoder."""
+        """Return the HTTP response to a failed request, in Anthropic's form of errors."""
         return to_error_response(error)
 
     def _feed(self, delta: OutputDelta) -> list[Json]:

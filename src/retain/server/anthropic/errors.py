@@ -26,14 +26,14 @@ ERROR_TYPES = {
 
 
 class AnthropicErrorDetail(BaseModel):
-    """Error details."""
+    """Type and message of an error."""
 
     type: str
     message: str
 
 
 class AnthropicErrorResponse(BaseModel):
-    """Error response."""
+    """Body of the response to a failed request."""
 
     type: str
     error: AnthropicErrorDetail
@@ -50,7 +50,7 @@ def has_anthropic_errors(path: str) -> bool:
 
 
 def to_error_json(error: APIError) -> dict[str, Any]:
-    """Return the JSON object of an error."""
+    """Return an error as JSON in Anthropic's form."""
     kind = ERROR_TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
     message = error.message
     if isinstance(error, ContextLengthError):  # the words that agents look for
@@ -59,7 +59,7 @@ def to_error_json(error: APIError) -> dict[str, Any]:
 
 
 def to_error_response(error: APIError) -> JSONResponse:
-    """Return the HTTP response of an error."""
+    """Return the HTTP response to a failed request, in Anthropic's form."""
     return JSONResponse(to_error_json(error), error.status, {**create_request_id_header(), **(error.headers or {})})
 
 

@@ -92,7 +92,7 @@ class JsonOutputFormat(StrictModel):
 
 
 class OutputConfig(StrictModel, other_fields="messages_output"):
-    """Format of the answer."""
+    """Format that the answer must have."""
 
     format: JsonOutputFormat | None = None
 

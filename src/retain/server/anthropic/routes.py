@@ -65,7 +65,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
 def prepare_message(
     service: OpenAIServing, body: MessagesRequest, key: ApiKey, fingerprints: PromptFingerprints
 ) -> Prepared:
-    """Prepare a message. Raises APIError or ValueError."""
+    """Prepare the request and the encoder of a message to generate. Raises APIError or ValueError."""
     request, (parser,), chat = service.prepare_chat_request(to_chat_request(body), key)
     fingerprint = build_fingerprint(chat, request) if body.diagnostics else None
     comparison = None

@@ -60,7 +60,7 @@ class BodyRoute(APIRoute):
     """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Return the handler (FastAPI)."""
+        """Return a handler that parses and validates the body before the route's function (FastAPI)."""
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
@@ -102,7 +102,7 @@ class BodyParser:
         return await pool.run(key_name, partial(parse_body, data, adapter))
 
     def close(self) -> None:
-        """Parse no more bodies."""
+        """End the worker processes; no body is parsed after this."""
         for pool in (self._small, self._large):
             pool.close()
 

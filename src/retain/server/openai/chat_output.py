@@ -199,13 +199,13 @@ class TaggedAnswerParser:
         self._reasoning_parser = reasoning_parser
 
     def copy(self) -> TaggedAnswerParser:
-        """See AnswerParser."""
+        """Return a copy that goes on from this parser's state by itself."""
         tool_parser = self._tool_parser
         reasoning_parser = self._reasoning_parser
         return TaggedAnswerParser(tool_parser and tool_parser.copy(), reasoning_parser and reasoning_parser.copy())
 
     def feed(self, text: str, finished: bool) -> ChatOutput:
-        """See AnswerParser."""
+        """Add generated text. Returns the reasoning, content and calls that are certain; all once it has finished."""
         reasoning = ""
         content = text
         calls: list[ParsedToolCall] = []
@@ -220,7 +220,7 @@ class TaggedAnswerParser:
         return ChatOutput(reasoning, content, calls)
 
     def has_left_reasoning(self, text: str) -> bool:
-        """See AnswerParser."""
+        """Return whether the text of an answer has the end of its reasoning; True if the model writes none."""
         return self._reasoning_parser is None or self._reasoning_parser.has_left_reasoning(text)
 
 

@@ -16,7 +16,7 @@ TemplateVariables = Annotated[
 
 
 class FunctionDefinition(StrictModel):
-    """Function definition of a tool."""
+    """A function that the model may call: its name, its description, and the schema of its parameters."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
     description: str | None = None
@@ -47,7 +47,7 @@ class ToolCall(StrictModel, other_fields="chat_tool_call"):
 
 
 class TextContentPart(StrictModel, other_fields="chat_text_part"):
-    """Text content part."""
+    """Text as one part of a message's content."""
 
     type: Literal["text"]
     text: str
@@ -61,7 +61,7 @@ class RefusalContentPart(StrictModel):
 
     @property
     def text(self) -> str:
-        """The text of the refusal."""
+        """The text of the refusal, as the prompt has it."""
         return self.refusal
 
 
@@ -89,7 +89,7 @@ class InputMessageParam(StrictModel, other_fields="chat_input_message"):
 
 
 class AssistantMessageParam(StrictModel, other_fields="chat_assistant_message"):
-    """Assistant message."""
+    """Earlier answer of the model: its text, reasoning and tool calls."""
 
     role: Literal["assistant"]
     content: Content | None = None
@@ -108,7 +108,7 @@ MessageParam = Annotated[
 
 
 class NamedFunction(StrictModel):
-    """Name of a function."""
+    """Name of the function that the model must call."""
 
     name: str
 
@@ -196,7 +196,7 @@ class ChatCompletionRequest(SamplingFields, PromptEndFields, other_fields="chat"
 
     @property
     def requested_tokens(self) -> int | None:
-        """See SamplingFields."""
+        """Return the number of output tokens that the request asks for: max_completion_tokens precedes max_tokens."""
         return super().requested_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -253,7 +253,7 @@ class ChatCompletionMessage(BaseModel):
 
 
 class ChatCompletionResponseChoice(BaseModel):
-    """Choice."""
+    """One of the answers to a chat request."""
 
     index: int
     message: ChatCompletionMessage

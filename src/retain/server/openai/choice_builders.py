@@ -28,7 +28,7 @@ class ChoiceBuilder:
         self.finish_reason: FinishReason | None = None
 
     def update(self, delta: OutputDelta) -> None:
-        """Add a delta."""
+        """Add newly generated text, its log-probabilities and the finish reason to the choice."""
         self.text_deltas.append(delta.text)
         self.num_tokens += len(delta.token_ids)
         self.logprobs += delta.logprobs
@@ -53,7 +53,7 @@ class ChoiceBuilder:
 
 
 class CompletionChoiceBuilder(ChoiceBuilder):
-    """A choice of /v1/completions.
+    """Builds one choice of the answer of /v1/completions.
 
     `echo`: the prompt, if it is to precede the text. `prompt_only` (max_tokens 0): leave out the output.
     """
@@ -77,7 +77,7 @@ class CompletionChoiceBuilder(ChoiceBuilder):
         self._echoed = False
 
     def update(self, delta: OutputDelta) -> None:
-        """Add a delta, without its output where only the prompt is wanted."""
+        """Add newly generated text to the choice, unless only the prompt is wanted."""
         self._prompt_logprobs = delta.prompt_logprobs or self._prompt_logprobs
         if self.prompt_only:
             delta = OutputDelta(delta.index, "", finish_reason=delta.finish_reason)

@@ -42,11 +42,11 @@ class CompletionEncoder(ResponseEncoder):
         }
 
     def update(self, delta: OutputDelta) -> None:
-        """See ResponseEncoder."""
+        """Add the newly generated text of a choice to the full answer."""
         self.choices[delta.index].update(delta)
 
     def encode_full(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the whole completion as one JSON object, with its usage, and token ids if the request wants them."""
         choices = [choice.build() for choice in self.choices]
         response: Json = {**self.envelope, "choices": choices, **self._final_fields(group)}
         if self.body.return_token_ids:
@@ -56,12 +56,12 @@ class CompletionEncoder(ResponseEncoder):
         return orjson.dumps(response)
 
     def encode_start(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode nothing, and keep the group of requests: the chunks of the stream count its tokens."""
         self._group = group
         return b""
 
     def encode_delta(self, delta: OutputDelta) -> bytes:
-        """See ResponseEncoder."""
+        """Encode newly generated text as chunks of the stream; empty if it adds nothing visible."""
         chunks = self.choices[delta.index].build_chunks(delta)
         events = [{**self.envelope, "choices": [chunk], **self._running_usage()} for chunk in chunks]
         if self.body.return_token_ids:
@@ -69,14 +69,14 @@ class CompletionEncoder(ResponseEncoder):
         return b"".join(map(_encode_event, events))
 
     def encode_end(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the chunk of the usage, if the request wants one, and `[DONE]`."""
         usage = b""
         if self.body.include_usage:
             usage = _encode_event({**self.envelope, "choices": [], **self._final_fields(group)})
         return usage + b"data: [DONE]\n\n"
 
     def encode_stream_error(self, error: APIError) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the event that ends a failed stream, in OpenAI's form of errors."""
         return _encode_event(error.to_dict())
 
     def _running_usage(self) -> Json:

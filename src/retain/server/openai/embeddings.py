@@ -44,7 +44,7 @@ class EmbeddingRequest(PooledFields):
 
     @property
     def texts(self) -> Sequence[Prompt]:
-        """The texts as a list."""
+        """The inputs to embed as a list, also where one is given alone."""
         return list_prompts(self.input)
 
 

@@ -36,7 +36,7 @@ ERROR_TYPES = {
 
 
 class ErrorDetail(BaseModel):
-    """Error details."""
+    """Message and type of an error, and the parameter that it is about."""
 
     message: str
     type: str
@@ -45,7 +45,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorResponse(BaseModel):
-    """Error response."""
+    """Body of the response to a failed request."""
 
     error: ErrorDetail
 
@@ -92,7 +92,7 @@ class APIError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def to_response(self) -> JSONResponse:
-        """Return the HTTP response."""
+        """Return the HTTP response to a failed request, in OpenAI's form."""
         return JSONResponse(self.to_dict(), self.status, dict(self.headers or {}))
 
 

@@ -176,7 +176,7 @@ class SamplingFields(GenerationFields, other_fields="sampling"):
 
 
 class Usage(BaseModel):
-    """Token counts."""
+    """Numbers of tokens of the prompt and the answer."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -231,7 +231,7 @@ class CompletionRequest(SamplingFields, other_fields="completion"):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts as a list."""
+        """The prompts as a list, also where one is given alone."""
         return list_prompts(self.prompt)
 
 
@@ -245,7 +245,7 @@ class CompletionLogprobs(BaseModel):
 
 
 class CompletionResponseChoice(BaseModel):
-    """Choice."""
+    """One of the completions of a prompt."""
 
     index: int
     text: str
@@ -279,7 +279,7 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """List of models."""
+    """The models that the server offers."""
 
     object: str = "list"
     data: list[ModelCard]

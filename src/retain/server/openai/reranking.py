@@ -26,7 +26,7 @@ Texts = Annotated[list[NonEmptyStr], Field(min_length=1, max_length=MAX_TEXTS, f
 
 
 class TextDocument(StrictModel):
-    """A document as an object."""
+    """A document to rerank, given as an object with a text."""
 
     text: NonEmptyStr
 
@@ -53,7 +53,7 @@ class RerankRequest(ScoringFields):
 
     @property
     def texts(self) -> list[str]:
-        """The texts of the documents."""
+        """The texts of the documents, however they are given."""
         return [d if isinstance(d, str) else d.text for d in self.documents]
 
 
@@ -101,7 +101,7 @@ class RerankResponse(BaseModel):
 
 
 class ScoreObject(BaseModel):
-    """The score of a pair."""
+    """The score of one pair of texts."""
 
     index: int
     object: str = "score"

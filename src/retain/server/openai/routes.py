@@ -21,7 +21,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
 
     @router.post("/chat/completions", response_model=None, responses=describe_generation(ChatCompletionResponse))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        """Create a chat completion."""
+        """Generate the model's next message of a conversation."""
         service.check_model(body.model)
         key = request.state.key
         return await service.handle(body, body.n or 1, request.state.admission, lambda: service.prepare_chat(body, key))

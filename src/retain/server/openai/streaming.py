@@ -35,7 +35,7 @@ class ResponseEncoder(ABC):
 
     @abstractmethod
     def update(self, delta: OutputDelta) -> None:
-        """Add a delta to the full response."""
+        """Add newly generated text of a choice to the full response."""
 
     @abstractmethod
     def encode_full(self, group: RequestGroup) -> bytes:

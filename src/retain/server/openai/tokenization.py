@@ -92,7 +92,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
 
     @router.post("/detokenize", response_model=None, responses={200: {"model": DetokenizeResponse}})
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        """Detokenize token ids."""
+        """Return the text of token ids."""
         service.check_model(body.model)
         return await service.run_admitted(
             request.state.admission, lambda: _to_response(DetokenizeResponse(prompt=tokenizer.decode(body.tokens)))

@@ -20,7 +20,7 @@ MARKERS = tuple(  # what looks like one of calls, and what may be one of their r
 
 
 def tool_format_names() -> list[str]:
-    """Return the names of all formats."""
+    """Return the names of all formats in which models write tool calls."""
     return plugin_names(__name__)
 
 

@@ -36,21 +36,21 @@ class Format(ToolFormat):
         return cls(joins_texts=joins_texts) if cls.begin in template and is_fenced else None
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """See ToolFormat."""
+        """Return messages whose calls have their arguments as JSON text, if the template takes them so."""
         fitted = super().fit_messages(messages)
         return write_arguments(fitted) if self.joins_texts else fitted
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the texts that must stay in an answer: the separator before the name is among them."""
         return (*super().markers, SEPARATOR)
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat."""
+        """Create the scanner of a call, which ends behind its JSON, the code fence and the marker."""
         return ValueScanner((*(f"{FENCE}{end}" for end in self.ends), *self.ends), self.begins, openers="{")
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
-        """See ToolFormat."""
+        """Parse the body of a call: the separator, the name, and JSON between code fences. None if it is no call."""
         _, separator, call = text.partition(SEPARATOR)
         name, _, block = call.partition("\n")
         block = block.strip().removeprefix(f"{FENCE}json").removesuffix(FENCE)
@@ -58,7 +58,7 @@ class Format(ToolFormat):
         return None if arguments is None else [ParsedToolCall(name.strip(), arguments)]
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat."""
+        """Return the grammar of one call: its name, and the JSON that the schema of the tool allows in code fences."""
         begin = f"{self.section_begin}{self.begin}function{SEPARATOR}"
         end = f"\n{FENCE}{self.end}{self.section_end}"
         rules = [start_with_call(begin, len(tools), end, special_tokens)]

@@ -31,6 +31,6 @@ class Format(NamedJsonFormat):
         return cls(joins_texts=joins_texts) if cls.begin in template and not is_fenced else None
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """See ToolFormat."""
+        """Return messages whose calls have their arguments as JSON text, if the template takes them so."""
         fitted = super().fit_messages(messages)
         return write_arguments(fitted) if self.joins_texts else fitted

@@ -31,15 +31,15 @@ class Format(ToolFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the texts that must stay in an answer: the marks around strings are among them."""
         return (*super().markers, QUOTE)
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. The markers may stand in strings."""
+        """Create the scanner of a call, which ends at the first marker outside of strings."""
         return QuotedScanner(self.ends, self.begins, (QUOTE,), escapes=False)
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
-        """See ToolFormat."""
+        """Parse the body of a call: `call:`, the name, and an object with bare keys. None if it is no call."""
         reader = LiteralReader(text, (QUOTE,), escapes=False)
         try:
             reader.expect("call:")
@@ -52,7 +52,7 @@ class Format(ToolFormat):
         return [ParsedToolCall(name, write_arguments(arguments))]
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat. Members keep the order of the schema."""
+        """Return the grammar of one call. The members of its object keep the order of the schema."""
         rules = [start_with_call(f"{self.begin}call:", len(tools), self.end, special_tokens)]
         for i, tool in enumerate(tools):
             schema = tool.get("parameters") or ANY_OBJECT

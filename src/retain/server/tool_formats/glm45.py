@@ -36,11 +36,11 @@ class Format(ToolFormat):
         return cls(line_break="\n" if "</arg_key>\n<arg_value>" in template else "")
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. The tags of calls may stand in values."""
+        """Create the scanner of a call, which ends at the first closing tag outside of argument values."""
         return TagScanner(self.ends, self.begins, "<arg_value>", VALUE_END, (KEY_BEGIN, *self.ends))
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
-        """See ToolFormat."""
+        """Parse the body of a call: the name, then tagged keys and values. None if it is no call."""
         name = text.partition(KEY_BEGIN)[0]
         texts: dict[str, str] = {}
         position = len(name)
@@ -53,7 +53,7 @@ class Format(ToolFormat):
         return [ParsedToolCall(name, write_arguments(convert_texts(texts, schemas.get(name))))]
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat. The parameters keep the order of the schema."""
+        """Return the grammar of one call. Its parameters keep the order of the schema."""
         line = self.line_break
         layout = TextLayout("<arg_key>", f"</arg_key>{line}<arg_value>", f"</arg_value>{line}")
         rules = [start_with_call(self.begin, len(tools), self.end, special_tokens)]

@@ -54,7 +54,7 @@ class Format(ToolFormat):
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the special tokens of harmony, which must stay in the text of an answer."""
         return MARKERS
 
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:
@@ -65,7 +65,7 @@ class Format(ToolFormat):
         return [call] if call else None
 
     def build_grammar(self, tools: Functions, special_tokens: Collection[str] = ()) -> str:
-        """See ToolFormat. The model may reason before the call."""
+        """Return the grammar of one message that calls a function. The model may reason before it."""
         rules = [f"start: analysis? ({list_rules('call', len(tools))})", GRAMMAR_RULES]
         for i, tool in enumerate(tools):
             recipient = json.dumps(f" to={NAMESPACE}{tool['name']}")
@@ -78,12 +78,12 @@ class Format(ToolFormat):
         return "\n".join(rules)
 
     def build_content_grammar(self, schema: Any) -> str:
-        """See ToolFormat. The model may reason before the content."""
+        """Return the grammar of a final message whose text matches a JSON schema. The model may reason before it."""
         start = f'start: analysis? {CHANNEL} "final" type? {MESSAGE} content'
         return "\n".join([start, GRAMMAR_RULES, lark_json_rule("content", schema)])
 
     def create_parser(self, tool_names: Collection[str], prompt: str) -> HarmonyParser:
-        """See ToolFormat. The prompt may have the beginning of the answer."""
+        """Create the parser of an answer, and feed it the beginning of the answer that the prompt may have."""
         parser = HarmonyParser(tool_names)
         _, begun, answer = prompt.rpartition(ANSWER_START)
         parser.feed(answer if begun else "", finished=False)
@@ -132,7 +132,7 @@ class HarmonyParser:
         self._has_left_reasoning = False
 
     def copy(self) -> HarmonyParser:
-        """See AnswerParser."""
+        """Return a copy that goes on from this parser's state by itself."""
         other = copy(self)
         other._header = None if self._header is None else [*self._header]
         other._body = [*self._body]
@@ -140,13 +140,13 @@ class HarmonyParser:
         return other
 
     def has_left_reasoning(self, text: str) -> bool:
-        """See AnswerParser."""
+        """Return whether the text of an answer has a message that is no reasoning."""
         other = HarmonyParser(self._tool_names)
         other.feed(text, finished=False)
         return other._has_left_reasoning
 
     def feed(self, text: str, finished: bool) -> ChatOutput:
-        """See AnswerParser."""
+        """Add generated text. Returns the reasoning, content and calls that are certain; all once it has finished."""
         parts = _Parts()
         text = self._held + text
         cut = len(text) if finished else len(text) - _begun_marker_length(text)

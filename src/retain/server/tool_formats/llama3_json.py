@@ -37,25 +37,25 @@ class Format(JsonToolFormat):
 
     @property
     def begins(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the only marker that may begin a call, <|python_tag|>."""
         return (MARKER,)
 
     @property
     def bare_begins(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the brackets that begin a call without a marker; they belong to its JSON."""
         return ("{", "[")
 
     @property
     def ends(self) -> tuple[str, ...]:
-        """See ToolFormat."""
+        """Return the semicolon, which separates calls."""
         return (";",)
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """See ToolFormat. The published templates take one call in a message."""
+        """Return messages with one call each: the published templates take no more."""
         return split_calls(super().fit_messages(messages))
 
     def create_scanner(self, begin: str) -> CallScanner:
-        """See ToolFormat. Braces are text, unless what they hold begins as a call does."""
+        """Create the scanner of a call: JSON that begins as that of a call does, other braces are text."""
         return HeadScanner(self.ends, self.begins)
 
 
@@ -66,11 +66,11 @@ class HeadScanner(ValueScanner):
     is_value: bool = field(default=False, kw_only=True)
 
     def copy(self) -> HeadScanner:
-        """See CallScanner."""
+        """Return a copy that goes on from this scanner's state by itself."""
         return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
-        """See CallScanner."""
+        """Read the JSON value from `start` on, if its first key is one of a call; otherwise report that it is text."""
         if not self.is_value:
             shown = text[start : start + MAX_HEAD]
             head = "".join(shown.split())

@@ -28,7 +28,10 @@ class Format(NamedJsonFormat):
         return cls(has_thoughts="[/THINK]" in template)
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """See ToolFormat. Templates refuse ids of another length than nine, and take reasoning as blocks of content."""
+        """Return messages with ids of nine characters: templates refuse ids of another length.
+
+        Reasoning becomes blocks of content if the template reads it there.
+        """
         fitted = shorten_ids(super().fit_messages(messages))
         return list(map(_move_reasoning, fitted)) if self.has_thoughts else fitted
 

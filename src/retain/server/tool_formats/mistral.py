@@ -24,5 +24,5 @@ class Format(JsonToolFormat):
         return cls() if "[TOOL_CALLS]" in template and "[ARGS]" not in template else None
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """See ToolFormat. Templates refuse ids of calls of another length than nine."""
+        """Return messages with ids of calls of nine characters: templates refuse ids of another length."""
         return shorten_ids(super().fit_messages(messages))

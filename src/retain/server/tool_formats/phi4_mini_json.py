@@ -27,7 +27,7 @@ class Format(JsonToolFormat):
     def place_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """See ToolFormat. The template takes the functions as a text in the system message."""
+        """Return messages whose system message has the functions as JSON text, and no tools beside them."""
         first = dict(messages[0]) if messages and messages[0]["role"] == "system" else {"role": "system", "content": ""}
         rest = [dict(message) for message in messages if message is not messages[0] or message["role"] != "system"]
         functions = [tool["function"] for tool in tools]

@@ -87,7 +87,7 @@ def require_sigmoid(meta: GGUFMetadata) -> None:
 
 
 def make_expert_config(meta: GGUFMetadata) -> HFConfig:
-    """Return the keys of the experts."""
+    """Return the config keys of the experts, read from a GGUF file's metadata."""
     return make_routing_config(meta) | {
         "moe_intermediate_size": meta.get_positive("expert_feed_forward_length"),
         "n_shared_experts": meta.get_positive("expert_shared_count"),

@@ -51,7 +51,7 @@ def make_config(meta: GGUFMetadata) -> HFConfig:
 
 
 def read_mamba_sizes(meta: GGUFMetadata) -> dict[str, int]:
-    """Return the sizes of Mamba-2."""
+    """Read the sizes of the Mamba-2 layers from a GGUF file's metadata."""
     heads, head_dim = read_ssm_heads(meta)
     return {
         "heads": heads,

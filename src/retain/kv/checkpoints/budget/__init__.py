@@ -191,7 +191,7 @@ class CheckpointKind:
         return found
 
     def with_pages(self, checkpoint: BudgetCheckpoint, pages: Ints) -> BudgetCheckpoint:
-        """Return it with these pages."""
+        """Return the checkpoint with its slots in other pages."""
         return with_pages(checkpoint, pages)
 
     def _shape(self, policy: BudgetPolicy) -> CheckpointShape:

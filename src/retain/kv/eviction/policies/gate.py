@@ -53,7 +53,7 @@ class Policy(BudgetPolicy):
         return replace(super().fit(max_model_len, load_gate), weights=load_gate(self.file))
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
-        """Weigh every query alike."""
+        """Let every query of the prompt count alike."""
         return QueryWeights(np.ones(len(pos), np.float32))
 
     def score_slots(self, slots: CacheView) -> Tensor:
@@ -62,6 +62,6 @@ class Policy(BudgetPolicy):
         return self.weights.fixed_part(slots.unrotated_keys, slots.values, slots.pos, slots.layers)
 
     def priority(self, view: CacheView) -> Tensor:
-        """Return the score."""
+        """Return the score that the gate computes for each slot."""
         assert self.weights and view.slot_scores is not None
         return self.weights.score(view.slot_scores, view.mass.sum(2), view.pos, view.query_position)

@@ -26,7 +26,7 @@ class Policy(EvictionPolicy):
 
     @property
     def ring_window(self) -> int:
-        """The window, in tokens."""
+        """The number of newest tokens that a layer sees."""
         return self.window
 
     def priority(self, view: CacheView) -> Tensor:

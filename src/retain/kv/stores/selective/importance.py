@@ -83,7 +83,7 @@ def jaccard(mass: Floats, num_top_tokens: int) -> tuple[float, float]:
 
 
 def heads_agree(mass: Floats, ratio: float) -> bool:
-    """Whether the heads agree, more than by chance, on the most important share `ratio` of tokens, mass [P, N]."""
+    """Whether heads agree, more than by chance, on the share `ratio` of tokens with the most attention mass [P, N]."""
     similarity, threshold = jaccard(mass, max(int(ratio * mass.shape[1]), 1))
     return similarity >= threshold
 

@@ -43,7 +43,7 @@ class ProbeConfig:
 
     @property
     def num_probe_heads(self) -> int:
-        """Number of probe heads."""
+        """The number of heads whose attention tells which tokens are important."""
         return min(importance.NUM_PROBE_HEADS, self.kv_heads)
 
     def parse_metadata(self, span: Span, data: Bytes) -> SpanMetadata:

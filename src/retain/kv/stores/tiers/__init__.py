@@ -16,7 +16,7 @@ from retain.plugins import load_plugin, parse_spec, plugin_names
 
 
 class Tier(Protocol):
-    """The options of a tier."""
+    """The options of a storage tier, which open its store."""
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> Store:
         """Open the store for spans of a format. Raises ValueError if it must not be used, OSError if it cannot be."""

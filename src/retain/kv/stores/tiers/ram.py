@@ -32,7 +32,7 @@ class Tier:
         check_choice("evict", self.evict, "lru", "lfu", "importance")
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> RamStore:
-        """Open an empty store."""
+        """Open a store in RAM, which is empty at first."""
         return RamStore(self)
 
 

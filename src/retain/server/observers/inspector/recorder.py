@@ -94,7 +94,7 @@ class Recorder(Observer):
             self.live[request.id] = TrackedRequest(request, group.key_name, request.attention_trace)
 
     def on_step(self, step_s: float, sampled_requests: Sequence[Request]) -> None:
-        """Count the generated tokens."""
+        """Count the tokens that a step generated, by API key."""
         for request in sampled_requests:
             if request.input.pools:
                 continue

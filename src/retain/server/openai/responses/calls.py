@@ -40,7 +40,7 @@ class BaseCallItem(Item):
 
     @property
     def arguments_json(self) -> Json:
-        """The arguments as the model sees them."""
+        """The arguments of the call as a JSON object, as the model sees them."""
         raise NotImplementedError
 
 
@@ -76,7 +76,7 @@ class CustomToolCallItem(NamedCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the tool's text input as the only argument, `input`."""
         return {"input": self.input}
 
 
@@ -99,13 +99,13 @@ class LocalShellCallItem(BaseCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the command and its settings as arguments; what is not given or empty is left out."""
         fields = self.action.model_dump(exclude_none=True, exclude={"type"})
         return {name: value for name, value in fields.items() if value != {}}
 
 
 class ShellAction(StrictModel):
-    """Commands for a shell."""
+    """Shell commands that the model wants to run, and their limits."""
 
     commands: list[str]
     timeout_ms: int | None = None
@@ -120,7 +120,7 @@ class ShellCallItem(BaseCallItem, other_fields="responses_shell_call"):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the commands and their limits as arguments; limits that are not given are left out."""
         return self.action.model_dump(exclude_none=True)
 
 
@@ -140,7 +140,7 @@ class ApplyPatchCallItem(BaseCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the change of the file as arguments: its type, the path and the diff."""
         return self.operation.model_dump(exclude_none=True)
 
 
@@ -153,7 +153,7 @@ class ToolSearchCallItem(BaseCallItem):
 
     @property
     def arguments_json(self) -> Json:
-        """See BaseCallItem."""
+        """Return the arguments of the search as the client sent them."""
         return self.arguments
 
 
@@ -189,7 +189,7 @@ class LocalShellCallOutputItem(Item):
 
 
 class ExitOutcome(StrictModel):
-    """A command ended."""
+    """A shell command ended by itself."""
 
     type: Literal["exit"]
     exit_code: int

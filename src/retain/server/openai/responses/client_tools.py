@@ -128,7 +128,7 @@ class ClientTools:
 
     @property
     def names(self) -> list[str]:
-        """The names of the functions."""
+        """The names of the functions that the model may call."""
         return list(self._by_name)
 
     def to_item(self, call: ParsedToolCall) -> Json:

@@ -18,7 +18,7 @@ class InputText(StrictModel, other_fields="responses_input_text"):
 
 
 class OutputText(StrictModel, other_fields="responses_output_text"):
-    """Text of the model."""
+    """Text of an earlier answer of the model."""
 
     type: Literal["output_text"]
     text: str
@@ -42,5 +42,5 @@ Content = Annotated[
 
 
 def join_content(content: str | list[InputText | OutputText | RefusalContentPart]) -> str:
-    """Return the text of a content."""
+    """Return the texts of a message's parts in a row."""
     return content if isinstance(content, str) else "".join(part.text for part in content)

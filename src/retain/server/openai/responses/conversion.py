@@ -48,7 +48,7 @@ CHAT_PARAMETERS = {  # as errors of chat completions name them
 
 
 def get_input_items(body: ResponsesRequest) -> list[InputItem]:
-    """Return the input of a request as items."""
+    """Return the input of a request as items, also where it is one text."""
     if not isinstance(body.input, str):
         return body.input
     return [MessageItem(role="user", content=body.input)] if body.input else []

@@ -75,16 +75,16 @@ class ResponsesEncoder(ResponseEncoder):
         self._sequence_number = 0
 
     def update(self, delta: OutputDelta) -> None:
-        """See ResponseEncoder."""
+        """Add newly generated text to the items of the full response."""
         self._add(delta)
 
     def encode_full(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the whole response as one JSON object, and pass it to `on_finish`."""
         self._finish_items()
         return self._finish_response(group)
 
     def encode_start(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the events that say that the response is created and in progress."""
         return self._encode_created()
 
     def encode_failed_stream(self, error: APIError) -> bytes:
@@ -92,17 +92,17 @@ class ResponsesEncoder(ResponseEncoder):
         return self._encode_created() + self.encode_stream_error(error)
 
     def encode_delta(self, delta: OutputDelta) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the events of the stream for newly generated text."""
         return self._encode_events(self._add(delta))
 
     def encode_end(self, group: RequestGroup) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the events that close the items, and the one with the finished response, which goes to `on_finish`."""
         data = self._encode_events(self._finish_items())
         response = orjson.Fragment(self._finish_response(group))
         return data + self._encode_events([{"type": f"response.{self.response['status']}", "response": response}])
 
     def encode_stream_error(self, error: APIError) -> bytes:
-        """See ResponseEncoder."""
+        """Encode the events `error` and `response.failed`, which end a failed stream."""
         error = rename_parameter(error)
         fields = {"code": error.code or "server_error", "message": error.message}
         self._output.close("incomplete")
@@ -115,7 +115,7 @@ class ResponsesEncoder(ResponseEncoder):
         )
 
     def to_error_response(self, error: APIError) -> Response:
-        """See ResponseEncoder."""
+        """Return the HTTP response to a failed request, which names its parameter as /v1/responses does."""
         return rename_parameter(error).to_response()
 
     def _encode_created(self) -> bytes:

@@ -67,7 +67,7 @@ OTHER_ITEMS = (
 
 
 class MessageItem(Item):
-    """Message of any role."""
+    """Message of the user, the model, the system or the developer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
@@ -75,12 +75,12 @@ class MessageItem(Item):
 
     @property
     def text(self) -> str:
-        """The whole text."""
+        """The texts of the message's parts in a row."""
         return join_content(self.content)
 
 
 class ReasoningText(StrictModel):
-    """Reasoning of the model."""
+    """Reasoning of the model in an earlier answer."""
 
     type: Literal["reasoning_text", "text"]
     text: str

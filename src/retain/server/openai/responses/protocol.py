@@ -67,7 +67,7 @@ class ResponsesStreamOptions(StrictModel, other_fields="responses_stream_options
 
 
 class ReasoningOptions(StrictModel, other_fields="responses_reasoning_options"):
-    """How the model reasons."""
+    """How much the model is to reason."""
 
     effort: ReasoningEffort | None = Field(
         None, description="none: without reasoning, where the chat template has a variable for that; others: with it"
@@ -75,7 +75,7 @@ class ReasoningOptions(StrictModel, other_fields="responses_reasoning_options"):
 
 
 class PromptCacheOptions(StrictModel, other_fields="responses_prompt_cache"):
-    """Options of the prefix cache."""
+    """How the request uses the prefix cache."""
 
     prewarm: bool | None = None
     comparison_response_id: Annotated[str, Field(max_length=128)] | None = None
@@ -192,7 +192,7 @@ class DeletedResponse(BaseModel):
 
 
 class ItemList(BaseModel):
-    """List of input items."""
+    """One page of a list of input items."""
 
     object: Literal["list"] = "list"
     data: list[Json]

@@ -126,7 +126,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
 
     @router.get("/responses/{response_id}", response_model=None, responses={200: {"model": ResponseObject}})
     async def get_response(response_id: str, request: Request, stream: bool = False) -> Response:
-        """Get a stored response."""
+        """Return a stored response by its id."""
         if stream:
             raise APIError(400, "stream: stored responses are not streamed", "stream")
         return Response(find(request, response_id).response, media_type="application/json")
@@ -141,7 +141,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
     # Starlette's own 405 names the methods of the first route of a path only.
     @router.api_route("/responses/{response_id}", methods=["POST", *NO_METHODS], include_in_schema=False)
     async def refuse_method(response_id: str) -> None:
-        """Refuse every other method."""
+        """Refuse methods other than GET and DELETE with status 405."""
         raise APIError(405, "Method Not Allowed", headers={"Allow": "GET, DELETE"})
 
     @router.get("/responses/{response_id}/input_items", response_model=None, responses={200: {"model": ItemList}})

@@ -36,7 +36,7 @@ class FunctionTool(StrictModel, other_fields="responses_tool"):
 
 
 class TextInputFormat(StrictModel):
-    """Any text."""
+    """Input of a custom tool that may be any text."""
 
     type: Literal["text"]
 
@@ -96,7 +96,7 @@ class LocalShellTool(StrictModel):
 
 
 class LocalEnvironment(StrictModel, other_fields="responses_environment"):
-    """The client's machine."""
+    """Shell that runs on the client's machine."""
 
     type: Literal["local"]
 
