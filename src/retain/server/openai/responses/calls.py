@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.content import Content, join_content
-from retain.server.request_model import StrictModel, tag_by_type
+from retain.server.request_model import ByType, StrictModel
 
 
 class Item(StrictModel, other_fields="responses_item"):
@@ -206,12 +206,7 @@ class CommandOutput(StrictModel, other_fields="responses_command_output"):
 
     stdout: str
     stderr: str
-    outcome: Annotated[
-        Annotated[ExitOutcome, Tag("<exit>")] | Annotated[TimeoutOutcome, Tag("<timeout>")],
-        Discriminator(
-            tag_by_type(), custom_error_type="outcome", custom_error_message="the type is one of exit and timeout"
-        ),
-    ]
+    outcome: Annotated[ExitOutcome | TimeoutOutcome, ByType("outcome", "the type is one of exit and timeout")]
 
 
 class ShellCallOutputItem(Item, other_fields="responses_output_item"):

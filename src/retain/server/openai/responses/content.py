@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from retain.server.openai.chat_protocol import RefusalContentPart
-from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
+from retain.server.request_model import ByType, StrictModel, TextOr
 
 
 class InputText(StrictModel, other_fields="responses_input_text"):
@@ -25,20 +25,10 @@ class OutputText(StrictModel, other_fields="responses_output_text"):
 
 
 ContentPart = Annotated[
-    Annotated[InputText, Tag("<input_text>")]
-    | Annotated[InputText, Tag("<text>")]
-    | Annotated[OutputText, Tag("<output_text>")]
-    | Annotated[RefusalContentPart, Tag("<refusal>")],
-    Discriminator(
-        tag_by_type(),
-        custom_error_type="content_type",
-        custom_error_message="only input_text, output_text and refusal are supported: no images, files or audio",
-    ),
+    InputText | OutputText | RefusalContentPart,
+    ByType("content_type", "only input_text, output_text and refusal are supported: no images, files or audio"),
 ]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(tag_text_or_list),
-]
+Content = TextOr[Annotated[list[ContentPart], Field(fail_fast=True)]]
 
 
 def join_content(content: str | list[InputText | OutputText | RefusalContentPart]) -> str:

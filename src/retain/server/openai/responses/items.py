@@ -10,25 +10,13 @@ from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses.calls import (
-    ApplyPatchCallItem,
-    ApplyPatchCallOutputItem,
-    CallOutputItem,
-    CustomToolCallItem,
-    FunctionCallItem,
-    Item,
-    LocalShellCallItem,
-    LocalShellCallOutputItem,
-    ShellCallItem,
-    ShellCallOutputItem,
-    ToolSearchCallItem,
-)
+from retain.server.openai.responses.calls import CallItem, Item, OutputItem
 from retain.server.openai.responses.content import Content, join_content
 from retain.server.openai.responses.tools import Tool
-from retain.server.request_model import LeftOutModel, StrictModel, get_type
+from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, get_type
 
 ID_PREFIXES = {
     "message": "msg",
@@ -125,42 +113,19 @@ class OtherItem(LeftOutModel):
     id: str | None = None
 
 
-SHARED_TAGS = {  # of types that have one model
-    "custom_tool_call_output": "<function_call_output>",
-    "tool_search_output": "<additional_tools>",
-    **dict.fromkeys(OTHER_ITEMS, "<other>"),
-}
-
-
-def _tag_item(value: Any) -> str | None:
+def _get_item_type(value: Any) -> str | None:
     is_reference = isinstance(value, dict) and "role" not in value and "id" in value
     kind = get_type(value, "item_reference" if is_reference else "message")
-    if kind == "tool_search_call" and isinstance(value, dict) and value.get("execution") != "client":
-        return "<other>"
-    return None if kind is None else SHARED_TAGS.get(kind, f"<{kind}>")
+    is_hosted = kind == "tool_search_call" and isinstance(value, dict) and value.get("execution") != "client"
+    return OTHER if is_hosted or kind in OTHER_ITEMS else kind
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
-    | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
-    | Annotated[ShellCallItem, Tag("<shell_call>")]
-    | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
-    | Annotated[ToolSearchCallItem, Tag("<tool_search_call>")]
-    | Annotated[CallOutputItem, Tag("<function_call_output>")]
-    | Annotated[LocalShellCallOutputItem, Tag("<local_shell_call_output>")]
-    | Annotated[ShellCallOutputItem, Tag("<shell_call_output>")]
-    | Annotated[ApplyPatchCallOutputItem, Tag("<apply_patch_call_output>")]
-    | Annotated[ToolsItem, Tag("<additional_tools>")]
-    | Annotated[ItemReference, Tag("<item_reference>")]
-    | Annotated[OtherItem, Tag("<other>")],
-    Discriminator(
-        _tag_item,
-        custom_error_type="item_type",
-        custom_error_message="only items of messages, reasoning, tool calls, their outputs and references to stored "
-        "items are supported",
+    MessageItem | ReasoningItem | CallItem | OutputItem | ToolsItem | ItemReference | OtherItem,
+    ByType(
+        "item_type",
+        "only items of messages, reasoning, tool calls, their outputs and references to stored items are supported",
+        _get_item_type,
     ),
 ]
 
