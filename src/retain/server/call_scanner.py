@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -51,9 +51,6 @@ class CallScanner(Protocol):
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Read text from `start`, which is where the last call of this ended; all of it once it has `finished`."""
 
-    def copy(self) -> CallScanner:
-        """Return a scanner that goes on from here by itself."""
-
 
 def end_call(text: str, body_end: int, start: int, ends: Sequence[str], finished: bool) -> Scanned:
     """Return the end of a call whose body has ended, behind the longest of some markers that stands at `start`."""
@@ -94,10 +91,6 @@ class MarkerScanner:
     ends: Sequence[str]
     begins: Sequence[str] = ()
 
-    def copy(self) -> MarkerScanner:
-        """See CallScanner."""
-        return replace(self)
-
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """See CallScanner."""
         marks = (*self.ends, *self.begins)
@@ -118,10 +111,6 @@ class QuotedScanner:
     quotes: Sequence[str] = ('"',)
     escapes: bool = True
     quote: str = ""  # that is open
-
-    def copy(self) -> QuotedScanner:
-        """See CallScanner."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """See CallScanner."""
@@ -155,10 +144,6 @@ class ValueScanner:
     depth: int = 0
     in_string: bool = False
     is_complete: bool = False
-
-    def copy(self) -> ValueScanner:
-        """See CallScanner."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """See CallScanner."""
@@ -217,10 +202,6 @@ class TagScanner:
     closer: str
     followers: Sequence[str]
     in_value: bool = False
-
-    def copy(self) -> TagScanner:
-        """See CallScanner."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """See CallScanner."""

@@ -44,9 +44,6 @@ class AnswerParser(Protocol):
     def feed(self, text: str, finished: bool) -> ChatOutput:
         """Add generated text. Returns the parts that are certain; all of them once the answer has finished."""
 
-    def copy(self) -> Self:
-        """Return a parser that goes on from here by itself."""
-
     def has_left_reasoning(self, text: str) -> bool:
         """Return whether what comes after the reasoning has begun in the text of an answer."""
 

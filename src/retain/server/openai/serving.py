@@ -134,8 +134,8 @@ class OpenAIServing:
         )
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
-        parser = dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning)
-        return PreparedChat(request, [parser.copy() for _ in range(body.n or 1)], chat)
+        parsers = [dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning) for _ in range(body.n or 1)]
+        return PreparedChat(request, parsers, chat)
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -130,14 +129,6 @@ class HarmonyParser:
         self._is_new = False  # whether the message has no text yet
         self._has_text = {True: False, False: False}  # reasoning and content that earlier messages have
         self._has_left_reasoning = False
-
-    def copy(self) -> HarmonyParser:
-        """See AnswerParser."""
-        other = copy(self)
-        other._header = None if self._header is None else [*self._header]
-        other._body = [*self._body]
-        other._has_text = dict(self._has_text)
-        return other
 
     def has_left_reasoning(self, text: str) -> bool:
         """See AnswerParser."""
