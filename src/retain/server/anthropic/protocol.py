@@ -12,13 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, Field, model_validator
 
 from retain.files import quote
-from retain.server.anthropic.blocks import (
-    AssistantBlock,
-    CacheControl,
-    TextContent,
-    ToolUseBlock,
-    UserBlock,
-)
+from retain.server.anthropic.blocks import AssistantBlock, CacheControl, TextContent, ToolUseBlock, UserBlock
 from retain.server.anthropic.tools import AnyTool, TypedTool
 from retain.server.openai.protocol import (
     STOP_DESCRIPTION,

@@ -7,13 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 
-from retain.processing.reasoning import (
-    KNOWN_MARKS,
-    ReasoningMarks,
-    ReasoningSplitter,
-    TextPart,
-    partial_mark_length,
-)
+from retain.processing.reasoning import KNOWN_MARKS, ReasoningMarks, ReasoningSplitter, TextPart, partial_mark_length
 from retain.server.call_scanner import CallScanner, MarkerScanner, Scan, compile_marks, cut_marks
 from retain.server.tool_format import AnswerParser, ChatOutput, ParsedToolCall, Schemas, ToolFormat
 
