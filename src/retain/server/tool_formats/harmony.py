@@ -44,12 +44,8 @@ class Format(ToolFormat):
     """A message to a function, in an answer of messages to channels."""
 
     begin: str = CHANNEL
+    shown: ClassVar[tuple[str, ...]] = (CHANNEL, MESSAGE)
     families: ClassVar[tuple[str, ...]] = ("gpt_oss",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes messages to channels."""
-        return cls() if CHANNEL in template and MESSAGE in template else None
 
     @property
     def markers(self) -> tuple[str, ...]:
