@@ -12,6 +12,7 @@ from uuid import uuid4
 
 from pydantic import Field
 
+from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.calls import CallItem, Item, OutputItem
 from retain.server.openai.responses.content import Content, join_content
@@ -31,27 +32,7 @@ ID_PREFIXES = {
     "tool_search_call": "tsc",
 }
 ENCODED_REASONING = "retain:"  # what `encrypted_content` of this server begins with
-OTHER_ITEMS = (
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "computer_call",
-    "computer_call_output",
-    "image_generation_call",
-    "mcp_list_tools",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "program",
-    "program_output",
-    "compaction",
-    "compaction_summary",
-    "context_compaction",
-    "configuration_update",
-    "agent_message",
-    "ghost_snapshot",
-    "other",
-)
+OTHER_ITEMS = read_left_out_types()["items"]
 
 
 class MessageItem(Item):

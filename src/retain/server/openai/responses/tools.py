@@ -10,18 +10,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
 from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, TextOrOther, get_type
 
-HOSTED_TOOLS = (
-    "web_search",
-    "file_search",
-    "code_interpreter",
-    "computer",
-    "image_generation",
-    "mcp",
-    "programmatic_tool_calling",
-)
+HOSTED_TOOLS = read_left_out_types()["tools"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
