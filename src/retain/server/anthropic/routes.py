@@ -43,13 +43,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.post("/messages", response_model=None, responses=MESSAGE_RESPONSES)  # type: ignore[arg-type]
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in Anthropic's format."""
-        service.check_model(body.model)
-        key = request.state.key
-
-        def prepare() -> Prepared:
-            return prepare_message(service, body, key, fingerprints)
-
-        return await service.handle(body, 1, request.state.admission, prepare)
+        return await service.handle(body, request, lambda key: prepare_message(service, body, key, fingerprints))
 
     @router.post("/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request, response: Response) -> TokenCount:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -22,18 +23,12 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.post("/chat/completions", response_model=None, responses=describe_generation(ChatCompletionResponse))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Create a chat completion."""
-        service.check_model(body.model)
-        key = request.state.key
-        return await service.handle(body, body.n or 1, request.state.admission, lambda: service.prepare_chat(body, key))
+        return await service.handle(body, request, partial(service.prepare_chat, body), body.n or 1)
 
     @router.post("/completions", response_model=None, responses=describe_generation(CompletionResponse))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Create a completion for one or several prompts."""
-        service.check_model(body.model)
-        key = request.state.key
-        num_choices = len(body.prompts) * (body.n or 1)
-        admission = request.state.admission
-        return await service.handle(body, num_choices, admission, lambda: service.prepare_completion(body, key))
+        return await service.handle(body, request, partial(service.prepare_completion, body), body.num_choices)
 
     def build_model_card(name: str) -> ModelCard:
         llm = service.llm
