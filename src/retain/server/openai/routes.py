@@ -51,7 +51,11 @@ def create_router(service: OpenAIServing) -> APIRouter:
     return router
 
 
-def describe_generation(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Describe the successful response: the full object, or server-sent events with `stream`."""
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+def describe_generation(model: Any, *event_fields: str) -> dict[int | str, dict[str, Any]]:
+    """Describe the successful response: the full object, or server-sent events with `stream`.
+
+    `event_fields`: those that an event has before its data.
+    """
+    names = [*event_fields, "data"]
+    event = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
     return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}
