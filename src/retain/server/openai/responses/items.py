@@ -14,8 +14,7 @@ from pydantic import Field
 
 from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses.calls import CallItem, Item, OutputItem
-from retain.server.openai.responses.content import Content, join_content
+from retain.server.openai.responses.calls import CallItem, Content, Item, OutputItem, join_content
 from retain.server.openai.responses.tools import Tool
 from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, get_type
 
