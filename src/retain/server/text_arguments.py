@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import write_text, write_text_before
+from retain.processing.schemas.disjointness import kind_of
 from retain.processing.schemas.embedding import embed
 from retain.processing.schemas.json_schema import list_constants, resolve
 from retain.processing.schemas.parts import open_root
@@ -19,7 +20,6 @@ Schema = Any
 EMPTY = '""'  # the grammar of no text
 MAX_REFERENCES = 16  # of a schema to another one that is a reference again
 WORDS = {"True": True, "False": False, "None": None}  # as jinja writes constants
-TYPES = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
 
 
 def find_types(schema: Schema, root: Schema, outer: frozenset[int] = frozenset()) -> set[str]:
@@ -56,9 +56,8 @@ def follow_references(schema: Schema, root: Schema) -> Schema:
 
 def type_of(value: Any) -> str:
     """Return the JSON type of a value. Numbers without a fraction are integers."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return "integer" if value == int(value) else "number"
-    return TYPES[type(value)]
+    kind = kind_of(value)
+    return "integer" if kind == "number" and value == int(value) else kind
 
 
 def read_text_value(text: str, schema: Schema, root: Schema) -> Any:
