@@ -30,7 +30,7 @@ Text = TypeVar("Text")
 Other = TypeVar("Other")
 log = logging.getLogger(__name__)
 ANNOTATIONS = ("title", "description", "default")  # of a JSON schema: they hold for all its alternatives
-OTHER = "other"  # the type of the member of a union that has no types of its own
+OTHER = "other"  # the tag of a member that declares no types: that of a type is in angle brackets
 REFUSED_FIELD = "refused_field"  # the type of pydantic's error; its context has the name of the `field`
 
 
@@ -102,30 +102,31 @@ def get_type(value: Any, default: str | None = None) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
+def tag_type(kind: str | None) -> str | None:
+    """Return the tag of the member of a union that has a type."""
+    return None if kind is None else f"<{kind}>"
+
+
 @dataclass(frozen=True)
 class ByType:
     """Annotation of a union of models: the member is the one whose field `type` may have the value's `type`.
 
-    A member that declares no values of its `type` has the type OTHER. `error_type` and `message` are those of the error
-    for a value of no member. `get_type`: finds the type of a value.
+    A member that declares no values of its `type` has the tag OTHER. `error_type` and `message` are those of the error
+    for a value of no member. `get_tag`: selects the member of a value.
     """
 
     error_type: str
     message: str
-    get_type: Callable[[Any], str | None] = get_type
+    get_tag: Callable[[Any], str | None] = lambda value: tag_type(get_type(value))
 
     def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         members: list[Any] = [
-            Annotated[model, Tag(f"<{kind}>")]
+            Annotated[model, Tag(tag or OTHER)]
             for model in get_args(union)
-            for kind in get_args(model.model_fields["type"].annotation) or (OTHER,)
+            for tag in map(tag_type, get_args(model.model_fields["type"].annotation) or (None,))
         ]
-        select = Discriminator(self._get_tag, custom_error_type=self.error_type, custom_error_message=self.message)
+        select = Discriminator(self.get_tag, custom_error_type=self.error_type, custom_error_message=self.message)
         return handler.generate_schema(Annotated[Union[tuple(members)], select])  # noqa: UP007 (made at run time)
-
-    def _get_tag(self, value: Any) -> str | None:
-        kind = self.get_type(value)
-        return None if kind is None else f"<{kind}>"
 
 
 def _tag_text(value: Any) -> str:

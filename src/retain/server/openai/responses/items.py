@@ -16,7 +16,7 @@ from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.calls import CallItem, Content, Item, OutputItem, join_content
 from retain.server.openai.responses.tools import Tool
-from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, get_type
+from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, get_type, tag_type
 
 ID_PREFIXES = {
     "message": "msg",
@@ -93,11 +93,11 @@ class OtherItem(LeftOutModel):
     id: str | None = None
 
 
-def _get_item_type(value: Any) -> str | None:
+def _tag_item(value: Any) -> str | None:
     is_reference = isinstance(value, dict) and "role" not in value and "id" in value
     kind = get_type(value, "item_reference" if is_reference else "message")
     is_hosted = kind == "tool_search_call" and isinstance(value, dict) and value.get("execution") != "client"
-    return OTHER if is_hosted or kind in OTHER_ITEMS else kind
+    return OTHER if is_hosted or kind in OTHER_ITEMS else tag_type(kind)
 
 
 InputItem = Annotated[
@@ -105,7 +105,7 @@ InputItem = Annotated[
     ByType(
         "item_type",
         "only items of messages, reasoning, tool calls, their outputs and references to stored items are supported",
-        _get_item_type,
+        _tag_item,
     ),
 ]
 

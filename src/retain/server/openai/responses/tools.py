@@ -12,7 +12,7 @@ from pydantic import Field
 
 from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
-from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, TextOrOther, get_type
+from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, TextOrOther, get_type, tag_type
 
 HOSTED_TOOLS = read_left_out_types()["tools"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
@@ -121,10 +121,10 @@ def _is_hosted(tool: Json, kind: str | None) -> bool:
     return kind is not None and (kind in HOSTED_TOOLS or kind.startswith(("web_search_", "computer_")))
 
 
-def _get_tool_type(value: Any) -> str | None:
+def _tag_tool(value: Any) -> str | None:
     kind = get_type(value)
     is_hosted = _is_hosted(value, kind) if isinstance(value, dict) else isinstance(value, HostedTool)
-    return OTHER if is_hosted else kind
+    return OTHER if is_hosted else tag_type(kind)
 
 
 Tool = Annotated[
@@ -139,7 +139,7 @@ Tool = Annotated[
     ByType(
         "tool_type",
         "the type is one of function, custom, namespace, local_shell, shell, apply_patch and tool_search",
-        _get_tool_type,
+        _tag_tool,
     ),
 ]
 
