@@ -18,7 +18,7 @@ from retain.processing.chat_template import ChatTemplate
 from retain.processing.grammar import GrammarCompiler, grammar_from_lark
 from retain.processing.tokenizer import Tokenizer
 from retain.server.launch import GracefulServer
-from retain.server.openai.chat_output import ChatOutputParser
+from retain.server.openai.chat_output import continue_answer
 from retain.server.sandbox_worker import create_byte_tokenizer
 from retain.server.tool_format import ChatOutput
 from retain.server.tool_formats.harmony import MARKERS, Format, HarmonyParser
@@ -43,10 +43,7 @@ def join(outputs: Sequence[ChatOutput]) -> tuple[str, str, list[tuple[str, str]]
 
 def parse(pieces: Sequence[str], prompt: str = "<|start|>assistant") -> tuple[str, str, list[tuple[str, str]]]:
     parser = Format().create_parser({"f", "g"}, prompt)
-    outputs = []
-    for piece in pieces:
-        outputs.append(parser.feed(piece, finished=False))
-        parser = parser.copy()
+    outputs = [parser.feed(piece, finished=False) for piece in pieces]
     return join([*outputs, parser.feed("", finished=True)])
 
 
@@ -94,8 +91,7 @@ def test_messages_go_where_their_headers_say(text: str, expected: tuple[str, str
 @pytest.mark.parametrize(("channel", "expected"), [("final", ("", " on", [])), ("analysis", (" on", "", []))])
 def test_an_answer_continues_a_message_of_the_prompt(channel: str, expected: tuple[str, str, list[Any]]) -> None:
     before = f"<|start|>user<|message|>x<|end|><|start|>assistant<|channel|>{channel}<|message|>"
-    parser = ChatOutputParser(Format().create_parser((), before))
-    parser.skip("go")
+    parser = continue_answer(lambda: Format().create_parser((), before), "go")
     assert join([parser.feed(" on", finished=True)]) == expected
 
 

@@ -129,16 +129,3 @@ def test_work_to_locate_tokens_that_a_stop_string_holds_back_is_linear() -> None
         return lambda: [builder.build_chunks(delta) for delta in deltas]
 
     assert_linear(prepare, 200)
-
-
-def test_copies_of_a_parser_do_not_meet() -> None:
-    """Each goes on from where it was copied, within blanks, a call or reasoning."""
-    for begun in ("\n ", "<think>a", "<think>a</think>\n", 'b<tool_call>{"name": ', "b<tool_"):
-        first = ChatOutputParser(TaggedAnswerParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False)))
-        outputs = [first.feed(begun, False)]
-        other = first.copy()
-        alone = ChatOutputParser(TaggedAnswerParser(ToolParser(FORMATS["hermes"], {"f"}), ReasoningParser(False)))
-        assert alone.feed(begun, False) == outputs[0]
-        other.feed('"g"}</tool_call></think>', True)
-        rest = '"f"}</tool_call>c</think>d'
-        assert first.feed(rest, True) == alone.feed(rest, True)

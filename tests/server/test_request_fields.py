@@ -93,7 +93,9 @@ def is_reason(value):
 
 def test_the_file_of_tables_is_well_formed():
     """Each rule is of one kind, and each refusal or acceptance has its reason."""
-    assert TABLES.keys() == {"includes", "fields", "refused_types"}
+    assert TABLES.keys() == {"includes", "fields", "refused_types", "left_out_types"}
+    for types in TABLES["left_out_types"].values():
+        assert all(map(is_reason, types)) and len(set(types)) == len(types)
     for name, rules in TABLES["fields"].items():
         for field, rule in rules.items():
             assert rule.keys() in KEYS_OF_RULES, (name, field)

@@ -88,6 +88,12 @@ def test_hosted_tools_are_left_out(kind: str) -> None:
     assert converted.chat.tools is None and converted.warnings == [f"tools left out: {kind}"]
 
 
+@pytest.mark.parametrize("kind", ["other", "<other>", "", "hosted", "web"])
+def test_a_tool_of_no_known_type_is_refused(kind: str) -> None:
+    with pytest.raises(ValidationError, match="the type is one of function, custom, namespace"):
+        TypeAdapter(Tool).validate_python({"type": kind})
+
+
 def test_a_shell_in_a_container_is_hosted() -> None:
     assert expand({"type": "shell", "environment": {"type": "container_auto"}}).left_out == ["shell"]
     assert names_of(expand({"type": "shell"})) == ["shell"]

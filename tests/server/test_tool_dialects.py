@@ -194,21 +194,6 @@ def test_a_cut_call_is_content(dialect_name: str) -> None:
                 assert content == whole[:cut] if not found else content.strip() in whole, whole[:cut]
 
 
-@pytest.mark.parametrize("dialect_name", DIALECTS)
-def test_copies_of_a_parser_go_on_by_themselves(dialect_name: str) -> None:
-    dialect = DIALECTS[dialect_name]
-    answer = expressible(dialect, [find(**{"text": "a' \" {", "items": ["x"]}), "b", find(count=1)])
-    text = dialect.write(answer)
-    for cut in range(0, len(text), 3):
-        parser = create_parser(dialect_name, SCHEMAS)
-        first = parser.feed(text[:cut], finished=False)
-        other = parser.copy()
-        other.feed("\"'}</parameter>[]<|end|>", finished=True)
-        outputs = [first, parser.feed(text[cut:], finished=True)]
-        calls = [Call(c.name, json.loads(c.arguments)) for output in outputs for c in output.tool_calls]
-        assert ("".join(output.content for output in outputs), calls) == dialect.expect(answer, is_known)
-
-
 def iter_single_calls() -> Iterator[Call]:
     """Yield the calls of all answers, of functions that are known."""
     parts = [part for answer in ANSWERS.values() for part in answer if not isinstance(part, str)]

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, TaggedAnswerParser, ToolParser
+from retain.server.openai.chat_output import (
+    ChatOutputParser,
+    ReasoningParser,
+    TaggedAnswerParser,
+    ToolParser,
+    continue_answer,
+)
 from retain.server.tool_format import ChatOutput
 from retain.server.tool_formats import detect_tool_format
 from tests.helpers.tokenizers import open_tokenizer
@@ -113,10 +119,14 @@ TEXTS = st.lists(st.sampled_from(PIECES), max_size=8)
 CALL_TEMPLATES = {"hermes": HERMES, "mistral": MISTRAL, "llama": LLAMA, None: None}
 
 
-def create_parser(template: str | None, reasoning: bool) -> ChatOutputParser:
+def create_parser(template: str | None, reasoning: bool, begun: str = "") -> ChatOutputParser:
     tool_format = detect_tool_format(template) if template else None
-    tool_parser = ToolParser(tool_format, {"f"}) if tool_format else None
-    return ChatOutputParser(TaggedAnswerParser(tool_parser, ReasoningParser(False) if reasoning else None))
+
+    def create() -> TaggedAnswerParser:
+        tool_parser = ToolParser(tool_format, {"f"}) if tool_format else None
+        return TaggedAnswerParser(tool_parser, ReasoningParser(False) if reasoning else None)
+
+    return continue_answer(create, begun)
 
 
 def feed_all(parser: ChatOutputParser, pieces: list[str]) -> ChatOutput:
@@ -135,8 +145,7 @@ def test_an_answer_is_the_rest_of_the_message(
     shown = feed_all(create_parser(template, reasoning), begun)
     answers = []
     for pieces in (rest, list("".join(rest))):
-        parser = create_parser(template, reasoning)
-        parser.skip("".join(begun))
+        parser = create_parser(template, reasoning, "".join(begun))
         answers.append(feed_all(parser, pieces))
     answer = answers[0]
     assert answers == [answer, answer]
@@ -158,8 +167,7 @@ def test_an_answer_is_the_rest_of_the_message(
     ],
 )
 def test_the_parser_begins_in_the_state_of_the_prompt(begun: str, rest: str, expected: ChatOutput) -> None:
-    parser = create_parser(HERMES, reasoning=True)
-    parser.skip(begun)
+    parser = create_parser(HERMES, True, begun)
     assert feed_all(parser, [rest]) == expected
 
 
@@ -167,7 +175,6 @@ def test_the_parser_begins_in_the_state_of_the_prompt(begun: str, rest: str, exp
 def test_a_call_that_the_prompt_begins_is_a_call(template: str, key: str) -> None:
     tool_format = detect_tool_format(template)
     assert tool_format
-    parser = create_parser(template, reasoning=False)
-    parser.skip(f'{tool_format.begin}{{"name": "f", ')
+    parser = create_parser(template, False, f'{tool_format.begin}{{"name": "f", ')
     output = feed_all(parser, [f'"{key}": {{"x": 1}}}}{tool_format.end}'])
     assert (output.content, [(call.name, call.arguments) for call in output.tool_calls]) == ("", [("f", '{"x": 1}')])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import NamedTuple, Protocol
@@ -51,9 +51,6 @@ class CallScanner(Protocol):
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Read text from `start`, which is where the last call of this ended; all of it once it has `finished`."""
 
-    def copy(self) -> CallScanner:
-        """Return a copy that goes on from this scanner's state by itself."""
-
 
 def end_call(text: str, body_end: int, start: int, ends: Sequence[str], finished: bool) -> Scanned:
     """Return where a call ends whose body has ended: behind the longest closing marker that stands at `start`."""
@@ -94,10 +91,6 @@ class MarkerScanner:
     ends: Sequence[str]
     begins: Sequence[str] = ()
 
-    def copy(self) -> MarkerScanner:
-        """Return a copy that goes on from this scanner's state by itself."""
-        return replace(self)
-
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Look for the first marker from `start` on. One of `ends` ends the call; one of `begins` makes it text."""
         marks = (*self.ends, *self.begins)
@@ -118,10 +111,6 @@ class QuotedScanner:
     quotes: Sequence[str] = ('"',)
     escapes: bool = True
     quote: str = ""  # that is open
-
-    def copy(self) -> QuotedScanner:
-        """Return a copy that goes on from this scanner's state by itself."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Look for the first marker outside of quotes from `start` on, and note whether a quote stays open."""
@@ -155,10 +144,6 @@ class ValueScanner:
     depth: int = 0
     in_string: bool = False
     is_complete: bool = False
-
-    def copy(self) -> ValueScanner:
-        """Return a copy that goes on from this scanner's state by itself."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Read the JSON value from `start` on, by the depth of its brackets, and the marker behind it."""
@@ -217,10 +202,6 @@ class TagScanner:
     closer: str
     followers: Sequence[str]
     in_value: bool = False
-
-    def copy(self) -> TagScanner:
-        """Return a copy that goes on from this scanner's state by itself."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Look for the first marker outside of tagged values from `start` on, and note whether a value stays open."""

@@ -56,6 +56,11 @@ def read_refused_types() -> Mapping[str, str]:
     return _read_file()["refused_types"]
 
 
+def read_left_out_types() -> Mapping[str, list[str]]:
+    """Return the types of `tools` and of `items` that are left out of requests of the Responses API."""
+    return _read_file()["left_out_types"]
+
+
 @cache
 def _read_file() -> Mapping[str, Any]:
     with Path(__file__).with_suffix(".toml").open("rb") as file:

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from typing import Any
 
 from retain.processing.lark import write_text, write_text_before
+from retain.processing.schemas.json_schema import list_constants
 from retain.server.text_arguments import Schema, find_types, follow_references, iter_member_rules, list_parameters
 
 BARE_KEY = re.compile(r"[^\W\d]\w*")
@@ -57,8 +58,7 @@ class ValueRules:
 
     def _list_ways(self, name: str, schema: dict[str, Any], depth: int) -> list[str]:
         """Return the grammars of which a value has one."""
-        values = [schema["const"]] if "const" in schema else schema.get("enum")
-        if isinstance(values, list) and values:
+        if values := list_constants(schema):
             return [self._write(value) for value in values]
         branches = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), None)
         if branches:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import isinf
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 MAX_DEPTH = 64
 BLANK = re.compile(r"\s*")
 NAME = re.compile(r"[^\W\d][\w.-]*")
@@ -83,15 +85,7 @@ class LiteralReader:
 
     def read_arguments(self, closer: str) -> dict[str, Any]:
         """Read `name=value, ...` up to a closing bracket."""
-        arguments = {}
-        while not self.take(closer):
-            name = self.read_name()
-            self.expect("=")
-            arguments[name] = self.read_value()
-            if not self.take(","):
-                self.expect(closer)
-                break
-        return arguments
+        return dict(self._iter_items(closer, lambda: self._read_member(self.read_name, "=")))
 
     def _match(self, pattern: re.Pattern[str]) -> re.Match[str]:
         self.skip_blanks()
@@ -109,27 +103,28 @@ class LiteralReader:
 
     def _read_list(self, opener: str) -> list[Any]:
         self._enter()
-        values = []
-        while not self.take(CLOSERS[opener]):
-            values.append(self.read_value())
-            if not self.take(","):
-                self.expect(CLOSERS[opener])
-                break
+        values = list(self._iter_items(CLOSERS[opener], self.read_value))
         self.depth -= 1
         return values
 
     def _read_object(self) -> dict[str, Any]:
         self._enter()
-        members = {}
-        while not self.take("}"):
-            key = self._read_key()
-            self.expect(":")
-            members[key] = self.read_value()
-            if not self.take(","):
-                self.expect("}")
-                break
+        members = dict(self._iter_items("}", lambda: self._read_member(self._read_key, ":")))
         self.depth -= 1
         return members
+
+    def _iter_items(self, closer: str, read: Callable[[], T]) -> Iterator[T]:
+        """Read items with commas between them, and perhaps behind them, up to a closing bracket."""
+        while not self.take(closer):
+            yield read()
+            if not self.take(","):
+                self.expect(closer)
+                return
+
+    def _read_member(self, read_key: Callable[[], str], separator: str) -> tuple[str, Any]:
+        key = read_key()
+        self.expect(separator)
+        return key, self.read_value()
 
     def _read_key(self) -> str:
         self.skip_blanks()

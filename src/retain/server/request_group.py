@@ -72,29 +72,24 @@ class PooledCallStats:
     start_time: float = field(default_factory=perf_counter)
 
 
+@dataclass(eq=False)
 class RequestGroup:
-    """Choices that are generated together. The engine thread appends deltas; one coroutine takes them."""
+    """Choices that are generated together. The engine thread appends deltas; one coroutine takes them.
 
-    def __init__(
-        self,
-        request_states: Sequence[RequestOutputState],
-        key_name: str,
-        pins: Sequence[Pin] = (),
-        stream_interval: int | None = None,
-        call: CallInfo | None = None,
-    ):
-        """`key_name` labels the requests in the inspector. `pins` are those of the first prompt.
+    `key_name` labels the requests in the inspector. `pins` are those of the first prompt.
+    `stream_interval`: tokens of a delta, at least, but for the first and the last; None: one delta at the end.
+    `call`: None where the group is a part of a call (see PooledCallStats).
+    """
 
-        `stream_interval`: tokens of a delta, at least, but for the first and the last; None: one delta at the end.
-        `call`: None where the group is a part of a call (see PooledCallStats).
-        """
-        self.request_states = list(request_states)
-        self.key_name = key_name
-        self.pins = pins
-        self.stream_interval = stream_interval
-        self.call = call
+    request_states: Sequence[RequestOutputState]
+    key_name: str
+    pins: Sequence[Pin] = ()
+    stream_interval: int | None = None
+    call: CallInfo | None = None
+
+    def __post_init__(self) -> None:
         self.num_unfinished = len(self.request_states)  # counted by the engine thread
-        self.num_pinned_tokens: int | None = 0 if pins else None  # None where nothing is to be pinned
+        self.num_pinned_tokens: int | None = 0 if self.pins else None  # None where nothing is to be pinned
         self.warnings: list[str] = []  # found while the requests ran
         self._error: Exception | None = None
         self._num_collected = [(0, 0)] * len(self.request_states)  # tokens and logprobs of each choice

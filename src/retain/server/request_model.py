@@ -9,16 +9,28 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, TypeVar, Union, get_args
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from retain.server.client_fields import Accepted, FieldTable, Refused, read_field_tables
 
+Text = TypeVar("Text")
+Other = TypeVar("Other")
 log = logging.getLogger(__name__)
 ANNOTATIONS = ("title", "description", "default")  # of a JSON schema: they hold for all its alternatives
+OTHER = "other"  # the tag of a member that declares no types: that of a type is in angle brackets
 REFUSED_FIELD = "refused_field"  # the type of pydantic's error; its context has the name of the `field`
 
 
@@ -83,9 +95,6 @@ class LeftOutModel(BaseModel):
     other_fields: ClassVar[FieldTable] = {}
 
 
-# Tags of unions are in angle brackets, because error messages leave such parts out of a field's name.
-
-
 def get_type(value: Any, default: str | None = None) -> str | None:
     """Return the `type` of an object of a request, JSON or validated; None if it is no text."""
     kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
@@ -93,19 +102,40 @@ def get_type(value: Any, default: str | None = None) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def tag_by_type(default: str | None = None) -> Callable[[Any], str | None]:
-    """Return a function that selects the member of a union by the value's `type`."""
-
-    def get_tag(value: Any) -> str | None:
-        kind = get_type(value, default)
-        return None if kind is None else f"<{kind}>"
-
-    return get_tag
+def tag_type(kind: str | None) -> str | None:
+    """Return the tag of the member of a union that has a type."""
+    return None if kind is None else f"<{kind}>"
 
 
-def tag_text_or_list(value: Any) -> str:
-    """Select the text or the list of a union of both."""
-    return "<text>" if isinstance(value, str) else "<list>"
+@dataclass(frozen=True)
+class ByType:
+    """Annotation of a union of models: the member is the one whose field `type` may have the value's `type`.
+
+    A member that declares no values of its `type` has the tag OTHER. `error_type` and `message` are those of the error
+    for a value of no member. `get_tag`: selects the member of a value.
+    """
+
+    error_type: str
+    message: str
+    get_tag: Callable[[Any], str | None] = lambda value: tag_type(get_type(value))
+
+    def __get_pydantic_core_schema__(self, union: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        members: list[Any] = [
+            Annotated[model, Tag(tag or OTHER)]
+            for model in get_args(union)
+            for tag in map(tag_type, get_args(model.model_fields["type"].annotation) or (None,))
+        ]
+        select = Discriminator(self.get_tag, custom_error_type=self.error_type, custom_error_message=self.message)
+        return handler.generate_schema(Annotated[Union[tuple(members)], select])  # noqa: UP007 (made at run time)
+
+
+def _tag_text(value: Any) -> str:
+    return "<text>" if isinstance(value, str) else "<other>"
+
+
+# A union of a text and something else, of which only one is named in errors.
+TextOrOther = Annotated[Annotated[Text, Tag("<text>")] | Annotated[Other, Tag("<other>")], Discriminator(_tag_text)]
+TextOr = TextOrOther[str, Other]
 
 
 def refusal(rule: Accepted | Refused) -> str:

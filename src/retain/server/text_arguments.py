@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 from retain.processing.grammar import lark_json_rule
 from retain.processing.lark import write_text, write_text_before
+from retain.processing.schemas.disjointness import kind_of
 from retain.processing.schemas.embedding import embed
-from retain.processing.schemas.json_schema import resolve
+from retain.processing.schemas.json_schema import list_constants, resolve
 from retain.processing.schemas.parts import open_root
 from retain.server.literals import LiteralReader
 from retain.server.tool_format import read_json
@@ -19,7 +20,6 @@ Schema = Any
 EMPTY = '""'  # the grammar of no text
 MAX_REFERENCES = 16  # of a schema to another one that is a reference again
 WORDS = {"True": True, "False": False, "None": None}  # as jinja writes constants
-TYPES = {bool: "boolean", str: "string", list: "array", dict: "object", type(None): "null"}
 
 
 def find_types(schema: Schema, root: Schema, outer: frozenset[int] = frozenset()) -> set[str]:
@@ -35,10 +35,8 @@ def find_types(schema: Schema, root: Schema, outer: frozenset[int] = frozenset()
         return {declared}
     if isinstance(declared, list):
         return {name for name in declared if isinstance(name, str)}
-    if "const" in schema:
-        return {type_of(schema["const"])}
-    if isinstance(schema.get("enum"), list):
-        return {type_of(value) for value in schema["enum"]}
+    if (constants := list_constants(schema)) is not None:
+        return {type_of(value) for value in constants}
     outer |= {id(schema)}
     branches: list[Schema] = next((schema[key] for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list)), [])
     others = [branch for branch in branches if id(follow_references(branch, root)) not in outer]
@@ -58,9 +56,8 @@ def follow_references(schema: Schema, root: Schema) -> Schema:
 
 def type_of(value: Any) -> str:
     """Return the JSON type of a value. Numbers without a fraction are integers."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return "integer" if value == int(value) else "number"
-    return TYPES[type(value)]
+    kind = kind_of(value)
+    return "integer" if kind == "number" and value == int(value) else kind
 
 
 def read_text_value(text: str, schema: Schema, root: Schema) -> Any:
@@ -159,8 +156,8 @@ def _list_texts(schema: Schema, root: Schema) -> list[str]:
     schema = follow_references(schema, root)
     if not isinstance(schema, dict):
         return []
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if not isinstance(values, list) or "string" not in map(type_of, values):
+    values = list_constants(schema) or []
+    if "string" not in map(type_of, values):
         return []
     return [value if isinstance(value, str) else json.dumps(value) for value in values]
 

@@ -44,9 +44,6 @@ class AnswerParser(Protocol):
     def feed(self, text: str, finished: bool) -> ChatOutput:
         """Add generated text. Returns the parts that are certain; all of them once the answer has finished."""
 
-    def copy(self) -> Self:
-        """Return a parser that goes on from here by itself."""
-
     def has_left_reasoning(self, text: str) -> bool:
         """Return whether what comes after the reasoning has begun in the text of an answer."""
 
@@ -55,9 +52,9 @@ class AnswerParser(Protocol):
 class ToolFormat(ABC):
     """How a model writes tool calls: each between two markers. Several calls may stand between those of a section.
 
-    `shows_calls`: whether the template shows the calls of earlier turns.
-    `families`: model types whose published chat templates teach this format. `needs_end`: without the marker behind it
-    a call may be the beginning of a longer one.
+    `shows_calls`: whether the template shows the calls of earlier turns. `families`: model types whose published chat
+    templates teach this format. A template teaches it that has all texts of `shown`, and none of `not_shown`.
+    `needs_end`: without the marker behind it a call may be the beginning of a longer one.
     """
 
     begin: str = ""
@@ -65,13 +62,16 @@ class ToolFormat(ABC):
     section_begin: str = ""
     section_end: str = ""
     families: ClassVar[tuple[str, ...]] = ()
+    shown: ClassVar[tuple[str, ...]] = ()
+    not_shown: ClassVar[tuple[str, ...]] = ()
     needs_end: ClassVar[bool] = False
     shows_calls: bool = field(default=True, kw_only=True)
 
     @classmethod
-    @abstractmethod
     def from_template(cls, template: str) -> Self | None:
         """Return this format as a chat template with tools teaches it, or None if the template teaches another one."""
+        is_other = any(text in template for text in cls.not_shown)
+        return cls() if all(text in template for text in cls.shown) and not is_other else None
 
     @abstractmethod
     def parse(self, text: str, schemas: Schemas) -> list[ParsedToolCall] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from retain.processing.schemas.json_schema import TYPES, list_of
+from retain.processing.schemas.json_schema import TYPES, list_constants, list_of
 from retain.processing.schemas.parts import Part
 
 MAX_STEPS = 8  # references in a row that are followed
@@ -63,16 +63,16 @@ def _follow(part: Part) -> Part:
 
 
 def _kinds(part: Part) -> set[str]:
-    constants = [part.schema["const"]] if "const" in part.schema else part.schema.get("enum")
-    if isinstance(constants, list):
+    constants = list_constants(part.schema)
+    if constants is not None:
         return {kind_of(value) for value in constants}
     types = _list_types(part.schema.get("type", TYPES))
     return {"number" if t == "integer" else t for t in types if isinstance(t, str)}
 
 
 def _constants(part: Part) -> set[str] | None:
-    constants = [part.schema["const"]] if "const" in part.schema else part.schema.get("enum")
-    if not isinstance(constants, list):
+    constants = list_constants(part.schema)
+    if constants is None:
         return None
     return {json.dumps(_normalize(value), sort_keys=True) for value in constants}
 

@@ -171,6 +171,12 @@ def root_of(part: Mapping[str, Any], root: Any) -> Any:
     return part if has_own else root
 
 
+def list_constants(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Return the values of which a schema allows one; None where it lists none."""
+    constants = [schema["const"]] if "const" in schema else schema.get("enum")
+    return constants if isinstance(constants, list) else None
+
+
 def list_of(x: Any) -> list[Any]:
     """Return a list of a schema; an empty one for anything else, which the compiler refuses."""
     return x if isinstance(x, list) else []

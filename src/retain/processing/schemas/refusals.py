@@ -132,11 +132,9 @@ def find_reference(part: Part, message: str) -> Problem | None:
 def find_circle(part: Part, message: str) -> Problem | None:
     """Find a reference beside other keywords that leads back to itself."""
     reference = part.schema.get("$ref")
-    return (
-        (part.place.at("$ref"), "a `$ref` that leads back here is not supported beside other keywords")
-        if isinstance(reference, str) and part.schema.keys() - ANNOTATIONS != {"$ref"}
-        else None
-    )
+    if isinstance(reference, str) and part.schema.keys() - ANNOTATIONS != {"$ref"}:
+        return part.place.at("$ref"), "a `$ref` that leads back here is not supported beside other keywords"
+    return None
 
 
 def find_one_of(part: Part, message: str) -> Problem | None:
@@ -226,10 +224,7 @@ def find_multiple(part: Part, message: str) -> Problem | None:
 
 def find_contradiction(part: Part, message: str) -> Problem | None:
     """Find a part whose bounds or constants leave no value."""
-    if part.schema.get("enum") == [] or part.schema.get("type") == []:
-        name = "enum" if part.schema.get("enum") == [] else "type"
-        return part.place.at(name), f"{NO_VALUE}: `{name}` is empty"
-    for name in ("anyOf", "oneOf"):
+    for name in ("enum", "type", "anyOf", "oneOf"):
         if part.schema.get(name) == []:
             return part.place.at(name), f"{NO_VALUE}: `{name}` is empty"
     for low, high in RANGES:

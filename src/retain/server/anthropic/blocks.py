@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
 from retain.server.client_fields import read_refused_types
-from retain.server.request_model import StrictModel, tag_text_or_list
+from retain.server.request_model import StrictModel, TextOr
 
 SEPARATOR = "\n\n"  # between turns of the same role, which become one, and beside documents
 # Members of results of hosted tools that a model can read, in the order of the prompt.
@@ -64,9 +64,7 @@ class TextBlock(CacheableBlock, other_fields="messages_cited_block"):
         return self.text
 
 
-TextContent = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[TextBlock], Tag("<list>")], Discriminator(tag_text_or_list)
-]
+TextContent = TextOr[list[TextBlock]]
 
 
 class TextSource(StrictModel, other_fields="messages_text_source"):
@@ -150,9 +148,7 @@ class ToolResultBlock(CacheableBlock, other_fields="messages_tool_result"):
 
     type: Literal["tool_result"]
     tool_use_id: str
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[ResultPart], Tag("<list>")], Discriminator(tag_text_or_list)
-    ] = ""
+    content: TextOr[list[ResultPart]] = ""
     is_error: bool = Field(False, description="The content then begins with `Error: ` in the prompt")
 
     @property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from uuid import uuid4
 
 from starlette.responses import Response
@@ -29,6 +30,7 @@ MISS_REASONS = {
 }
 
 
+@dataclass(eq=False)
 class MessagesEncoder(ResponseEncoder):
     """Encodes the answer of /v1/messages.
 
@@ -36,28 +38,22 @@ class MessagesEncoder(ResponseEncoder):
     `warnings`: what of the request was left out. `comparison`: of the prompt with that of an earlier message.
     """
 
-    def __init__(
-        self,
-        parser: ChatOutputParser,
-        output_processor: OutputProcessor,
-        model_name: str,
-        prompt_only: bool = False,
-        fills_context: bool = False,
-        warnings: Sequence[str] = (),
-        comparison: PromptComparison | None = None,
-    ):
-        self.output_processor = output_processor
-        self.prompt_only = prompt_only
-        self.fills_context = fills_context
-        self.headers = create_request_id_header() | build_warning_header(warnings)
-        self._parser = parser
-        self._comparison = comparison
+    parser: ChatOutputParser
+    output_processor: OutputProcessor
+    model_name: str
+    prompt_only: bool = False
+    fills_context: bool = False
+    warnings: Sequence[str] = ()
+    comparison: PromptComparison | None = None
+
+    def __post_init__(self) -> None:
+        self.headers = create_request_id_header() | build_warning_header(self.warnings)
         self._content = ContentBlocks()
         self._envelope: Json = {
             "id": f"msg_{uuid4().hex[:24]}",
             "type": "message",
             "role": "assistant",
-            "model": model_name,
+            "model": self.model_name,
         }
         self._finish_reason: FinishReason | None = None
         self._group: RequestGroup | None = None  # of a stream whose first event is still to come
@@ -105,7 +101,7 @@ class MessagesEncoder(ResponseEncoder):
         self._finish_reason = delta.finish_reason
         if self.prompt_only:
             return []
-        output: ChatOutput = self._parser.feed(delta.text, finished=delta.finish_reason is not None)
+        output: ChatOutput = self.parser.feed(delta.text, finished=delta.finish_reason is not None)
         return self._content.feed(output)
 
     def _start_events(self) -> list[Json]:
@@ -120,7 +116,7 @@ class MessagesEncoder(ResponseEncoder):
 
     def _describe(self, group: RequestGroup) -> Json:
         """Return the fields that are known from the beginning."""
-        found = build_diagnostics(self._comparison, group) if self._comparison else None
+        found = build_diagnostics(self.comparison, group) if self.comparison else None
         return self._envelope | {"diagnostics": found}
 
     def _stop_fields(self, group: RequestGroup) -> Json:

@@ -11,18 +11,11 @@ from pydantic import BaseModel
 
 from retain.server.client_fields import read_refused_types
 from retain.server.openai.errors import ERROR_RESPONSES as OPENAI_ERROR_RESPONSES
+from retain.server.openai.errors import ERROR_TYPES as OPENAI_ERROR_TYPES
 from retain.server.openai.errors import APIError, ContextLengthError, describe_first
 
 PATH = "/v1/messages"
-ERROR_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-}
+ERROR_TYPES = OPENAI_ERROR_TYPES | {413: "request_too_large", 503: "overloaded_error"}
 
 
 class AnthropicErrorDetail(BaseModel):

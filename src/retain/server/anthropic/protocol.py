@@ -9,16 +9,10 @@ from __future__ import annotations
 from itertools import takewhile
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from retain.files import quote
-from retain.server.anthropic.blocks import (
-    AssistantBlock,
-    CacheControl,
-    TextContent,
-    ToolUseBlock,
-    UserBlock,
-)
+from retain.server.anthropic.blocks import AssistantBlock, CacheControl, TextContent, ToolUseBlock, UserBlock
 from retain.server.anthropic.tools import AnyTool, TypedTool
 from retain.server.openai.protocol import (
     STOP_DESCRIPTION,
@@ -29,7 +23,7 @@ from retain.server.openai.protocol import (
     StopListField,
     TopP,
 )
-from retain.server.request_model import StrictModel, tag_text_or_list
+from retain.server.request_model import StrictModel, TextOr
 
 MAX_TOOLS = 1024  # agents with several servers of tools have a few hundred
 
@@ -38,18 +32,14 @@ class UserMessage(StrictModel):
     """User message: text, and results of tools."""
 
     role: Literal["user"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[UserBlock], Tag("<list>")], Discriminator(tag_text_or_list)
-    ]
+    content: TextOr[list[UserBlock]]
 
 
 class AssistantMessage(StrictModel):
     """Assistant message: reasoning, text and tool calls."""
 
     role: Literal["assistant"]
-    content: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[AssistantBlock], Tag("<list>")], Discriminator(tag_text_or_list)
-    ]
+    content: TextOr[list[AssistantBlock]]
 
 
 class SystemMessage(StrictModel, other_fields="messages_system_message"):

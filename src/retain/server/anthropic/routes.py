@@ -23,16 +23,10 @@ from retain.server.anthropic.protocol import (
 from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.prompt_comparison import PromptFingerprints, build_fingerprint
+from retain.server.openai.routes import describe_generation
 from retain.server.openai.serving import OpenAIServing, Prepared
 from retain.server.request_group import Pin
 from retain.server.warning_header import warn_of
-
-EVENT = {
-    "type": "object",
-    "properties": {"event": {"type": "string"}, "data": {"type": "string"}},
-    "required": ["event", "data"],
-}
-MESSAGE_RESPONSES = {200: {"model": MessageResponse, "content": {"text/event-stream": {"schema": EVENT}}}}
 
 
 def create_router(service: OpenAIServing) -> APIRouter:
@@ -40,16 +34,10 @@ def create_router(service: OpenAIServing) -> APIRouter:
     router = APIRouter(prefix="/v1", responses=ERROR_RESPONSES, route_class=BodyRoute)
     fingerprints = PromptFingerprints()
 
-    @router.post("/messages", response_model=None, responses=MESSAGE_RESPONSES)  # type: ignore[arg-type]
+    @router.post("/messages", response_model=None, responses=describe_generation(MessageResponse, "event"))
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation in Anthropic's format."""
-        service.check_model(body.model)
-        key = request.state.key
-
-        def prepare() -> Prepared:
-            return prepare_message(service, body, key, fingerprints)
-
-        return await service.handle(body, 1, request.state.admission, prepare)
+        return await service.handle(body, request, lambda key: prepare_message(service, body, key, fingerprints))
 
     @router.post("/messages/count_tokens")
     async def count_tokens(body: CountTokensRequest, request: Request, response: Response) -> TokenCount:

@@ -6,13 +6,16 @@ Of those, the ones that the client runs become functions with the documented inp
 from __future__ import annotations
 
 import re
+import tomllib
+from copy import deepcopy
+from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator
 
 from retain.files import quote
 from retain.server.anthropic.blocks import CacheableBlock
-from retain.server.anthropic.client_tools import describe_client_tool
 from retain.server.openai.protocol import Json
 from retain.server.request_model import get_type
 
@@ -21,6 +24,8 @@ HOSTED_TOOLS = re.compile(
     r"(web_search|web_fetch|code_execution|advisor|tool_search_tool\w*?|mcp_toolset|computer|\w+_toolset)(_\d{8})?",
     re.ASCII,
 )
+CLIENT_TOOLS = re.compile(r"(bash|text_editor|memory)_(\d{8})")
+INSERT_TEXT_SINCE = "20250429"  # the version of the editor whose command `insert` has a text of its own
 
 
 class Tool(CacheableBlock, other_fields="messages_tool"):
@@ -59,6 +64,22 @@ class TypedTool(CacheableBlock, extra="ignore"):
         """The type without its version."""
         found = HOSTED_TOOLS.fullmatch(self.type)
         return found[1] if found else self.type
+
+
+def describe_client_tool(kind: str) -> Json | None:
+    """Return the function that a tool of this type is, {"name", "description", "parameters"}; None: another tool."""
+    found = CLIENT_TOOLS.fullmatch(kind)
+    if not found:
+        return None
+    family, version = found.groups()
+    is_first = family == "text_editor" and version < INSERT_TEXT_SINCE
+    return deepcopy(_read_client_tools()["first_text_editor" if is_first else family])
+
+
+@cache
+def _read_client_tools() -> dict[str, Json]:
+    with Path(__file__).with_name("client_tools.toml").open("rb") as file:
+        return tomllib.load(file)
 
 
 def _tool_kind(tool: Any) -> str:

@@ -177,28 +177,26 @@ class Metrics(Observer):
             self.eviction_idle.observe(record.idle)
             self.eviction_hits.observe(record.hits)
         yield from self.registry.collect()
+        gauge = self.families.gauge
+        counter = self.families.counter
         cache = self.llm.cache
         scheduler = self.llm.engine.scheduler
         stats = cache.pool_stats()
-        yield self.families.gauge("vllm:num_requests_running", "Running requests", len(scheduler.running))
-        yield self.families.gauge("vllm:num_requests_waiting", "Waiting requests", len(scheduler.waiting))
+        yield gauge("vllm:num_requests_running", "Running requests", len(scheduler.running))
+        yield gauge("vllm:num_requests_waiting", "Waiting requests", len(scheduler.waiting))
         usage = 1 - cache.free_pages / max(cache.total_pages, 1)
-        yield self.families.gauge("vllm:kv_cache_usage_perc", "Fraction of the page pool in use", usage)
+        yield gauge("vllm:kv_cache_usage_perc", "Fraction of the page pool in use", usage)
         yield self._cache_config()
-        yield self.families.counter("vllm:num_preemptions", "Preempted requests", scheduler.num_preemptions)
-        yield self.families.gauge("retain_slots", "Occupied slots", stats.slots_by_state, "state")
-        yield self.families.gauge("retain_slot_holes", "Empty slots in allocated pages", stats.num_holes)
-        yield self.families.gauge("retain_pages", "Pages of the pool", stats.pages_by_state, "state")
-        yield self.families.gauge("retain_page_bytes", "Bytes of a page", stats.page_bytes)
-        yield self.families.gauge(
-            "retain_snapshots", "Positions of cached texts that others go on from", stats.num_checkpoints
-        )
+        yield counter("vllm:num_preemptions", "Preempted requests", scheduler.num_preemptions)
+        yield gauge("retain_slots", "Occupied slots", stats.slots_by_state, "state")
+        yield gauge("retain_slot_holes", "Empty slots in allocated pages", stats.num_holes)
+        yield gauge("retain_pages", "Pages of the pool", stats.pages_by_state, "state")
+        yield gauge("retain_page_bytes", "Bytes of a page", stats.page_bytes)
+        yield gauge("retain_snapshots", "Positions of cached texts that others go on from", stats.num_checkpoints)
         size = stats.num_checkpoint_pages * stats.page_bytes
-        yield self.families.gauge(
-            "retain_snapshot_bytes", "Bytes that checkpoints hold beside the pages of their texts", size
-        )
+        yield gauge("retain_snapshot_bytes", "Bytes that checkpoints hold beside the pages of their texts", size)
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
-        yield self.families.counter("retain_evicted_slots", "Evicted slots", evicted, "policy")
+        yield counter("retain_evicted_slots", "Evicted slots", evicted, "policy")
         yield from self._collect_prefixes(stats)
         yield from self._collect_tiers(stats.tier_stats)
 
@@ -230,23 +228,22 @@ class Metrics(Observer):
             yield counter("retain_tier_loaded_tokens", "The same by tier", in_tiers, "tier")
 
     def _collect_tiers(self, tiers: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+        gauge = self.families.gauge
+        counter = self.families.counter
         used = {tier["tier"]: tier["bytes"] for tier in tiers}
-        yield self.families.gauge("retain_tier_used_bytes", "Bytes stored in the tier", used, "tier")
+        yield gauge("retain_tier_used_bytes", "Bytes stored in the tier", used, "tier")
         capacity = {tier["tier"]: tier["capacity"] for tier in tiers}
-        yield self.families.gauge("retain_tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
+        yield gauge("retain_tier_capacity_bytes", "Capacity of the tier in bytes", capacity, "tier")
         counts = {(t["tier"], name): value for t in tiers for name, value in t.items() if name not in TIER_SIZES}
         transferred = {key: value for key, value in counts.items() if key[1] in TIER_DIRECTIONS}
-        yield self.families.counter(
-            "retain_tier_transferred_bytes",
-            "Bytes read from and written to the tier",
-            transferred,
-            "tier",
-            "direction",
+        events = {key: value for key, value in counts.items() if key not in transferred}
+        yield counter(
+            "retain_tier_transferred_bytes", "Bytes read from and written to the tier", transferred, "tier", "direction"
         )
-        yield self.families.counter(
+        yield counter(
             "retain_tier_events",
             "Spans evicted, damaged, failed or skipped, and block cache hits and misses",
-            {key: value for key, value in counts.items() if key not in transferred},
+            events,
             "tier",
             "event",
         )

@@ -9,8 +9,14 @@ from typing import Any
 from retain.processing.chat_template import ChatTemplates
 from retain.processing.reasoning import Reasoning, ReasoningMarks, ReasoningState, find_reasoning_marks
 from retain.processing.tokenizer import Tokenizer
-from retain.server.openai.chat_output import ChatOutputParser, ReasoningParser, TaggedAnswerParser, ToolParser
-from retain.server.tool_format import ToolFormat
+from retain.server.openai.chat_output import (
+    ChatOutputParser,
+    ReasoningParser,
+    TaggedAnswerParser,
+    ToolParser,
+    continue_answer,
+)
+from retain.server.tool_format import AnswerParser, ToolFormat
 from retain.server.tool_formats import detect_tool_format, find_call_marker
 
 
@@ -51,16 +57,17 @@ class ChatDialect:
     ) -> ChatOutputParser:
         """Create a parser of the answer to a prompt text, and to the text behind it that has `begun` the answer."""
         schemas = {t["function"]["name"]: t["function"].get("parameters") or {} for t in tools}
-        whole = self.tool_format.create_parser(schemas, prompt) if self.tool_format else None
-        if whole is None:
+
+        def create() -> AnswerParser:
+            if self.tool_format and (whole := self.tool_format.create_parser(schemas, prompt)):
+                return whole
             is_open = reasoning is not None and reasoning.state is ReasoningState.OPEN
-            whole = TaggedAnswerParser(
+            return TaggedAnswerParser(
                 ToolParser(self.tool_format, schemas) if tools and self.tool_format else None,
                 ReasoningParser(is_open, [reasoning.marks]) if reasoning else None,
             )
-        parser = ChatOutputParser(whole)
-        parser.skip(begun)
-        return parser
+
+        return continue_answer(create, begun)
 
 
 def _explain_missing_format(templates: ChatTemplates) -> str:

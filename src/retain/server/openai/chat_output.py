@@ -5,18 +5,13 @@ However the text is cut into pieces: each parser holds back what may begin its n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Collection, Mapping, Sequence
 
-from retain.processing.reasoning import (
-    KNOWN_MARKS,
-    ReasoningMarks,
-    ReasoningSplitter,
-    TextPart,
-    partial_mark_length,
-)
+from retain.processing.reasoning import KNOWN_MARKS, ReasoningMarks, ReasoningSplitter, TextPart, partial_mark_length
 from retain.server.call_scanner import CallScanner, MarkerScanner, Scan, compile_marks, cut_marks
 from retain.server.tool_format import AnswerParser, ChatOutput, ParsedToolCall, Schemas, ToolFormat
+
+NOTHING = ChatOutput("", "", [])
 
 
 class ReasoningParser:
@@ -29,13 +24,6 @@ class ReasoningParser:
     def __init__(self, prompt_opens_reasoning: bool, marks: Sequence[ReasoningMarks] = KNOWN_MARKS):
         self._splitter = ReasoningSplitter([m for m in marks if not m.repeats], prompt_opens_reasoning)
         self._unwrapper = AnswerUnwrapper([m for m in marks if m.answer_begin])
-
-    def copy(self) -> ReasoningParser:
-        """Return a parser that goes on from here by itself."""
-        other = copy(self)
-        other._splitter = self._splitter.copy()
-        other._unwrapper = copy(self._unwrapper)
-        return other
 
     def has_left_reasoning(self, text: str) -> bool:
         """Return whether the text of an answer, whose marks were found, has the end of its reasoning."""
@@ -106,13 +94,6 @@ class ToolParser:
         self._held = ""  # end of the text, which may belong to the next marker
         self._body_parts: list[str] = []  # of the call
         self._trusts_quotes = True
-
-    def copy(self) -> ToolParser:
-        """Return a parser that goes on from here by itself."""
-        other = copy(self)
-        other._body_parts = [*self._body_parts]
-        other._scanner = self._scanner and self._scanner.copy()
-        return other
 
     def feed(self, text: str) -> tuple[str, list[ParsedToolCall]]:
         """Add generated text. Returns the text that is certainly content, and the calls that are complete."""
@@ -198,12 +179,6 @@ class TaggedAnswerParser:
         self._tool_parser = tool_parser
         self._reasoning_parser = reasoning_parser
 
-    def copy(self) -> TaggedAnswerParser:
-        """Return a copy that goes on from this parser's state by itself."""
-        tool_parser = self._tool_parser
-        reasoning_parser = self._reasoning_parser
-        return TaggedAnswerParser(tool_parser and tool_parser.copy(), reasoning_parser and reasoning_parser.copy())
-
     def feed(self, text: str, finished: bool) -> ChatOutput:
         """Add generated text. Returns the reasoning, content and calls that are certain; all once it has finished."""
         reasoning = ""
@@ -225,22 +200,14 @@ class TaggedAnswerParser:
 
 
 class ChatOutputParser:
-    """Separates the text of one choice, which may continue text of the prompt. By default all of it is content."""
+    """Separates the text of one choice, which may continue text of the prompt. By default all of it is content.
 
-    def __init__(self, parser: AnswerParser | None = None):
+    `skipped`: text of the prompt that the parser may still return.
+    """
+
+    def __init__(self, parser: AnswerParser | None = None, skipped: ChatOutput = NOTHING):
         self._parser: AnswerParser = parser or TaggedAnswerParser()
-        self._skipped = ChatOutput("", "", [])  # text of the prompt that the parser may still return
-
-    def skip(self, text: str) -> None:
-        """Take text of the prompt as the beginning of the answer: only what follows is returned."""
-        self._parser.feed(text, finished=False)
-        self._skipped = self._parser.copy().feed("", finished=True)
-
-    def copy(self) -> ChatOutputParser:
-        """Return a parser that goes on from here by itself."""
-        other = ChatOutputParser(self._parser.copy())
-        other._skipped = self._skipped
-        return other
+        self._skipped = skipped
 
     def has_left_reasoning(self, text: str) -> bool:
         """Return whether what comes after the reasoning has begun in the text of an answer."""
@@ -256,6 +223,15 @@ class ChatOutputParser:
         content, skipped_content = _drop_skipped(output.content, skipped.content)
         self._skipped = ChatOutput(skipped_reasoning, skipped_content, [])
         return ChatOutput(reasoning, content, output.tool_calls)
+
+
+def continue_answer(create: Callable[[], AnswerParser], begun: str) -> ChatOutputParser:
+    """Create a parser of an answer that text of the prompt has `begun`: only what follows is returned."""
+    parser = create()
+    parser.feed(begun, finished=False)
+    ended = create()
+    ended.feed(begun, finished=False)
+    return ChatOutputParser(parser, ended.feed("", finished=True))
 
 
 def _drop_skipped(text: str, skipped: str) -> tuple[str, str]:

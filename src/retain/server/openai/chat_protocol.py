@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from retain.server.openai.protocol import GenerationResponseFields, OutputLimit, SamplingFields
-from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
+from retain.server.request_model import ByType, StrictModel, TextOr, TextOrOther
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 TemplateVariables = Annotated[
@@ -66,17 +66,10 @@ class RefusalContentPart(StrictModel):
 
 
 ContentPart = Annotated[
-    Annotated[TextContentPart, Tag("<text>")] | Annotated[RefusalContentPart, Tag("<refusal>")],
-    Discriminator(
-        tag_by_type(),
-        custom_error_type="content_type",
-        custom_error_message="only text is supported: no images, audio or files",
-    ),
+    TextContentPart | RefusalContentPart,
+    ByType("content_type", "only text is supported: no images, audio or files"),
 ]
-Content = Annotated[
-    Annotated[str, Tag("<text>")] | Annotated[list[ContentPart], Field(fail_fast=True), Tag("<list>")],
-    Discriminator(tag_text_or_list),
-]
+Content = TextOr[Annotated[list[ContentPart], Field(fail_fast=True)]]
 
 
 class InputMessageParam(StrictModel, other_fields="chat_input_message"):
@@ -120,10 +113,7 @@ class NamedToolChoice(StrictModel):
     function: NamedFunction
 
 
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")] | Annotated[NamedToolChoice, Tag("<list>")],
-    Discriminator(tag_text_or_list),
-]
+ToolChoice = TextOrOther[Literal["none", "auto", "required"], NamedToolChoice]
 
 
 class JsonSchema(StrictModel):

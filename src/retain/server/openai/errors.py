@@ -18,19 +18,12 @@ WORDS = {
     "union_tag_not_found": "the object has no {discriminator}",
     "union_tag_invalid": "{discriminator} is '{tag}', but should be one of {expected_tags}",
 }
-ERROR_TYPES = {
-    400: "invalid_request_error",
+ERROR_TYPES = {  # others are of the request below 500, and of the server above
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
-    405: "invalid_request_error",
     408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    421: "invalid_request_error",
-    431: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
     503: "service_unavailable_error",
 }
 
@@ -88,7 +81,7 @@ class APIError(Exception):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
-        kind = ERROR_TYPES.get(self.status, "server_error")
+        kind = ERROR_TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
     def to_response(self) -> JSONResponse:

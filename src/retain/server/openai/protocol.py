@@ -230,6 +230,11 @@ class CompletionRequest(SamplingFields, other_fields="completion"):
         return self
 
     @property
+    def num_choices(self) -> int:
+        """The choices of all prompts."""
+        return len(self.prompts) * (self.n or 1)
+
+    @property
     def prompts(self) -> list[Prompt]:
         """The prompts as a list, also where one is given alone."""
         return list_prompts(self.prompt)

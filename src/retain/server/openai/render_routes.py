@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from uuid import uuid4
 
 import orjson
@@ -15,11 +16,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from retain.processing.input import GenerateRequest
-from retain.server.admission import RequestAdmission
+from retain.server.auth import ApiKey
 from retain.server.openai.body import BodyRoute
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import ERROR_RESPONSES
-from retain.server.openai.protocol import CompletionRequest, Json
+from retain.server.openai.protocol import CompletionRequest, GenerationFields, Json
 from retain.server.openai.serving import OpenAIServing, Prepared
 
 
@@ -39,34 +40,29 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.post("/chat/completions/render", response_model=None, responses={200: {"model": RenderedRequest}})
     async def render_chat(body: ChatCompletionRequest, request: Request) -> Response:
         """Return the token ids of the prompt that a chat completion has."""
-        service.check_model(body.model)
-        key = request.state.key
-        admission = request.state.admission
-        return await render_one(service, admission, body.model, lambda: service.prepare_chat(body, key))
+        return await render_one(service, body, request, partial(service.prepare_chat, body))
 
     @router.post("/completions/render", response_model=None, responses={200: {"model": list[RenderedRequest]}})
     async def render_completion(body: CompletionRequest, request: Request) -> Response:
         """Return the token ids of each prompt of a completion."""
         service.check_model(body.model)
         key = request.state.key
-        admission = request.state.admission
-        num_choices = len(body.prompts) * (body.n or 1)
-        async with service.admit(admission, body.prompt_field, num_choices):
+        async with service.admit(request.state.admission, body.prompt_field, body.num_choices):
             prepared, _ = await service.prepare(key.name, lambda: service.prepare_completion(body, key))
-            return await _write(
-                service, key.name, [_describe(body.model, generated) for generated in prepared.requests]
-            )
+            return await _write(service, key.name, [_describe(body.model, one) for one in prepared.requests])
 
     return router
 
 
 async def render_one(
-    service: OpenAIServing, admission: RequestAdmission, model: str, prepare: Callable[[], Prepared]
+    service: OpenAIServing, body: GenerationFields, request: Request, prepare: Callable[[ApiKey], Prepared]
 ) -> Response:
     """Return the response for a request that has one prompt. Raises APIError if it could not be generated."""
-    async with service.admit(admission):
-        prepared, _ = await service.prepare(admission.key_name, prepare)
-        return await _write(service, admission.key_name, _describe(model, prepared.requests[0]))
+    service.check_model(body.model)
+    key = request.state.key
+    async with service.admit(request.state.admission):
+        prepared, _ = await service.prepare(key.name, lambda: prepare(key))
+        return await _write(service, key.name, _describe(body.model, prepared.requests[0]))
 
 
 def _describe(model: str, generated: GenerateRequest) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -21,19 +22,13 @@ def create_router(service: OpenAIServing) -> APIRouter:
 
     @router.post("/chat/completions", response_model=None, responses=describe_generation(ChatCompletionResponse))
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
-        """Generate the model's next message of a conversation."""
-        service.check_model(body.model)
-        key = request.state.key
-        return await service.handle(body, body.n or 1, request.state.admission, lambda: service.prepare_chat(body, key))
+        """Create a chat completion."""
+        return await service.handle(body, request, partial(service.prepare_chat, body), body.n or 1)
 
     @router.post("/completions", response_model=None, responses=describe_generation(CompletionResponse))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Create a completion for one or several prompts."""
-        service.check_model(body.model)
-        key = request.state.key
-        num_choices = len(body.prompts) * (body.n or 1)
-        admission = request.state.admission
-        return await service.handle(body, num_choices, admission, lambda: service.prepare_completion(body, key))
+        return await service.handle(body, request, partial(service.prepare_completion, body), body.num_choices)
 
     def build_model_card(name: str) -> ModelCard:
         llm = service.llm
@@ -56,7 +51,11 @@ def create_router(service: OpenAIServing) -> APIRouter:
     return router
 
 
-def describe_generation(model: Any) -> dict[int | str, dict[str, Any]]:
-    """Describe the successful response: the full object, or server-sent events with `stream`."""
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+def describe_generation(model: Any, *event_fields: str) -> dict[int | str, dict[str, Any]]:
+    """Describe the successful response: the full object, or server-sent events with `stream`.
+
+    `event_fields`: those that an event has before its data.
+    """
+    names = [*event_fields, "data"]
+    event = {"type": "object", "properties": {name: {"type": "string"} for name in names}, "required": names}
     return {200: {"model": model, "content": {"text/event-stream": {"schema": event}}}}

@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from time import time
 from typing import NamedTuple, TypeVar
 
+from starlette.requests import Request
 from starlette.responses import Response
 
 from retain.engine.spec_decode.speculator import NO_SPECULATION
@@ -134,8 +136,8 @@ class OpenAIServing:
         )
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
-        parser = dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning)
-        return PreparedChat(request, [parser.copy() for _ in range(body.n or 1)], chat)
+        parsers = [dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning) for _ in range(body.n or 1)]
+        return PreparedChat(request, parsers, chat)
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
@@ -209,21 +211,23 @@ class OpenAIServing:
     # ---- submission ----------------------------------------------------------------------------------------------
 
     async def handle(
-        self, body: GenerationFields, num_choices: int, admission: RequestAdmission, prepare: Callable[[], Prepared]
+        self, body: GenerationFields, http_request: Request, prepare: Callable[[ApiKey], Prepared], num_choices: int = 1
     ) -> Response:
-        """Admit, prepare and submit a request with `num_choices` choices. Raises APIError.
+        """Admit, prepare and submit a request for the served model, with `num_choices` choices. Raises APIError.
 
         The caller of the returned response ends the admission.
         """
-        key_name = admission.key_name
+        self.check_model(body.model)
+        key: ApiKey = http_request.state.key
+        admission: RequestAdmission = http_request.state.admission
         group: RequestGroup | None = None
         try:
             async with self.admit(admission, body.prompt_field, num_choices):
-                prepared, request_states = await self.prepare(key_name, prepare)
+                prepared, request_states = await self.prepare(key.name, partial(prepare, key))
                 pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                 interval = self.stream_interval if body.stream else None
                 call = CallInfo(body.operation, body.model, admission.trace_headers)
-                group = RequestGroup(request_states, key_name, pins, interval, call)
+                group = RequestGroup(request_states, key.name, pins, interval, call)
                 await self.engine_thread.submit(group)
         except EngineError as error:
             raise APIError(error.status, str(error)) from None

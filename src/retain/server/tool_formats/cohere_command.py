@@ -18,9 +18,5 @@ class Format(JsonToolFormat):
     arguments_key: str = "parameters"
     id_key: str = "tool_call_id"
     is_list: bool = True
+    shown: ClassVar[tuple[str, ...]] = ("<|START_ACTION|>",)
     families: ClassVar[tuple[str, ...]] = ("cohere2",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes the marker."""
-        return cls() if "<|START_ACTION|>" in template else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from retain.processing.template_text import COMPUTED_JSON
 from retain.server.call_history import write_arguments
@@ -26,11 +26,20 @@ class Format(NamedJsonFormat):
     @classmethod
     def from_template(cls, template: str) -> Format | None:
         """Return the format of a template that writes the marks, and no block of code between them."""
-        is_fenced = "```json" in template or f"function{cls.separator}" in template
+        return None if is_fenced(template) else cls.read(template)
+
+    @classmethod
+    def read(cls, template: str) -> Self | None:
+        """Return the format of a template that writes the marks, whatever is between them."""
         joins_texts = COMPUTED_JSON not in template.partition(cls.begin)[2]
-        return cls(joins_texts=joins_texts) if cls.begin in template and not is_fenced else None
+        return cls(joins_texts=joins_texts) if cls.begin in template else None
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages whose calls have their arguments as JSON text, if the template takes them so."""
         fitted = super().fit_messages(messages)
         return write_arguments(fitted) if self.joins_texts else fitted
+
+
+def is_fenced(template: str) -> bool:
+    """Return whether a template writes a block of code, or the kind of a call."""
+    return "```json" in template or f"function{Format.separator}" in template

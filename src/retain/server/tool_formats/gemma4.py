@@ -22,12 +22,8 @@ class Format(ToolFormat):
 
     begin: str = "<|tool_call>"
     end: str = "<tool_call|>"
+    shown: ClassVar[tuple[str, ...]] = ("<|tool_call>call:",)
     families: ClassVar[tuple[str, ...]] = ("gemma4", "gemma4_text")
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes the marker."""
-        return cls() if "<|tool_call>call:" in template else None
 
     @property
     def markers(self) -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -45,12 +44,8 @@ class Format(ToolFormat):
     """A message to a function, in an answer of messages to channels."""
 
     begin: str = CHANNEL
+    shown: ClassVar[tuple[str, ...]] = (CHANNEL, MESSAGE)
     families: ClassVar[tuple[str, ...]] = ("gpt_oss",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes messages to channels."""
-        return cls() if CHANNEL in template and MESSAGE in template else None
 
     @property
     def markers(self) -> tuple[str, ...]:
@@ -130,14 +125,6 @@ class HarmonyParser:
         self._is_new = False  # whether the message has no text yet
         self._has_text = {True: False, False: False}  # reasoning and content that earlier messages have
         self._has_left_reasoning = False
-
-    def copy(self) -> HarmonyParser:
-        """Return a copy that goes on from this parser's state by itself."""
-        other = copy(self)
-        other._header = None if self._header is None else [*self._header]
-        other._body = [*self._body]
-        other._has_text = dict(self._has_text)
-        return other
 
     def has_left_reasoning(self, text: str) -> bool:
         """Return whether the text of an answer has a message that is no reasoning."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from retain.server.call_history import split_calls
@@ -64,10 +64,6 @@ class HeadScanner(ValueScanner):
     """Ends a call where its JSON value ends, if the value begins as one of a call does."""
 
     is_value: bool = field(default=False, kw_only=True)
-
-    def copy(self) -> HeadScanner:
-        """Return a copy that goes on from this scanner's state by itself."""
-        return replace(self)
 
     def scan(self, text: str, start: int, finished: bool) -> Scanned:
         """Read the JSON value from `start` on, if its first key is one of a call; otherwise report that it is text."""

@@ -16,12 +16,9 @@ class Format(JsonToolFormat):
 
     begin: str = "[TOOL_CALLS]"
     is_list: bool = True
+    shown: ClassVar[tuple[str, ...]] = ("[TOOL_CALLS]",)
+    not_shown: ClassVar[tuple[str, ...]] = ("[ARGS]",)
     families: ClassVar[tuple[str, ...]] = ("mistral",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that shows the marker, and no other one behind it."""
-        return cls() if "[TOOL_CALLS]" in template and "[ARGS]" not in template else None
 
     def fit_messages(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return messages with ids of calls of nine characters: templates refuse ids of another length."""

@@ -14,9 +14,6 @@ class Format(PythonToolFormat):
 
     begin: str = "<function_calls>"
     end: str = "</function_calls>"
+    shown: ClassVar[tuple[str, ...]] = ("<function_calls>",)
+    not_shown: ClassVar[tuple[str, ...]] = ("invoke name=",)  # DeepSeek-V3.2 writes that: no Python
     families: ClassVar[tuple[str, ...]] = ("olmo3",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes the tag. DeepSeek-V3.2 writes others behind it: no Python."""
-        return cls() if "<function_calls>" in template and "invoke name=" not in template else None

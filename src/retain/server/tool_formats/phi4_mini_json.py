@@ -17,12 +17,8 @@ class Format(JsonToolFormat):
     begin: str = "<|tool_call|>"
     end: str = "<|/tool_call|>"
     is_list: bool = True
+    shown: ClassVar[tuple[str, ...]] = ("<|tool|>", "<|/tool|>")
     families: ClassVar[tuple[str, ...]] = ("phi3",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that shows tools between its marks."""
-        return cls() if "<|tool|>" in template and "<|/tool|>" in template else None
 
     def place_tools(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]

@@ -17,12 +17,8 @@ class Format(FunctionTagFormat):
 
     begin: str = "<tool_call>"
     end: str = "</tool_call>"
+    shown: ClassVar[tuple[str, ...]] = ("<tool_call>\n<function=",)
     families: ClassVar[tuple[str, ...]] = (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"),
         *("qwen3_5_text", "qwen3_moe", "qwen3_next"),
     )
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes a function behind the tag."""
-        return cls() if "<tool_call>\n<function=" in template else None

@@ -15,9 +15,5 @@ class Format(FunctionTagFormat):
     begin: str = "<seed:tool_call>"
     end: str = "</seed:tool_call>"
     value_break: str = ""
+    shown: ClassVar[tuple[str, ...]] = ("<seed:tool_call>",)
     families: ClassVar[tuple[str, ...]] = ("seed_oss",)
-
-    @classmethod
-    def from_template(cls, template: str) -> Format | None:
-        """Return the format of a template that writes the tag."""
-        return cls() if "<seed:tool_call>" in template else None

@@ -1,4 +1,4 @@
-"""Input items about tool calls: calls by the model, and the outputs that the client sends back.
+"""Contents of items, and input items about tool calls: those of the model, and the outputs that the client sends.
 
 The model sees every call as one of a function, with JSON arguments.
 """
@@ -8,11 +8,37 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
+from retain.server.openai.chat_protocol import RefusalContentPart
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses.content import Content, join_content
-from retain.server.request_model import StrictModel, tag_by_type
+from retain.server.request_model import ByType, StrictModel, TextOr
+
+
+class InputText(StrictModel, other_fields="responses_input_text"):
+    """Text of a user, a system message or a tool's output."""
+
+    type: Literal["input_text", "text"]
+    text: str
+
+
+class OutputText(StrictModel, other_fields="responses_output_text"):
+    """Text of the model."""
+
+    type: Literal["output_text"]
+    text: str
+
+
+ContentPart = Annotated[
+    InputText | OutputText | RefusalContentPart,
+    ByType("content_type", "only input_text, output_text and refusal are supported: no images, files or audio"),
+]
+Content = TextOr[Annotated[list[ContentPart], Field(fail_fast=True)]]
+
+
+def join_content(content: str | list[InputText | OutputText | RefusalContentPart]) -> str:
+    """Return the text of a content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Item(StrictModel, other_fields="responses_item"):
@@ -206,12 +232,7 @@ class CommandOutput(StrictModel, other_fields="responses_command_output"):
 
     stdout: str
     stderr: str
-    outcome: Annotated[
-        Annotated[ExitOutcome, Tag("<exit>")] | Annotated[TimeoutOutcome, Tag("<timeout>")],
-        Discriminator(
-            tag_by_type(), custom_error_type="outcome", custom_error_message="the type is one of exit and timeout"
-        ),
-    ]
+    outcome: Annotated[ExitOutcome | TimeoutOutcome, ByType("outcome", "the type is one of exit and timeout")]
 
 
 class ShellCallOutputItem(Item, other_fields="responses_output_item"):

@@ -1,13 +1,15 @@
 """The tools of a request as functions that the model may call, and the model's calls as items that the client expects.
 
-A custom tool is a function with one string. A tool of a namespace has both names. Shells and patches have the schemas
-below.
+A custom tool is a function with one string. A tool of a namespace has both names. Shells, patches and searches are the
+functions of client_tools.toml.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -34,51 +36,13 @@ MAX_FUNCTIONS = 1024
 MAX_NAME_LENGTH = 128
 
 
-def _object(required: Sequence[str], **properties: Json) -> Json:
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
+def _read_functions() -> dict[str, FunctionDefinition]:
+    """Return the functions of tools that have no name of their own, by the tools' types."""
+    with Path(__file__).with_suffix(".toml").open("rb") as file:
+        return {kind: FunctionDefinition(name=kind, **fields) for kind, fields in tomllib.load(file).items()}
 
 
-TEXT: Json = {"type": "string"}
-TEXTS: Json = {"type": "array", "items": TEXT}
-MILLISECONDS: Json = {
-    "type": "integer",
-    "minimum": 0,
-    "maximum": 86_400_000,
-    "description": "Milliseconds after which a command is stopped",
-}
-SEARCH_SCHEMA = _object(["query"], query=TEXT)
-BUILT_IN_FUNCTIONS = {
-    "local_shell": FunctionDefinition(
-        name="local_shell",
-        description="Run a command on the user's machine.",
-        parameters=_object(
-            ["command"],
-            command={**TEXTS, "description": "The program and its arguments"},
-            working_directory=TEXT,
-            timeout_ms=MILLISECONDS,
-        ),
-    ),
-    "shell": FunctionDefinition(
-        name="shell",
-        description="Run shell commands on the user's machine.",
-        parameters=_object(
-            ["commands"],
-            commands=TEXTS,
-            timeout_ms=MILLISECONDS,
-            max_output_length={"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-        ),
-    ),
-    "apply_patch": FunctionDefinition(
-        name="apply_patch",
-        description="Create, update or delete a file.",
-        parameters=_object(
-            ["type", "path"],
-            type={"enum": ["create_file", "update_file", "delete_file"]},
-            path=TEXT,
-            diff={**TEXT, "description": "V4A diff; of a new file: its lines, each behind a +"},
-        ),
-    ),
-}
+FUNCTIONS_BY_TYPE = _read_functions()
 
 
 @dataclass(frozen=True)
@@ -177,12 +141,11 @@ def _expand(tools: Iterable[Tool]) -> tuple[list[ClientTool], list[str]]:
         elif isinstance(tool, FunctionTool | CustomTool):
             found.append(_to_client_tool(tool))
         elif isinstance(tool, ToolSearchTool):
-            function = FunctionDefinition(
-                name=tool.type, description=tool.description, parameters=tool.parameters or SEARCH_SCHEMA
-            )
-            found.append(ClientTool(tool.type, tool.type, function))
+            function = FUNCTIONS_BY_TYPE[tool.type]
+            given = {"description": tool.description, "parameters": tool.parameters or function.parameters}
+            found.append(ClientTool(tool.type, tool.type, function.model_copy(update=given)))
         else:
-            found.append(ClientTool(tool.type, tool.type, BUILT_IN_FUNCTIONS[tool.type]))
+            found.append(ClientTool(tool.type, tool.type, FUNCTIONS_BY_TYPE[tool.type]))
     return found, left_out
 
 
@@ -207,7 +170,7 @@ def _to_client_tool(tool: FunctionTool | CustomTool, namespace: str | None = Non
             name=name, description=tool.description, parameters=tool.parameters, strict=tool.strict
         )
         return ClientTool("function", tool.name, function, namespace)
-    text: Json = {**TEXT, "description": "The whole input of the tool"}
+    text: Json = {"type": "string", "description": "The whole input of the tool"}
     description = tool.description
     if isinstance(tool.format, GrammarInputFormat):
         # JSON escapes the text, so only a regex, which JSON schemas know, can hold for it.
@@ -216,7 +179,9 @@ def _to_client_tool(tool: FunctionTool | CustomTool, namespace: str | None = Non
         else:
             rule = f"The input follows this Lark grammar:\n{tool.format.definition}"
             description = "\n\n".join(filter(None, [description, rule]))
-    function = FunctionDefinition(name=name, description=description, parameters=_object(["input"], input=text))
+    parameters: Json = {"type": "object", "properties": {"input": text}, "required": ["input"]}
+    parameters["additionalProperties"] = False
+    function = FunctionDefinition(name=name, description=description, parameters=parameters)
     return ClientTool("custom", tool.name, function, namespace)
 
 

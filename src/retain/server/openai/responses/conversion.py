@@ -29,13 +29,7 @@ from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import ExtensionFields
 from retain.server.openai.responses.calls import CallItem, LocalShellCallOutputItem, OutputItem
 from retain.server.openai.responses.client_tools import ClientTools, expand_tools
-from retain.server.openai.responses.items import (
-    InputItem,
-    MessageItem,
-    OtherItem,
-    ReasoningItem,
-    ToolsItem,
-)
+from retain.server.openai.responses.items import InputItem, MessageItem, OtherItem, ReasoningItem, ToolsItem
 from retain.server.openai.responses.protocol import ResponsesRequest
 from retain.server.openai.responses.tools import AllowedTools
 from retain.server.warning_header import warn_of

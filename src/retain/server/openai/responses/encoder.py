@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from time import time
 
 import orjson
@@ -38,6 +39,7 @@ MISS_REASONS = {
 }
 
 
+@dataclass(eq=False)
 class ResponsesEncoder(ResponseEncoder):
     """Encodes the answer to one request. Calls `on_finish` with the response, also as JSON, before it is sent.
 
@@ -45,28 +47,20 @@ class ResponsesEncoder(ResponseEncoder):
     with that of an earlier response.
     """
 
-    def __init__(
-        self,
-        body: ResponsesRequest,
-        parser: ChatOutputParser,
-        tokenizer: Tokenizer,
-        output_processor: OutputProcessor,
-        tools: ClientTools,
-        warnings: Sequence[str] = (),
-        on_finish: Callable[[Json, bytes], None] = lambda response, encoded: None,
-        comparison: PromptComparison | None = None,
-    ):
-        self.response = build_response(body)
-        self.headers = build_warning_header(warnings)
-        self._parser = parser
-        self._tokenizer = tokenizer
-        self._output_processor = output_processor
-        self._wants_logprobs = body.wants_logprobs
-        self._on_finish = on_finish
-        self._comparison = comparison
-        self._output = OutputItems(tools, body.wants_encrypted_reasoning)
+    body: ResponsesRequest
+    parser: ChatOutputParser
+    tokenizer: Tokenizer
+    output_processor: OutputProcessor
+    tools: ClientTools
+    warnings: Sequence[str] = ()
+    on_finish: Callable[[Json, bytes], None] = lambda response, encoded: None
+    comparison: PromptComparison | None = None
+
+    def __post_init__(self) -> None:
+        self.response = build_response(self.body)
+        self.headers = build_warning_header(self.warnings)
+        self._output = OutputItems(self.tools, self.body.wants_encrypted_reasoning)
         self._finish_reason = FinishReason.STOP
-        self._generates = body.generates
         self._token_ids: list[int] = []
         self._logprobs: list[Logprob] = []  # of tokens whose text may still become content
         self._has_reasoning = False
@@ -131,12 +125,12 @@ class ResponsesEncoder(ResponseEncoder):
         return b"".join(encoded)
 
     def _add(self, delta: OutputDelta) -> list[Json]:
-        if not self._generates:
+        if not self.body.generates:
             return []  # the one token that comes with a prompt is nobody's
         self._finish_reason = delta.finish_reason or FinishReason.STOP
         self._token_ids += delta.token_ids
-        output = self._parser.feed(delta.text, delta.finish_reason is not None)
-        if self._wants_logprobs:
+        output = self.parser.feed(delta.text, delta.finish_reason is not None)
+        if self.body.wants_logprobs:
             self._logprobs += delta.logprobs
         self._has_reasoning |= bool(output.reasoning)
         if output.content or output.tool_calls:
@@ -146,7 +140,7 @@ class ResponsesEncoder(ResponseEncoder):
     def _end_reasoning(self) -> None:
         """Count the reasoning tokens, once the first token after them is known or the answer ends."""
         if self._has_reasoning and not self._is_past_reasoning:
-            self._num_reasoning_tokens = count_reasoning_tokens(self._tokenizer, self._parser, self._token_ids)
+            self._num_reasoning_tokens = count_reasoning_tokens(self.tokenizer, self.parser, self._token_ids)
             del self._logprobs[: self._num_reasoning_tokens]
         self._is_past_reasoning = True
 
@@ -155,11 +149,11 @@ class ResponsesEncoder(ResponseEncoder):
         logprobs = [] if output.tool_calls or not output.content else self._logprobs
         if output.tool_calls or output.content:
             self._logprobs = []
-        special = self._tokenizer.special_token_ids  # which the text leaves out
-        return [to_token_logprob(self._tokenizer, p) for p in logprobs if p.token_id not in special]
+        special = self.tokenizer.special_token_ids  # which the text leaves out
+        return [to_token_logprob(self.tokenizer, p) for p in logprobs if p.token_id not in special]
 
     def _finish_items(self) -> list[Json]:
-        if not self._generates:
+        if not self.body.generates:
             self.response["status"] = "completed"
             return []
         self._end_reasoning()
@@ -174,16 +168,16 @@ class ResponsesEncoder(ResponseEncoder):
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": self._output.items,
             "usage": self._build_usage(group),
-            "prompt_cache_diagnostics": build_diagnostics(self._comparison, group) if self._comparison else None,
-            "retain": build_request_stats(self._output_processor, group)[0],
+            "prompt_cache_diagnostics": build_diagnostics(self.comparison, group) if self.comparison else None,
+            "retain": build_request_stats(self.output_processor, group)[0],
         }
         encoded = write_json(self.response)
-        self._on_finish(self.response, encoded)
+        self.on_finish(self.response, encoded)
         return encoded
 
     def _build_usage(self, group: RequestGroup) -> Json:
         counts = count_tokens(group)
-        num_output_tokens = counts.output if self._generates else 0
+        num_output_tokens = counts.output if self.body.generates else 0
         details = {"cached_tokens": counts.cached}
         if counts.pinned is not None:
             details["pinned_tokens"] = counts.pinned

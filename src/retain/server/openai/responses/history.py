@@ -18,13 +18,7 @@ from retain.server.openai.body import MAX_ITEMS, MAX_VALUES, count_values
 from retain.server.openai.errors import APIError
 from retain.server.openai.protocol import Json
 from retain.server.openai.responses.items import InputItem, ItemReference, dump_item
-from retain.server.openai.responses.store import (
-    ItemTotals,
-    ResponseStore,
-    StoredItem,
-    StoredTurn,
-    count_items,
-)
+from retain.server.openai.responses.store import ItemTotals, ResponseStore, StoredItem, StoredTurn, count_items
 
 ITEMS: TypeAdapter[list[InputItem]] = TypeAdapter(list[InputItem])
 

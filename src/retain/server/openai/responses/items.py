@@ -10,25 +10,13 @@ from base64 import b64decode, b64encode
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
+from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
-from retain.server.openai.responses.calls import (
-    ApplyPatchCallItem,
-    ApplyPatchCallOutputItem,
-    CallOutputItem,
-    CustomToolCallItem,
-    FunctionCallItem,
-    Item,
-    LocalShellCallItem,
-    LocalShellCallOutputItem,
-    ShellCallItem,
-    ShellCallOutputItem,
-    ToolSearchCallItem,
-)
-from retain.server.openai.responses.content import Content, join_content
+from retain.server.openai.responses.calls import CallItem, Content, Item, OutputItem, join_content
 from retain.server.openai.responses.tools import Tool
-from retain.server.request_model import LeftOutModel, StrictModel, get_type
+from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, get_type, tag_type
 
 ID_PREFIXES = {
     "message": "msg",
@@ -43,27 +31,7 @@ ID_PREFIXES = {
     "tool_search_call": "tsc",
 }
 ENCODED_REASONING = "retain:"  # what `encrypted_content` of this server begins with
-OTHER_ITEMS = (
-    "web_search_call",
-    "file_search_call",
-    "code_interpreter_call",
-    "computer_call",
-    "computer_call_output",
-    "image_generation_call",
-    "mcp_list_tools",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "mcp_call",
-    "program",
-    "program_output",
-    "compaction",
-    "compaction_summary",
-    "context_compaction",
-    "configuration_update",
-    "agent_message",
-    "ghost_snapshot",
-    "other",
-)
+OTHER_ITEMS = read_left_out_types()["items"]
 
 
 class MessageItem(Item):
@@ -125,42 +93,19 @@ class OtherItem(LeftOutModel):
     id: str | None = None
 
 
-SHARED_TAGS = {  # of types that have one model
-    "custom_tool_call_output": "<function_call_output>",
-    "tool_search_output": "<additional_tools>",
-    **dict.fromkeys(OTHER_ITEMS, "<other>"),
-}
-
-
 def _tag_item(value: Any) -> str | None:
     is_reference = isinstance(value, dict) and "role" not in value and "id" in value
     kind = get_type(value, "item_reference" if is_reference else "message")
-    if kind == "tool_search_call" and isinstance(value, dict) and value.get("execution") != "client":
-        return "<other>"
-    return None if kind is None else SHARED_TAGS.get(kind, f"<{kind}>")
+    is_hosted = kind == "tool_search_call" and isinstance(value, dict) and value.get("execution") != "client"
+    return OTHER if is_hosted or kind in OTHER_ITEMS else tag_type(kind)
 
 
 InputItem = Annotated[
-    Annotated[MessageItem, Tag("<message>")]
-    | Annotated[ReasoningItem, Tag("<reasoning>")]
-    | Annotated[FunctionCallItem, Tag("<function_call>")]
-    | Annotated[CustomToolCallItem, Tag("<custom_tool_call>")]
-    | Annotated[LocalShellCallItem, Tag("<local_shell_call>")]
-    | Annotated[ShellCallItem, Tag("<shell_call>")]
-    | Annotated[ApplyPatchCallItem, Tag("<apply_patch_call>")]
-    | Annotated[ToolSearchCallItem, Tag("<tool_search_call>")]
-    | Annotated[CallOutputItem, Tag("<function_call_output>")]
-    | Annotated[LocalShellCallOutputItem, Tag("<local_shell_call_output>")]
-    | Annotated[ShellCallOutputItem, Tag("<shell_call_output>")]
-    | Annotated[ApplyPatchCallOutputItem, Tag("<apply_patch_call_output>")]
-    | Annotated[ToolsItem, Tag("<additional_tools>")]
-    | Annotated[ItemReference, Tag("<item_reference>")]
-    | Annotated[OtherItem, Tag("<other>")],
-    Discriminator(
+    MessageItem | ReasoningItem | CallItem | OutputItem | ToolsItem | ItemReference | OtherItem,
+    ByType(
+        "item_type",
+        "only items of messages, reasoning, tool calls, their outputs and references to stored items are supported",
         _tag_item,
-        custom_error_type="item_type",
-        custom_error_message="only items of messages, reasoning, tool calls, their outputs and references to stored "
-        "items are supported",
     ),
 ]
 

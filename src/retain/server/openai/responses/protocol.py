@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Field
 
 from retain.server.openai.chat_protocol import ReasoningEffort, TextOrJsonObjectFormat
 from retain.server.openai.protocol import (
@@ -18,7 +18,7 @@ from retain.server.openai.protocol import (
 )
 from retain.server.openai.responses.items import InputItem
 from retain.server.openai.responses.tools import FunctionName, Tool, ToolChoice
-from retain.server.request_model import StrictModel, tag_by_type, tag_text_or_list
+from retain.server.request_model import ByType, StrictModel, TextOr
 
 LOGPROBS = "message.output_text.logprobs"
 ENCRYPTED_REASONING = "reasoning.encrypted_content"
@@ -45,14 +45,8 @@ class TextJsonSchemaFormat(StrictModel):
 
 
 OutputFormat = Annotated[
-    Annotated[TextOrJsonObjectFormat, Tag("<text>")]
-    | Annotated[TextOrJsonObjectFormat, Tag("<json_object>")]
-    | Annotated[TextJsonSchemaFormat, Tag("<json_schema>")],
-    Discriminator(
-        tag_by_type(),
-        custom_error_type="format_type",
-        custom_error_message="the type is one of text, json_object and json_schema",
-    ),
+    TextOrJsonObjectFormat | TextJsonSchemaFormat,
+    ByType("format_type", "the type is one of text, json_object and json_schema"),
 ]
 
 
@@ -84,10 +78,9 @@ class PromptCacheOptions(StrictModel, other_fields="responses_prompt_cache"):
 class ResponsesRequest(GenerationFields, other_fields="responses"):
     """POST /v1/responses."""
 
-    input: Annotated[
-        Annotated[str, Tag("<text>")] | Annotated[list[InputItem], Field(fail_fast=True), Tag("<list>")],
-        Discriminator(tag_text_or_list),
-    ] = Field(description="May be empty: then the instructions, or the stored conversation, are answered")
+    input: TextOr[Annotated[list[InputItem], Field(fail_fast=True)]] = Field(
+        description="May be empty: then the instructions, or the stored conversation, are answered"
+    )
     instructions: str | None = Field(None, description="System message; a later response does not inherit it")
     previous_response_id: Annotated[str, Field(max_length=128), EMPTY_AS_NONE] | None = Field(
         None, description="Stored response that the input continues"

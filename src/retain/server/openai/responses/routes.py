@@ -78,7 +78,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
 
         try:
             conversation = find_items(body, key)
-            return await service.handle(body, 1, request.state.admission, lambda: prepare(conversation))
+            return await service.handle(body, request, lambda _: prepare(conversation))
         except APIError as error:
             if body.stream and error.code == "context_length_exceeded":
                 return await service.preparation.run(key.name, partial(fail_stream, body, error))
@@ -102,7 +102,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
 
         try:
             conversation = find_items(body, key)
-            return await render_one(service, request.state.admission, body.model, lambda: prepare(conversation))
+            return await render_one(service, body, request, lambda _: prepare(conversation))
         except APIError as error:
             raise rename_parameter(error) from None
 

@@ -8,20 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field
 
+from retain.server.client_fields import read_left_out_types
 from retain.server.openai.protocol import Json
-from retain.server.request_model import LeftOutModel, StrictModel, get_type, tag_by_type, tag_text_or_list
+from retain.server.request_model import OTHER, ByType, LeftOutModel, StrictModel, TextOrOther, get_type, tag_type
 
-HOSTED_TOOLS = (
-    "web_search",
-    "file_search",
-    "code_interpreter",
-    "computer",
-    "image_generation",
-    "mcp",
-    "programmatic_tool_calling",
-)
+HOSTED_TOOLS = read_left_out_types()["tools"]
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
 
 
@@ -50,10 +43,7 @@ class GrammarInputFormat(StrictModel):
 
 
 InputFormat = Annotated[
-    Annotated[TextInputFormat, Tag("<text>")] | Annotated[GrammarInputFormat, Tag("<grammar>")],
-    Discriminator(
-        tag_by_type(), custom_error_type="input_format", custom_error_message="the type is one of text and grammar"
-    ),
+    TextInputFormat | GrammarInputFormat, ByType("input_format", "the type is one of text and grammar")
 ]
 
 
@@ -68,25 +58,18 @@ class CustomTool(StrictModel, other_fields="responses_tool"):
     )
 
 
+NamespacedTool = Annotated[
+    FunctionTool | CustomTool, ByType("namespace_tool", "a namespace has tools of type function and custom")
+]
+
+
 class NamespaceTool(StrictModel):
     """Tools of one namespace, such as those of an MCP server. The model sees each as a function."""
 
     type: Literal["namespace"]
     name: FunctionName
     description: str | None = None
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FunctionTool, Tag("<function>")] | Annotated[CustomTool, Tag("<custom>")],
-                Discriminator(
-                    tag_by_type(),
-                    custom_error_type="namespace_tool",
-                    custom_error_message="a namespace has tools of type function and custom",
-                ),
-            ]
-        ],
-        Field(max_length=128),
-    ]
+    tools: Annotated[list[NamespacedTool], Field(max_length=128)]
 
 
 class LocalShellTool(StrictModel):
@@ -140,25 +123,23 @@ def _is_hosted(tool: Json, kind: str | None) -> bool:
 
 def _tag_tool(value: Any) -> str | None:
     kind = get_type(value)
-    if _is_hosted(value, kind) if isinstance(value, dict) else isinstance(value, HostedTool):
-        return "<hosted>"
-    return None if kind is None else f"<{kind}>"
+    is_hosted = _is_hosted(value, kind) if isinstance(value, dict) else isinstance(value, HostedTool)
+    return OTHER if is_hosted else tag_type(kind)
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("<function>")]
-    | Annotated[CustomTool, Tag("<custom>")]
-    | Annotated[NamespaceTool, Tag("<namespace>")]
-    | Annotated[LocalShellTool, Tag("<local_shell>")]
-    | Annotated[ShellTool, Tag("<shell>")]
-    | Annotated[ApplyPatchTool, Tag("<apply_patch>")]
-    | Annotated[ToolSearchTool, Tag("<tool_search>")]
-    | Annotated[HostedTool, Tag("<hosted>")],
-    Discriminator(
+    FunctionTool
+    | CustomTool
+    | NamespaceTool
+    | LocalShellTool
+    | ShellTool
+    | ApplyPatchTool
+    | ToolSearchTool
+    | HostedTool,
+    ByType(
+        "tool_type",
+        "the type is one of function, custom, namespace, local_shell, shell, apply_patch and tool_search",
         _tag_tool,
-        custom_error_type="tool_type",
-        custom_error_message="the type is one of function, custom, namespace, local_shell, shell, apply_patch and "
-        "tool_search",
     ),
 ]
 
@@ -185,33 +166,12 @@ class AllowedTools(StrictModel):
     tools: Annotated[list[Json], Field(max_length=1024)]
 
 
-def _tag_choice(value: Any) -> str | None:
-    kind = get_type(value)
-    return {
-        "function": "<named>",
-        "custom": "<named>",
-        "local_shell": "<kind>",
-        "shell": "<kind>",
-        "apply_patch": "<kind>",
-        "allowed_tools": "<allowed_tools>",
-    }.get(kind or "")
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("<text>")]
-    | Annotated[
-        Annotated[
-            Annotated[NamedChoice, Tag("<named>")]
-            | Annotated[KindChoice, Tag("<kind>")]
-            | Annotated[AllowedTools, Tag("<allowed_tools>")],
-            Discriminator(
-                _tag_choice,
-                custom_error_type="tool_choice",
-                custom_error_message="only a tool that the client runs can be forced: function, custom, local_shell, "
-                "shell and apply_patch, or a choice of allowed_tools",
-            ),
-        ],
-        Tag("<list>"),
-    ],
-    Discriminator(tag_text_or_list),
+ForcedChoice = Annotated[
+    NamedChoice | KindChoice | AllowedTools,
+    ByType(
+        "tool_choice",
+        "only a tool that the client runs can be forced: function, custom, local_shell, shell and apply_patch, or a "
+        "choice of allowed_tools",
+    ),
 ]
+ToolChoice = TextOrOther[Literal["none", "auto", "required"], ForcedChoice]
