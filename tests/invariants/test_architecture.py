@@ -100,6 +100,7 @@ MAX_ROOM_LINES = {
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
 MAX_STEP_LINES = 25
 MAX_PARAMETERS = 9  # self included
+MAX_UNNAMED_ARGUMENTS = 5  # of the launch of a kernel
 
 
 @cache
@@ -358,6 +359,14 @@ def test_no_call_unpacks_a_tuple_written_in_place():
         if isinstance(node, ast.Call):
             unpacked = [a.value for a in node.args if isinstance(a, ast.Starred)]
             assert not any(isinstance(value, ast.Tuple | ast.List) for value in unpacked), f"{path}:{node.lineno}"
+
+
+def test_a_launch_names_its_arguments():
+    """Kernels have up to 65 parameters, so a launch matches none by its place: but for kernels with few."""
+    for path, node in all_nodes():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and "triton" in path.parts:
+            is_starred = any(isinstance(arg, ast.Starred) for arg in node.args)
+            assert not is_starred and len(node.args) <= MAX_UNNAMED_ARGUMENTS, f"{path}:{node.lineno}"
 
 
 def test_the_import_is_light():

@@ -44,12 +44,15 @@ class DeviceExperts:
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """The choices of all tokens, sorted by expert, in blocks of one expert. A choice is token * k + rank; int32."""
+    """The choices of all tokens, sorted by expert, in blocks of one expert. A choice is token * k + rank; int32.
+
+    Fields have the names of kernels' parameters.
+    """
 
     order: Tensor  # [T k]: the choices, by expert
-    expert: Tensor  # [blocks]: of each block; num_experts where there is no such block
-    first: Tensor  # [blocks]: where it begins in `order`
-    end: Tensor  # [experts]: where the choices of an expert end in `order`
+    block_expert: Tensor  # [blocks]: of each block; num_experts where there is no such block
+    block_first: Tensor  # [blocks]: where it begins in `order`
+    expert_end: Tensor  # [experts]: where the choices of an expert end in `order`
 
 
 def sort_choices(chosen: Tensor, num_experts: int, block_rows: int) -> SortedChoices:
@@ -78,17 +81,24 @@ def mix_experts(x: Tensor, scores: Tensor, w: DeviceExperts) -> Tensor:
     chosen, weights = route(scores, w.router)
     products = GroupedProducts(chosen, w.num_experts)
     hidden = products.linear(x, w.gate_up, w.gate_up_bias, k)
-    activated = x.new_empty(T * k, w.intermediate_size)
-    block_t = tokens_per_program(T * k, 1)
-    block = min(triton.next_power_of_2(w.intermediate_size), 1024)
-    elementwise.activation[(triton.cdiv(T * k, block_t), triton.cdiv(w.intermediate_size, block))](
-        hidden, hidden.stride(0), activated, T * k, w.intermediate_size,
-        T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(w.act), GATED=w.is_gated,
-    )  # fmt: skip
+    activated = activate_rows(hidden, w.intermediate_size, w.act, w.is_gated)
     y = products.linear(activated, w.down, w.down_bias, 1)
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(E), 1024)
     expert_kernels.mix_choices[(T, triton.cdiv(E, block))](y, weights.contiguous(), out, E, K=k, BLOCK=block)
+    return out
+
+
+def activate_rows(x: Tensor, n: int, act: str, is_gated: bool) -> Tensor:
+    """Return the activation [T, n] of rows x, with the product of a gated one in the same kernel."""
+    T = len(x)
+    out = x.new_empty(T, n)
+    block_t, block = tokens_per_program(T, 1), min(triton.next_power_of_2(n), 1024)
+    if T:
+        elementwise.activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
+            x=x, x_row=x.stride(0), out=out, tokens=T, n=n,
+            T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(act), GATED=is_gated,
+        )  # fmt: skip
     return out
 
 
@@ -108,9 +118,9 @@ class GroupedProducts:
         choices = self._sort(BLOCK_ROWS)
         out = x.new_empty(len(choices.order), n)
         block_out = min(BLOCK_OUT, triton.next_power_of_2(n))
-        expert_kernels.grouped_linear[(len(choices.expert), triton.cdiv(n, block_out))](
-            x, x.stride(0), weight, weight if bias is None else bias, out,
-            choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row, n, x.shape[1],
+        expert_kernels.grouped_linear[(len(choices.block_expert), triton.cdiv(n, block_out))](
+            x=x, x_row=x.stride(0), weight=weight, bias=weight if bias is None else bias, out=out, n=n,
+            choices_per_row=choices_per_row, **vars(choices), num_experts=len(choices.expert_end), width=x.shape[1],
             ROWS=BLOCK_ROWS, OUT=block_out, IN=BLOCK_IN, BIAS=bias is not None,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         )  # fmt: skip
@@ -130,11 +140,11 @@ class GroupedProducts:
         splits = triton.cdiv(matrix.num_k_tiles, k_tiles_per_split) if T <= FEW_ROWS else 1
         out = x.new_empty(T * k, n)
         to = out.new_empty(splits, T * k, n, dtype=torch.float32) if splits > 1 else out
-        expert_kernels.multiply_packed_experts[(len(choices.expert), weight.rows_of_tiles, splits)](
-            x, x.stride(0), matrix.words, matrix.scales, out if bias is None else bias, to,
-            choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row,
-            T * k, n, width, matrix.num_k_tiles, k_tiles_per_split,
-            **matrix.constants, **product_options(x.dtype, rows), BIAS=bias is not None, SPLIT=splits > 1,
+        expert_kernels.multiply_packed_experts[(len(choices.block_expert), weight.rows_of_tiles, splits)](
+            x=x, x_row=x.stride(0), bias=out if bias is None else bias, out=to, choices_per_row=choices_per_row,
+            num_choices=T * k, **vars(choices), num_experts=len(choices.expert_end), n=n, width=width,
+            k_tiles_per_split=k_tiles_per_split, **matrix.kernel_args, **product_options(x.dtype, rows),
+            BIAS=bias is not None, SPLIT=splits > 1,
         )  # fmt: skip
         if splits > 1:
             add_splits(to, None, out)

@@ -19,7 +19,7 @@ from retain.kernels import ops
 from retain.kernels.reference.operations import WITHOUT_CACHES, Compute, Lowerings, Operands, replace_or_add
 from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
-from retain.kernels.triton.experts import DeviceExperts, mix_experts
+from retain.kernels.triton.experts import DeviceExperts, activate_rows, mix_experts
 from retain.kernels.triton.fresh_tokens import rotate, tokens_per_program
 from retain.kernels.triton.packed_weight import PackedExperts, PackedMatrix
 from retain.kernels.triton.step_inputs import DeviceStep
@@ -82,7 +82,8 @@ def norm(o: DeviceOperands, op: ops.Norm) -> Compute:
         block_t = tokens_per_program(T, 8 if n <= 256 else 1)
         if T:
             elementwise.norm[(triton.cdiv(T, block_t), heads)](
-                rows[:, first:], rows.stride(0), to[:, first:], to.stride(0), w, w if b is None else b, T, n, eps,
+                x=rows[:, first:], x_row=rows.stride(0), out=to[:, first:], out_row=to.stride(0), weight=w,
+                bias=w if b is None else b, tokens=T, n=n, eps=eps,
                 T=block_t, BLOCK=triton.next_power_of_2(n), **constants, num_warps=8 if n > 2048 else 4,
             )  # fmt: skip
         return to
@@ -150,25 +151,12 @@ def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
 
 
 def activate(o: DeviceOperands, op: ops.Activate) -> Compute:
-    """Apply an activation function, with the product of a gated one in the same kernel."""
+    """Apply an activation function."""
     x = o.buffers[op.x]
     n = op.out.width
+    act = op.act
     gated = op.gated
-    kind = ops.ACTIVATIONS.index(op.act)
-    block = min(triton.next_power_of_2(n), 1024)
-
-    def compute(s: DeviceStep) -> Tensor:
-        rows = s.buffers[x]
-        T = len(rows)
-        block_t = tokens_per_program(T, 1)
-        to = rows.new_empty(T, n)
-        if T:
-            elementwise.activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
-                rows, rows.stride(0), to, T, n, T=block_t, BLOCK=block, ACT=kind, GATED=gated
-            )
-        return to
-
-    return compute
+    return lambda s: activate_rows(s.buffers[x], n, act, gated)
 
 
 def scale(o: DeviceOperands, op: ops.Scale) -> Compute:
