@@ -62,8 +62,11 @@ def record_launches() -> tuple[Variants, Variants, Variants]:
         return object()
 
     def launch(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
-        dtypes = [x.dtype for x in args if isinstance(x, torch.Tensor)]
-        constants[self.fn.__name__].add(str((dtypes, sorted(more.items()))))
+        given = dict(zip(self.arg_names, args, strict=False)) | more
+        varies = {p.name for p in self.params if not p.is_constexpr}
+        dtypes = sorted((name, str(x.dtype)) for name, x in given.items() if isinstance(x, torch.Tensor))
+        fixed = sorted((name, str(x)) for name, x in given.items() if name not in varies)
+        constants[self.fn.__name__].add(str((dtypes, fixed)))
         return run(self, *args, grid=grid, warmup=True, **more)
 
     driver.set_active(NoGPU())

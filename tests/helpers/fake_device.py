@@ -37,6 +37,7 @@ METADATA = {
     "storage_offset", "untyped_storage", "as_subclass", "__repr__", "__hash__", "__iter__", "is_floating_point",
 }
 # fmt: on
+LAUNCH_OPTIONS = ("grid", "warmup", "num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # beside a kernel's own
 
 
 class FakeDeviceTensor(Tensor):
@@ -75,6 +76,9 @@ class FakeDevice(TorchFunctionMode):
 
         def run(kernel: Any, *args: Any, **options: Any) -> Any:
             self.launches.append(kernel.fn.__name__)
+            if unknown := options.keys() - {*kernel.arg_names, *LAUNCH_OPTIONS}:  # the interpreter leaves them out
+                raise TypeError(f"{kernel.fn.__name__} has no {', '.join(sorted(unknown))}")
+            options = {name: check_kernel_arg(x) for name, x in options.items()}
             return original_run(kernel, *map(check_kernel_arg, args), **options)
 
         InterpretedFunction.run = run

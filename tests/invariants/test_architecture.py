@@ -92,7 +92,7 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1661, "cli": 1083, "engine": 1800, "formats": 2784, "kernels": 6600, "models": 3737},
+    **{"bench": 1661, "cli": 1083, "engine": 1800, "formats": 2784, "kernels": 6608, "models": 3737},
     **{"processing": 2905, "server": 8918, "top": 1180},
     **{"kv": 8158, "prefix": 1518, "checkpoints": 799, "stores": 2393, "eviction": 1611, "memory": 825},
 }
@@ -100,6 +100,7 @@ MAX_ROOM_LINES = {
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines
 MAX_STEP_LINES = 25
 MAX_PARAMETERS = 9  # self included
+MAX_UNNAMED_ARGUMENTS = 5  # of the launch of a kernel
 
 
 @cache
@@ -367,6 +368,14 @@ def test_no_call_unpacks_a_tuple_written_in_place():
         if isinstance(node, ast.Call):
             unpacked = [a.value for a in node.args if isinstance(a, ast.Starred)]
             assert not any(isinstance(value, ast.Tuple | ast.List) for value in unpacked), f"{path}:{node.lineno}"
+
+
+def test_a_launch_names_its_arguments():
+    """Kernels have up to 65 parameters, so a launch matches none by its place: but for kernels with few."""
+    for path, node in all_nodes():
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript) and "triton" in path.parts:
+            is_starred = any(isinstance(arg, ast.Starred) for arg in node.args)
+            assert not is_starred and len(node.args) <= MAX_UNNAMED_ARGUMENTS, f"{path}:{node.lineno}"
 
 
 def test_the_import_is_light():

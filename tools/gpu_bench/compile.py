@@ -51,7 +51,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
                 "kernel": self.fn.__name__,
                 **kernel_usage(kernel, Path(triton.__file__).parent),
                 **kernel_constants(more),
-                **pool_dtypes(dict(zip(self.arg_names, args, strict=False))),
+                **pool_dtypes(dict(zip(self.arg_names, args, strict=False)) | more),
             }
 
     JITFunction.run = only_compile
@@ -66,7 +66,7 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
     yield from lines.values()
 
 
-def kernel_constants(options: dict[str, Any]) -> Line:
+def kernel_constants(args: dict[str, Any]) -> Line:
     """Return the compile-time options that tell the variants of a kernel apart."""
     names = (
         "D",
@@ -91,7 +91,7 @@ def kernel_constants(options: dict[str, Any]) -> Line:
         "SPLIT",
         "num_warps",
     )
-    return {k: v for k, v in options.items() if k in names}
+    return {k: v for k, v in args.items() if k in names}
 
 
 def pool_dtypes(args: dict[str, Any]) -> Line:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -15,6 +16,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.slots import quantized_slots
 from retain.kernels.slots.pool_dtypes import FP8, QUANTIZED_DTYPES
 from retain.kernels.triton import decode_kernels, mass_kernels, merge_kernels, prefill_kernels, prefill_mass_kernels
+from retain.kernels.triton.kernel_args import KernelArgs, array_args, query_args, table_args, visibility_args
 from retain.kernels.triton.noise import PLAIN
 from retain.kernels.triton.page_layout import page_args
 from retain.kernels.triton.plan import AttentionPlan, MassBuffers, TileList
@@ -100,11 +102,13 @@ def _attend_tiles(calls: Sequence[AttentionCall], i: int, o: Tensor) -> None:
         num_rows = J * G * num_splits * tiles.max_rows
         split_max, split_sum = torch.empty(2, (2 if call.changes_scores else 1) * num_rows, device=device)
         split_out, first = torch.empty(num_rows, call.kv.v_dim, device=device), 0
+        splits = {"split_max": split_max, "split_sum": split_sum, "split_out": split_out}
+        sizes = {"width": tiles.max_rows, "num_splits": num_splits}
         for c, x in zip(calls, lists, strict=True):
-            at = first * tiles.max_rows
-            _launch_decode(c, x, (split_max[at:], split_sum[at:], split_out[at:]), num_splits)
+            own = {name: part[first * tiles.max_rows :] for name, part in splits.items()}
+            _launch_decode(c, x, {**own, **sizes})
             first += x.num_splits
-        _launch_merge(calls, tiles, o, (split_max, split_sum, split_out), num_splits)
+        _launch_merge(calls, tiles, o, {**splits, **sizes})
     else:
         log_sums = torch.empty(len(o) * H if len(calls) > 1 else 1, device=device)
         parts = (prefill_kernels.FIRST, prefill_kernels.SECOND) if len(calls) > 1 else (prefill_kernels.ONLY,)
@@ -112,27 +116,19 @@ def _attend_tiles(calls: Sequence[AttentionCall], i: int, o: Tensor) -> None:
             _launch_prefill(c, x, o, log_sums, part.value)
 
 
-def _launch_decode(
-    call: AttentionCall, tiles: TileList, splits: tuple[Tensor, Tensor, Tensor], num_splits: int
-) -> None:
+def _launch_decode(call: AttentionCall, tiles: TileList, splits: KernelArgs) -> None:
     """Compute the splits of decode tiles over the tables of a call; `splits` have `num_splits` for each tile."""
     q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
     buffers, pages = plan.mass_buffers, page_args(kv)
-    # Where the kernel reads no masses, q stands in for the pointers.
-    stored = (buffers.split_weights, buffers.block_max) if buffers else (q, q)
-    sizes = tuple(x.shape[-1] for x in stored)
     shape = _shape_args(call) | plan.blocks.constants
     J, G = len(tiles.data), shape["G"]
     decode_kernels.attention_decode[(J, G, programs_per_tile(J * G, tiles.num_splits))](
-        q, *q.stride()[:2], *splits, tiles.max_rows, num_splits,
-        pages.k_pairs, pages.v_pairs, pages.k_scales, pages.v_scales, pages.k_words, pages.v_words, kv.pos,
-        *_table_args(tables), *_visibility_args(tables), tiles.data, call.q_pos, *_score_args(call),
-        *_scoring_args(call), call.layer, *stored, *sizes,
-        M=tiles.rows_per_tile, DENSE=tables.dense is not None, UPDATE_MASS=buffers is not None,
-        NOISE=buffers.noise_mode if buffers else 0, ONE_TOKEN=tiles.max_rows == shape["R"],
-        **_decode_dot_args(kv), **_score_constants(params), **shape, **_key_args(call), **_value_args(call),
-        **pages.constants, **pages.halves,
-        **decode_options(call, tiles),
+        **query_args(q), **splits, **pages.pairs, **pages.scales, **pages.words, pos=kv.pos, **table_args(tables),
+        **visibility_args(tables), tiles=tiles.data, q_pos=call.q_pos, **_score_args(params, q),
+        **_scoring_args(call), **_stored_weight_args(call),
+        M=tiles.rows_per_tile, DENSE=tables.dense is not None, UPDATE_MASS=buffers is not None, **shape,
+        NOISE=buffers.noise_mode if buffers else 0, ONE_TOKEN=tiles.max_rows == shape["R"], **_decode_dot_args(kv),
+        **_key_args(call), **_value_args(call), **pages.constants, **pages.halves, **decode_options(call, tiles),
     )  # fmt: skip
 
 
@@ -142,8 +138,8 @@ def programs_per_tile(num_tiles: int, num_splits: int) -> int:
     Up to ENOUGH_PROGRAMS there is one for each split. Beyond, a program computes several splits in turn, and reads its
     tile and queries once.
     """
-    fewest = triton.cdiv(num_splits, MAX_SPLITS_PER_PROGRAM)
-    return max(fewest, min(num_splits, triton.cdiv(ENOUGH_PROGRAMS, num_tiles)))
+    fewest = -(-num_splits // MAX_SPLITS_PER_PROGRAM)
+    return max(fewest, min(num_splits, -(-ENOUGH_PROGRAMS // num_tiles)))
 
 
 def decode_options(call: AttentionCall, tiles: TileList) -> dict[str, int]:
@@ -168,42 +164,37 @@ def _launch_prefill(call: AttentionCall, tiles: TileList, o: Tensor, log_sums: T
     """Compute prefill tiles over the tables of a call. `log_sums` [T, H] go from the first part to the second."""
     q, kv, tables, plan, params = call.q, call.kv, call.tables, call.plan, call.params
     scoring = tiles.scoring if plan.mass_buffers else None
-    sums = (plan.mass_buffers.lse, scoring.log_weights) if scoring and plan.mass_buffers else (q, q)
+    lse, log_weights = (plan.mass_buffers.lse, scoring.log_weights) if scoring and plan.mass_buffers else (q, q)
     pages, block = page_args(kv), attention_block(q.shape[-1], kv)
     prefill_kernels.attention_prefill[(tables.pages.shape[1], len(tiles.data))](
-        q, *q.stride()[:2], o, log_sums,
-        pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, *_table_args(tables), *_visibility_args(tables),
-        tiles.data, call.q_pos, *_score_args(call), q if params.sink_logits is None else params.sink_logits,
-        *_scoring_args(call), call.layer, *sums, len(q),
+        **query_args(q), o=o, log_sums=log_sums, k=pages.k, v=pages.v, **pages.scales, pos=kv.pos,
+        **table_args(tables), **visibility_args(tables), tiles=tiles.data, q_pos=call.q_pos, **_score_args(params, q),
+        sinks=q if params.sink_logits is None else params.sink_logits, **_scoring_args(call), lse=lse,
+        log_weights=log_weights, T=len(q),
         M=tiles.rows_per_tile, PART=part, DENSE=tables.dense is not None, SINKS=params.sink_logits is not None,
         UPDATE_MASS=scoring is not None, **_change_args(call, tiles, scoring), **_dot_args(kv),
-        **_score_constants(params),
         **_shape_args(call) | {"N": block.slots}, **_key_args(call), **_value_args(call), **pages.constants,
         num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
 
 
-def _launch_merge(
-    calls: Sequence[AttentionCall],
-    tiles: TileList,
-    o: Tensor,
-    splits: tuple[Tensor, Tensor, Tensor],
-    num_splits: int,
-) -> None:
+def _launch_merge(calls: Sequence[AttentionCall], tiles: TileList, o: Tensor, splits: KernelArgs) -> None:
     """Combine the splits of decode tiles into their outputs."""
     call, demoted, buffers, sinks = calls[0], calls[-1], calls[0].plan.mass_buffers, calls[0].params.sink_logits
     s = buffers.scoring if buffers else None
     rows = tiles.rows_per_tile if triton.knobs.runtime.interpret else 1
     has_demoted = len(calls) > 1
-    merge_kernels.merge_splits[(len(tiles.data), call.tables.pages.shape[1], triton.cdiv(tiles.max_rows, rows))](
-        o, *splits, tiles.max_rows, *_table_args(call.tables)[3:], tiles.data, num_splits,
-        buffers.lse if buffers else o, o if sinks is None else sinks, *((s.temperature, s.noise) if s else (o, o)),
-        *_table_args(demoted.tables)[3:], tiles.num_splits,
-        ROWS=rows, SINKS=sinks is not None, UPDATE_MASS=buffers is not None,
-        NOISE=buffers.noise_mode if buffers else 0,
+    # Where the kernel does not read a tensor, o stands in.
+    merge_kernels.merge_splits[(len(tiles.data), call.tables.pages.shape[1], -(-tiles.max_rows // rows))](
+        o=o, **splits, first_demoted=tiles.num_splits, tiles=tiles.data,
+        **array_args(call.tables.counts, "counts", "count_row", "count_head"),
+        **array_args(demoted.tables.counts, "demoted_counts", "demoted_row", "demoted_head"),
+        lse=buffers.lse if buffers else o, sinks=o if sinks is None else sinks, temperature=s.temperature if s else o,
+        noise=s.noise if s else o,
+        ROWS=rows, SINKS=sinks is not None, UPDATE_MASS=buffers is not None, NOISE=buffers.noise_mode if buffers else 0,
         DEMOTED_S=demoted.kv.page_size if has_demoted else 0, DEMOTED_N=demoted.plan.blocks.n,
         DEMOTED_MIN_BLOCKS=demoted.plan.blocks.min_blocks, **_shape_args(call), **call.plan.blocks.constants,
-        **_value_args(call), num_warps=max(int(triton.next_power_of_2(call.kv.v_dim)) // 128, 1),
+        **_value_args(call), num_warps=max(_pad_width(call.kv.v_dim) // 128, 1),
     )  # fmt: skip
 
 
@@ -211,13 +202,12 @@ def _launch_mass(call: AttentionCall, buffers: MassBuffers) -> None:
     kv, tables, plan, s = call.kv, call.tables, call.plan, buffers.scoring
     shape, C = _shape_args(call), kv.mass.shape[1]
     G, n = shape["G"], plan.blocks.n
-    num_blocks = buffers.block_max.shape[-1]
-    blocks_at_once = max(MASS_SLOTS // n, 1)
+    num_blocks, blocks_at_once = buffers.block_max.shape[-1], max(MASS_SLOTS // n, 1)
     for tiles in plan.decode:
-        mass_kernels.accumulate_mass[(len(tiles.data), G, triton.cdiv(num_blocks, blocks_at_once))](
-            kv.mass, *_table_args(tables), tables.windows, tables.windows.stride(0), tiles.data, s.weights, s.decay,
-            buffers.lse, buffers.split_weights, buffers.block_max, buffers.split_weights.shape[-1], num_blocks,
-            **shape, N=n, C=C, BLOCKS=blocks_at_once,
+        mass_kernels.accumulate_mass[(len(tiles.data), G, -(-num_blocks // blocks_at_once))](
+            mass=kv.mass, **table_args(tables), **array_args(tables.windows, "windows", "window_row"),
+            tiles=tiles.data, weights=s.weights, decay=s.decay, lse=buffers.lse, **_stored_weight_args(call), **shape,
+            N=n, C=C, BLOCKS=blocks_at_once,
         )  # fmt: skip
     for scoring in plan.prefill_scoring:
         _launch_prefill_mass(call, scoring)
@@ -227,27 +217,32 @@ def _launch_prefill_mass(call: AttentionCall, scoring: PrefillScoring) -> None:
     """Add what the scored tokens of prefill tiles leave on the slots of the tables of a call."""
     q, kv, tables, pages, shape = call.q, call.kv, call.tables, page_args(call.kv), _shape_args(call)
     block = mass_block(q.shape[-1], shape["R"], kv)
-    num_blocks = triton.cdiv(max(call.plan.max_pages, 1) * kv.page_size, block.slots)
+    num_blocks = -(-max(call.plan.max_pages, 1) * kv.page_size // block.slots)
     heads = min(shape["R"] & -shape["R"], MASS_HEADS)
     assert call.plan.mass_buffers
-    s = call.plan.mass_buffers.scoring
     prefill_mass_kernels.recompute_mass[(len(scoring.tiles), shape["G"], num_blocks)](
-        q, *q.stride()[:2], pages.k, pages.k_scales, kv.pos, kv.mass, *_table_args(tables),
-        *_visibility_args(tables), scoring.tiles, call.q_pos, *_score_args(call),
-        s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise, call.layer, scoring.log_weights, len(q),
-        TT=block.rows // heads, HEADS=heads, C=kv.mass.shape[1], DENSE=tables.dense is not None, **scoring.constants,
-        **_dot_args(kv), **_score_constants(call.params), **shape | {"N": block.slots}, **_key_args(call),
-        **pages.constants,
+        **query_args(q), k=pages.k, k_scales=pages.scales["k_scales"], pos=kv.pos, mass=kv.mass, **table_args(tables),
+        **visibility_args(tables), tiles=scoring.tiles, q_pos=call.q_pos, **_score_args(call.params, q),
+        **_scoring_args(call), decay=call.plan.mass_buffers.scoring.decay, log_weights=scoring.log_weights, T=len(q),
+        TT=block.rows // heads, HEADS=heads, C=kv.mass.shape[1], DENSE=tables.dense is not None,
+        **scoring.constants, **_dot_args(kv), **shape | {"N": block.slots}, **_key_args(call), **pages.constants,
         num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
 
 
-def _scoring_args(call: AttentionCall) -> tuple[Tensor, ...]:
-    """Return the scoring on the device; where the kernels read no masses, q stands in for the pointers."""
-    if call.plan.mass_buffers is None:
-        return (call.q,) * 5
-    s = call.plan.mass_buffers.scoring
-    return s.weights, s.temperature, s.noise, s.seed, s.redraw_noise
+def _scoring_args(call: AttentionCall) -> KernelArgs:
+    """Return the layer, and the scoring on the device; where the kernels read no masses, q stands in for pointers."""
+    names = "weights", "temperature", "noise", "seed", "redraw_noise"
+    buffers = call.plan.mass_buffers
+    return {name: getattr(buffers.scoring, name) if buffers else call.q for name in names} | {"layer": call.layer}
+
+
+def _stored_weight_args(call: AttentionCall) -> KernelArgs:
+    """Return the stored weights, and their sizes; where the kernels read no masses, q stands in for pointers."""
+    buffers = call.plan.mass_buffers
+    split_weights, block_max = (buffers.split_weights, buffers.block_max) if buffers else (call.q, call.q)
+    sizes = {"max_slots": split_weights.shape[-1], "num_blocks": block_max.shape[-1]}
+    return {"split_weights": split_weights, "block_max": block_max, **sizes}
 
 
 def _change_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring | None) -> dict[str, object]:
@@ -260,15 +255,11 @@ def _change_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring |
     return noise_dot | scoring.constants | {"NOISE_COLUMNS": columns}
 
 
-def _score_args(call: AttentionCall) -> tuple[Tensor, float, float]:
+def _score_args(p: AttentionParams, q: Tensor) -> KernelArgs:
     """Return ALiBi's slopes, the factor on q.k, and the softcap; where a kernel reads no slopes, q stands in."""
-    params = call.params
-    factor = params.scale * (LOG2E if params.softcap is None else 1.0)
-    return call.q if params.alibi_slopes is None else params.alibi_slopes, factor, params.softcap or 0.0
-
-
-def _score_constants(params: AttentionParams) -> dict[str, bool]:
-    return {"ALIBI": params.alibi_slopes is not None, "SOFTCAP": params.softcap is not None}
+    capped, biased = p.softcap is not None, p.alibi_slopes is not None
+    args = {"factor": p.scale * (1.0 if capped else LOG2E), "softcap": p.softcap or 0.0, "SOFTCAP": capped}
+    return {"slopes": p.alibi_slopes if biased else q, "ALIBI": biased, **args}
 
 
 def _shape_args(call: AttentionCall) -> dict[str, int]:
@@ -285,21 +276,13 @@ def _value_args(call: AttentionCall) -> dict[str, int]:
     return {"V": call.kv.v_dim, "VP": _pad_width(call.kv.v_dim)}
 
 
+@cache  # Triton's functions of numbers take some us
 def _pad_width(width: int) -> int:
     """Return the width of rows in kernels: a power of 2, and at least two times the 16 that tensor cores need.
 
     Rows of 8 or 4 bits are two parts, each with products of its own.
     """
     return max(int(triton.next_power_of_2(width)), 32)
-
-
-def _table_args(t: Tables) -> tuple[Tensor, int, int, Tensor, int, int]:
-    return t.pages, t.pages.stride(0), t.pages.stride(1), t.counts, t.counts.stride(0), t.counts.stride(1)
-
-
-def _visibility_args(t: Tables) -> tuple[Tensor, int, Tensor]:
-    """Return windows, their stride, and `dense`; where a kernel does not read `dense`, windows stand in."""
-    return t.windows, t.windows.stride(0), t.windows if t.dense is None else t.dense
 
 
 def _dot_args(kv: KV) -> dict[str, object]:

@@ -86,8 +86,9 @@ def activate(rows: Tensor, act: str, n: int, gated: bool) -> Tensor:
         block_t = tokens_per_program(T, 1)
         block = min(triton.next_power_of_2(n), 1024)
         activation[(triton.cdiv(T, block_t), triton.cdiv(n, block))](
-            rows, rows.stride(0), out, T, n, T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(act), GATED=gated
-        )
+            x=rows, x_row=rows.stride(0), out=out, tokens=T, n=n,
+            T=block_t, BLOCK=block, ACT=ACTIVATIONS.index(act), GATED=gated,
+        )  # fmt: skip
     return out
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from retain.kernels.api import KV, EvictionLists
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import eviction_kernels
+from retain.kernels.triton.kernel_args import array_args
 
 LONG_LIST = 2**14  # slots of a list that takes more bins, and more warps to read them
 MIN_DEEP = 16  # lists up to 4096 slots share a variant
@@ -29,8 +30,8 @@ def select_victims(
     places = torch.empty(N, n, dtype=torch.int64, device=pos.device)
     if N and n:
         eviction_kernels.select_victims[(N,)](
-            priority.float().contiguous(), pos.contiguous(), to_device(lengths, pos.device), places,
-            S, first_evictable, last_evictable, n, **bin_sizes(S),
+            priority=priority.float().contiguous(), pos=pos.contiguous(), lengths=to_device(lengths, pos.device),
+            places=places, width=S, first_evictable=first_evictable, last_evictable=last_evictable, n=n, **bin_sizes(S),
         )  # fmt: skip
     return places
 
@@ -40,7 +41,8 @@ def punch(kv: KV, lists: EvictionLists, holes: Tensor, n: int) -> None:
     B, M, G = lists.slots_used.shape
     if B * M * G and n:
         eviction_kernels.punch[(M * G, B)](
-            kv.pos, kv.mass, lists.pages, *lists.pages.stride()[:3], lists.rows, lists.layers, lists.slots_used,
-            lists.evictable, lists.by_mass, holes, *holes.stride()[:3], n,
+            pos=kv.pos, mass=kv.mass, **array_args(lists.pages, "pages", "page_row", "page_layer", "page_head"),
+            rows=lists.rows, layers=lists.layers, slots_used=lists.slots_used, evictable=lists.evictable,
+            by_mass=lists.by_mass, **array_args(holes, "holes", "hole_row", "hole_layer", "hole_head"), n=n,
             G=G, S=kv.page_size, C=kv.mass.shape[1], **bin_sizes(lists.max_slots),
         )  # fmt: skip

@@ -37,12 +37,15 @@ class DeviceExperts:
 
 @dataclass(frozen=True)
 class SortedChoices:
-    """The choices of all tokens, sorted by expert, in blocks of one expert. A choice is token * k + rank; int32."""
+    """The choices of all tokens, sorted by expert, in blocks of one expert. A choice is token * k + rank; int32.
+
+    Fields have the names of kernels' parameters.
+    """
 
     order: Tensor  # [T k]: the choices, by expert
-    expert: Tensor  # [blocks]: of each block; num_experts where there is no such block
-    first: Tensor  # [blocks]: where it begins in `order`
-    end: Tensor  # [experts]: where the choices of an expert end in `order`
+    block_expert: Tensor  # [blocks]: of each block; num_experts where there is no such block
+    block_first: Tensor  # [blocks]: where it begins in `order`
+    expert_end: Tensor  # [experts]: where the choices of an expert end in `order`
 
 
 def sort_choices(chosen: Tensor, num_experts: int, block_rows: int) -> SortedChoices:
@@ -95,9 +98,9 @@ class GroupedProducts:
         choices = self._sort(BLOCK_ROWS)
         out = x.new_empty(len(choices.order), n)
         block_out = min(BLOCK_OUT, triton.next_power_of_2(n))
-        expert_kernels.grouped_linear[(len(choices.expert), triton.cdiv(n, block_out))](
-            x, x.stride(0), weight, weight if bias is None else bias, out,
-            choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row, n, x.shape[1],
+        expert_kernels.grouped_linear[(len(choices.block_expert), triton.cdiv(n, block_out))](
+            x=x, x_row=x.stride(0), weight=weight, bias=weight if bias is None else bias, out=out, n=n,
+            choices_per_row=choices_per_row, **vars(choices), num_experts=len(choices.expert_end), width=x.shape[1],
             ROWS=BLOCK_ROWS, OUT=block_out, IN=BLOCK_IN, BIAS=bias is not None,
             PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         )  # fmt: skip
@@ -116,11 +119,11 @@ class GroupedProducts:
         splits = triton.cdiv(weight.num_k_tiles, k_tiles_per_split) if T <= FEW_ROWS else 1
         out = x.new_empty(T * k, n)
         to = out.new_empty(splits, T * k, n, dtype=torch.float32) if splits > 1 else out
-        expert_kernels.multiply_packed_experts[(len(choices.expert), weight.rows_of_tiles, splits)](
-            x, x.stride(0), weight.words, weight.scales, out if bias is None else bias, to,
-            choices.order, choices.expert, choices.first, choices.end, len(choices.end), choices_per_row,
-            T * k, n, width, weight.num_k_tiles, k_tiles_per_split,
-            **weight.constants, **product_options(x.dtype, rows), BIAS=bias is not None, SPLIT=splits > 1,
+        expert_kernels.multiply_packed_experts[(len(choices.block_expert), weight.rows_of_tiles, splits)](
+            x=x, x_row=x.stride(0), bias=out if bias is None else bias, out=to, choices_per_row=choices_per_row,
+            num_choices=T * k, **vars(choices), num_experts=len(choices.expert_end), n=n, width=width,
+            k_tiles_per_split=k_tiles_per_split, **weight.kernel_args, **product_options(x.dtype, rows),
+            BIAS=bias is not None, SPLIT=splits > 1,
         )  # fmt: skip
         if splits > 1:
             add_splits(to, None, out)

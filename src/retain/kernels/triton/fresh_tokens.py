@@ -12,6 +12,7 @@ from retain.kernels.slots import quantized_slots
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, bound_values
 from retain.kernels.triton import elementwise, slots
 from retain.kernels.triton.elementwise import tokens_per_program
+from retain.kernels.triton.kernel_args import array_args, query_args, slot_args
 from retain.kernels.triton.page_layout import page_args, slots_of
 
 
@@ -22,7 +23,8 @@ def rotate(x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype | None =
     out = torch.empty(T, H, D, dtype=dtype or x.dtype, device=x.device)
     # The same bits as where `write` rotates: a multiply-add is not fused.
     elementwise.rope[(triton.cdiv(T, block_t), H)](
-        x, *x.stride()[:2], out, positions, T, rope.freqs, len(rope.freqs), rope.attention_factor,
+        **array_args(x, "x", "x_token", "x_head"), out=out, pos=positions, tokens=T, freqs=rope.freqs,
+        n=len(rope.freqs), attention_factor=rope.attention_factor,
         H=H, D=D, DP=triton.next_power_of_2(D), T=block_t, INTERLEAVED=rope.interleaved,
         num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -99,14 +101,13 @@ def _launch_write(
     pages = page_args(kv)
     # A fused multiply-add rounds once where the definition of quantized slots rounds twice.
     slots.write[(triton.cdiv(T, block_t), G + H)](
-        slot_mapping, *slot_mapping.stride(), k, *k.stride()[:2], v, *v.stride()[:2], pos.contiguous(), T,
-        pages.k, pages.v, pages.k_scales, pages.v_scales, kv.pos, kv.mass,
-        freqs, len(rope.freqs) if rope else 0, rope.attention_factor if rope else 1.0,
-        queries, *queries.stride()[:2], queries if rotated is None else rotated,
+        **slot_args(slot_mapping), **array_args(k, "k", "k_token", "k_head"), **array_args(v, "v", "v_token", "v_head"),
+        pos=pos.contiguous(), tokens=T, to_k=pages.k, to_v=pages.v, **pages.scales, to_pos=kv.pos, mass=kv.mass,
+        freqs=freqs, n=len(rope.freqs) if rope else 0, attention_factor=rope.attention_factor if rope else 1.0,
+        **query_args(queries), rotated_q=queries if rotated is None else rotated,
         G=G, H=H, S=kv.page_size, D=D, DP=triton.next_power_of_2(D), V=kv.v_dim, VP=triton.next_power_of_2(kv.v_dim),
-        C=C, CP=triton.next_power_of_2(C), T=block_t,
-        ROPE=rope is not None, INTERLEAVED=rope is not None and rope.interleaved, **pages.constants,
-        FIRST_SLOT=first_slot,
+        C=C, CP=triton.next_power_of_2(C), T=block_t, ROPE=rope is not None,
+        INTERLEAVED=rope is not None and rope.interleaved, **pages.constants, FIRST_SLOT=first_slot,
         num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.shape_checks import shape_error
 from retain.kernels.triton import fresh_tokens, linear_attention_kernels
 from retain.kernels.triton.elementwise import tokens_per_program
+from retain.kernels.triton.kernel_args import KernelArgs, slot_args, table_args
 from retain.kernels.triton.page_layout import page_args
 
 MAX_BLOCK_CHANNELS = 128  # of a program of a convolution
@@ -39,12 +40,12 @@ def convolve(
     block_n = min(triton.next_power_of_2(C // G), MAX_BLOCK_CHANNELS)
     # A fused multiply-add rounds once where the definition rounds twice.
     linear_attention_kernels.convolve[(triton.cdiv(T, block_t), G, triton.cdiv(C // G, block_n))](
-        x, x.stride(0), out, weight, weight if bias is None else bias, pages.k, pages.v, kv.pos,
-        *_table_args(inputs), requests, len(requests), positions, T,
-        W=weight.shape[1], K=kv.k_dim, V=kv.v_dim, G=G, S=kv.page_size, SP=triton.next_power_of_2(kv.page_size),
-        K_PAGE=pages.constants["K_PAGE"], V_PAGE=pages.constants["V_PAGE"],
-        T=block_t, R=triton.next_power_of_2(len(requests)), N=block_n, BIAS=bias is not None,
-        enable_fp_fusion=False,
+        x=x, x_row=x.stride(0), out=out, weight=weight, bias=weight if bias is None else bias, k=pages.k, v=pages.v,
+        pos=kv.pos, **table_args(inputs.tables), requests=requests, num_requests=len(requests), positions=positions,
+        tokens=T, W=weight.shape[1], K=kv.k_dim, V=kv.v_dim, G=G, S=kv.page_size,
+        SP=triton.next_power_of_2(kv.page_size),
+        K_PAGE=pages.constants["K_PAGE"], V_PAGE=pages.constants["V_PAGE"], T=block_t,
+        R=triton.next_power_of_2(len(requests)), N=block_n, BIAS=bias is not None, enable_fp_fusion=False,
     )  # fmt: skip
     k, v = x.view(T, G, -1).split([kv.k_dim, kv.v_dim], dim=-1)
     fresh_tokens.write(kv, inputs.slot_mapping, k, v, positions, first_slot=kv.page_size)
@@ -75,8 +76,8 @@ def attend_linearly(
     decays = torch.zeros(T, H, dtype=torch.float32, device=qkv.device)
     own = page_args(tokens.kv)
     at_ends = page_args(states.kv)
-    own_slots = tokens.slot_mapping
-    end_slots = states.slot_mapping
+    own_slots = slot_args(tokens.slot_mapping)
+    end_slots = _state_args(slot_args(states.slot_mapping))
     k_page = own.constants["K_PAGE"]
     sizes = {"H": H, "R": H // p.num_key_heads, "D": D, "S": S, "K_PAGE": k_page, "F": F, "PARTS": num_parts}
     chunk = min(_pad(D), CHUNK)
@@ -84,36 +85,35 @@ def attend_linearly(
     block_v = min(_pad(V), BLOCK_V if D <= 128 else BLOCK_V // 2)
     # Whether a multiply-add is fused would be the compiler's choice.
     linear_attention_kernels.attend_linearly[(len(requests), H, triton.cdiv(V, block_v))](
-        qkv, qkv.stride(0), gates, gates.stride(0), p.decay, p.time_bias, *_rule_args(p), out, decays,
-        own.k, own.v, tokens.kv.pos, *_table_args(tokens), own_slots, *own_slots.stride(),
-        at_ends.k, at_ends.v, states.kv.pos, *_table_args(states), end_slots, *end_slots.stride(),
-        requests, positions,
-        **sizes, C=num_chunks, N=chunk, V=V, VB=block_v, SP=triton.next_power_of_2(S), V_PAGE=own.constants["V_PAGE"],
+        qkv=qkv, qkv_row=qkv.stride(0), gates=gates, gates_row=gates.stride(0), decay=p.decay, time_bias=p.time_bias,
+        **_rule_args(p), out=out, decays=decays, k=own.k, u=own.v, pos=tokens.kv.pos, **table_args(tokens.tables),
+        **own_slots, state_k=at_ends.k, state_v=at_ends.v, state_pos=states.kv.pos,
+        **_state_args(table_args(states.tables)), **end_slots, requests=requests, positions=positions, **sizes,
+        C=num_chunks, N=chunk, V=V, VB=block_v, SP=triton.next_power_of_2(S), V_PAGE=own.constants["V_PAGE"],
         STATE_K_PAGE=at_ends.constants["K_PAGE"], STATE_V_PAGE=at_ends.constants["V_PAGE"],
-        RULE="mamba2" if isinstance(p.rule, Mamba2Rule) else "delta",
         num_warps=max(4, min(2 * num_chunks, 8)), enable_fp_fusion=False,
     )  # fmt: skip
     block_t = tokens_per_program(T, 8)
     C = tokens.kv.mass.shape[1]
     linear_attention_kernels.write_keys[(triton.cdiv(T, block_t), H)](
-        qkv, qkv.stride(0), decays, own.k, tokens.kv.pos, tokens.kv.mass, own_slots, *own_slots.stride(),
-        states.kv.pos, end_slots, *end_slots.stride(), positions, T,
-        **sizes, C=C, CP=triton.next_power_of_2(C), T=block_t, N=triton.next_power_of_2(D + 8),
+        qkv=qkv, qkv_row=qkv.stride(0), decays=decays, k=own.k, pos=tokens.kv.pos, mass=tokens.kv.mass, **own_slots,
+        state_pos=states.kv.pos, **end_slots, positions=positions, tokens=T, **sizes,
+        C=C, CP=triton.next_power_of_2(C), T=block_t, N=triton.next_power_of_2(D + 8),
     )  # fmt: skip
     return out
 
 
-def _rule_args(p: LinearAttention) -> tuple[Tensor | float, ...]:
-    """Return the arguments of a kernel for Mamba-2; the delta rule reads none of them."""
-    rule = p.rule
-    return (rule.skip, *rule.time_step_limits) if isinstance(rule, Mamba2Rule) else (p.decay, 0.0, 0.0)
+def _rule_args(p: LinearAttention) -> KernelArgs:
+    """Return the rule's arguments of a kernel; the delta rule reads none of Mamba-2."""
+    if not isinstance(p.rule, Mamba2Rule):
+        return {"RULE": "delta", "skip": p.decay, "min_step": 0.0, "max_step": 0.0}
+    min_step, max_step = p.rule.time_step_limits
+    return {"RULE": "mamba2", "skip": p.rule.skip, "min_step": min_step, "max_step": max_step}
 
 
-def _table_args(inputs: GroupInputs) -> tuple[Tensor | int, ...]:
-    """Return the arguments of a kernel for the tables of a layer."""
-    pages = inputs.tables.pages
-    counts = inputs.tables.counts
-    return pages, *pages.stride()[:2], counts, *counts.stride()
+def _state_args(args: KernelArgs) -> KernelArgs:
+    """Return arguments under the names that a kernel has for those of states."""
+    return {f"state_{name}": value for name, value in args.items()}
 
 
 def _pad(n: int) -> int:

@@ -71,7 +71,8 @@ def norm(o: DeviceOperands, op: ops.Norm) -> Compute:
         block_t = tokens_per_program(T, 8 if n <= 256 else 1)
         if T:
             elementwise.norm[(triton.cdiv(T, block_t), heads)](
-                rows[:, first:], rows.stride(0), to[:, first:], to.stride(0), w, w if b is None else b, T, n, eps,
+                x=rows[:, first:], x_row=rows.stride(0), out=to[:, first:], out_row=to.stride(0), weight=w,
+                bias=w if b is None else b, tokens=T, n=n, eps=eps,
                 T=block_t, BLOCK=triton.next_power_of_2(n), **constants, num_warps=8 if n > 2048 else 4,
             )  # fmt: skip
         return to
@@ -139,7 +140,7 @@ def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
 
 
 def activate(o: DeviceOperands, op: ops.Activate) -> Compute:
-    """Apply an activation function, with the product of a gated one in the same kernel."""
+    """Apply an activation function."""
     x = o.buffers[op.x]
     return lambda s: elementwise.activate(s.buffers[x], op.act, op.out.width, op.gated)
 

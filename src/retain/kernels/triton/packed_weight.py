@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from retain.kernels.triton import unpack_kernels, weight_kernels
+from retain.kernels.triton.kernel_args import KernelArgs
 from retain.kernels.weights.quantized import (
     GROUP_SIZE,
     IQ4,
@@ -77,14 +78,11 @@ class DeviceWeight:
         return max(triton.cdiv(self.num_k_tiles, splits), LEAST_K_TILES)
 
     @property
-    def constants(self) -> dict[str, Any]:
-        """Return what kernels are compiled for."""
-        return {
-            "FORMAT": self.format,
-            "GROUP_EXTRA": self.group_extra,
-            "WORDS": self.words.shape[2],
-            "SCALES": self.scales.shape[2],
-        }
+    def kernel_args(self) -> KernelArgs:
+        """Return the arguments of kernels."""
+        arrays = {"words": self.words, "scales": self.scales, "num_k_tiles": self.num_k_tiles}
+        sizes = {"WORDS": self.words.shape[2], "SCALES": self.scales.shape[2]}
+        return {"FORMAT": self.format, "GROUP_EXTRA": self.group_extra, **arrays, **sizes}
 
 
 def pack_weight(
@@ -188,8 +186,8 @@ def linear(x: Tensor, weight: DeviceWeight, bias: Tensor | None, add_to: Tensor 
     partial = torch.empty(splits, T, n, dtype=torch.float32, device=x.device)
     tokens = choose_block(T)
     weight_kernels.multiply_packed[(len(weight.words), splits)](
-        x, x.stride(0), weight.words, weight.scales, partial, T, n, width, weight.num_k_tiles, k_tiles_per_split,
-        **weight.constants, **product_options(x.dtype, tokens),
+        x=x, x_row=x.stride(0), partial=partial, tokens=T, n=n, width=width, k_tiles_per_split=k_tiles_per_split,
+        **weight.kernel_args, **product_options(x.dtype, tokens),
     )  # fmt: skip
     add_splits(partial, bias, out, add=add_to is not None)
     return out
@@ -217,8 +215,8 @@ def add_splits(partial: Tensor, bias: Tensor | None, out: Tensor, add: bool = Fa
     splits, T, n = partial.shape
     block = 256
     weight_kernels.add_splits[(T, triton.cdiv(n, block))](
-        partial, partial if bias is None else bias, out, out.stride(0), T, n, splits,
-        SPLITS=triton.next_power_of_2(splits), BLOCK=block, BIAS=bias is not None, ADD=add,
+        partial=partial, bias=partial if bias is None else bias, out=out, out_row=out.stride(0), tokens=T, n=n,
+        splits=splits, SPLITS=triton.next_power_of_2(splits), BLOCK=block, BIAS=bias is not None, ADD=add,
     )  # fmt: skip
 
 
@@ -234,7 +232,7 @@ def unpack_rows(weight: DeviceWeight, index: Tensor | None, dtype: torch.dtype) 
     out = torch.empty(rows, weight.shape[1], dtype=dtype, device=weight.words.device)
     if rows:
         weight_kernels.unpack_rows[(triton.cdiv(rows, block), weight.num_k_tiles)](
-            weight.words if index is None else index, weight.words, weight.scales, out, rows, weight.shape[1],
-            weight.num_k_tiles, **weight.constants, INDEXED=index is not None, ROWS=block,
+            index=weight.words if index is None else index, out=out, rows=rows, width=weight.shape[1],
+            **weight.kernel_args, INDEXED=index is not None, ROWS=block,
         )  # fmt: skip
     return out

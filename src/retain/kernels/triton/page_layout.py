@@ -34,12 +34,9 @@ class PageArgs:
 
     k: Tensor
     v: Tensor
-    k_scales: Tensor
-    v_scales: Tensor
-    k_words: Tensor  # the same memory as int32: pairs of scales
-    v_words: Tensor
-    k_pairs: Tensor  # K of fp8 as pairs of numbers, uint16; else k: K of int8 is not converted
-    v_pairs: Tensor  # V of fp8 as pairs, uint16, of int8 as int16; else v
+    scales: dict[str, Tensor]  # k_scales, v_scales
+    words: dict[str, Tensor]  # k_words, v_words: the same memory as int32, pairs of scales
+    pairs: dict[str, Tensor]  # k of fp8 as pairs of numbers, uint16; v of fp8 as pairs, uint16, of int8 as int16
     constants: dict[str, int | bool]  # K_PAGE, V_PAGE: elements from page to page; QUANTIZED; K_GROUP, V_GROUP
     halves: dict[str, bool]  # K_HALVES, V_HALVES: whether a row's bytes are wide enough for products of their own
 
@@ -53,6 +50,8 @@ def page_args(kv: KV) -> PageArgs:
     k, v = (x.view(torch.uint8) if kv.dtype == FP8 else x for x in (kv.k, kv.v))
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
     k_words, v_words = (x.view(torch.int32) if is_quantized else x for x in (kv.k, kv.v))
+    scales = {"k_scales": k_scales, "v_scales": v_scales}
+    words = {"k_words": k_words, "v_words": v_words}
     pair_dtypes = {torch.int8: torch.int16, FP8: torch.uint16}
     k_pairs = kv.k.view(torch.uint16) if kv.dtype == FP8 else kv.k
     v_pairs = kv.v.view(pair_dtypes[kv.v.dtype]) if kv.v.dtype in pair_dtypes else kv.v
@@ -67,7 +66,7 @@ def page_args(kv: KV) -> PageArgs:
         "K_HALVES": kv.k.dtype == torch.uint8 and _has_halves(kv.k_dim),
         "V_HALVES": kv.v.dtype == torch.uint8 and _has_halves(kv.v_dim),
     }
-    return PageArgs(k, v, k_scales, v_scales, k_words, v_words, k_pairs, v_pairs, constants, halves)
+    return PageArgs(k, v, scales, words, {"k": k_pairs, "v": v_pairs}, constants, halves)
 
 
 def _has_halves(dim: int) -> bool:

@@ -16,6 +16,7 @@ from retain.kernels.reference.operations import Step
 from retain.kernels.slots.slot_rule import SlotRule
 from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import step_kernels
+from retain.kernels.triton.kernel_args import array_args
 from retain.kernels.triton.plan import AttentionPlan
 
 BLOCK_TOKENS = 128  # of a program
@@ -67,11 +68,14 @@ class FreshTokens:
         """Write the slots of a group into `out` [L, G, T]. `hole_indices` are those of the rule, on the device."""
         L, G, T = out.shape
         has_holes = rule.hole_indices is not None and rule.holes.shape[-1] > 0
+        holes = array_args(rule.holes, "holes", "hole_row", "hole_layer", "hole_head")
+        if not has_holes:
+            holes["holes"] = rule.pages  # which the kernel does not read
         step_kernels.map_slots[(triton.cdiv(T, BLOCK_TOKENS), L * G)](
-            out, self.rows, self.positions, self.last_positions, hole_indices, T,
-            rule.pages, *rule.pages.stride()[:3], rule.windows, rule.windows.stride(0),
-            rule.ring_base, rule.ring_base.stride(0), rule.capacity, rule.capacity.stride(0),
-            rule.holes if has_holes else rule.pages, *rule.holes.stride()[:3],
+            slots=out, rows=self.rows, positions=self.positions, last_positions=self.last_positions,
+            hole_indices=hole_indices, tokens=T, **array_args(rule.capacity, "capacity", "capacity_row"), **holes,
+            **array_args(rule.pages, "pages", "page_row", "page_layer", "page_head"),
+            **array_args(rule.windows, "windows", "window_row"), **array_args(rule.ring_base, "ring_base", "base_row"),
             G=G, S=page_size, T=BLOCK_TOKENS, HOLES=has_holes, KEEPS_LAST=rule.keeps_last,
         )  # fmt: skip
 
