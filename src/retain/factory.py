@@ -309,7 +309,9 @@ def load_model(
 def build_key_transform(decoder: Decoder) -> KeyTransform:
     """Return how cached keys differ from those of a model whose layers are loaded."""
     rotate = decoder.ropes[0].shift if decoder.ropes else None
-    return KeyTransform(rotate, decoder.key_factors)
+    params = {cache: op.params for cache, op in decoder.attention.items()}
+    rotations = {cache: op.rope.shift if op.rope else None for cache, op in decoder.attention.items()}
+    return KeyTransform(rotate, decoder.key_factors, params, rotations)
 
 
 def build_cache(

@@ -40,6 +40,8 @@ CHUNKED_POLICIES = [
     "h2o:budget=40,prefill=stream,chunk=30",
     "reread:budget=50,rereads=40",
     "h2o:budget=25%",
+    "replay:budget=40,block=50",
+    "expected:budget=25%,queries=70",
 ]
 
 
@@ -85,6 +87,9 @@ SHARING_POLICIES = [
     "ring:window=20",
     "reread:budget=20,rereads=50,value=norm",
     "knorm:budget=50%",
+    "replay:budget=40",
+    "replay:budget=25%,interval=5",
+    "compactor:budget=30,block=40",
     "full",
 ]
 

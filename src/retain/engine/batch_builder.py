@@ -24,17 +24,18 @@ def build_batch(
     """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`."""
     rows = [s.row.index for s in scheduled]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
+    first_positions = [s.request.next_position for s in scheduled]
     batch = pack_tokens(
         cache,
         rows=rows,
-        first_positions=[s.request.next_position for s in scheduled],
+        first_positions=first_positions,
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
         num_logits=[s.num_logits for s in scheduled],
     )
     return replace(
         batch,
         scoring=build_attention_scoring(scheduled),
-        before_attention=cache.load_hook(rows, query_start_loc),
+        before_attention=cache.attention_hook(rows, first_positions, query_start_loc),
         bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
     )
 

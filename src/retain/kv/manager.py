@@ -216,21 +216,33 @@ class KVCacheManager:
         holes_from[[e.row for e in evictors]] = [e.holes_from for e in evictors]
         return np.maximum(positions - holes_from[rows], np.int32(-1))
 
-    def load_hook(self, rows: Sequence[int], query_start_loc: Sequence[int]) -> Callable[[int, Tensor], None] | None:
-        """Return what must be called before each layer of a step, with its queries; None where these rows load nothing.
+    def attention_hook(
+        self, rows: Sequence[int], first_positions: Sequence[int], query_start_loc: Sequence[int]
+    ) -> Callable[[int, Tensor], None] | None:
+        """Return what must be called before each layer of a step, with its queries; None where no row wants them.
 
-        Queries query_start_loc[b] : query_start_loc[b + 1] are those of rows[b].
+        A row wants them while it loads, or where its policy scores them. Queries query_start_loc[b] :
+        query_start_loc[b + 1] are those of rows[b], from its first position on.
         """
-        ends = zip(rows, query_start_loc, query_start_loc[1:], strict=False)
-        loads = [(load, begin, end) for row, begin, end in ends if (load := self.rows[row].load)]
+        ends = list(zip(rows, first_positions, query_start_loc, query_start_loc[1:], strict=False))
+        loads = [(load, begin, end) for row, _, begin, end in ends if (load := self.rows[row].load)]
+        blocks = [
+            (evictor.query_blocks, first, begin, end)
+            for row, first, begin, end in ends
+            for evictor in self.rows[row].evictors
+            if evictor.query_blocks.wants(range(first, first + end - begin))
+        ]
 
         def before_attention(layer: int, q: Tensor) -> None:
             for load, begin, end in loads:
                 load.wait_layer(layer, q[begin:end])
-            for tables in self.slots.tables:
-                tables.on_device.rows.upload()  # selective loads shorten tables
+            for queries, first, begin, end in blocks:
+                queries.add(layer, first, q[begin:end])
+            if loads:
+                for tables in self.slots.tables:
+                    tables.on_device.rows.upload()  # selective loads shorten tables
 
-        return before_attention if loads else None
+        return before_attention if loads or blocks else None
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
         """Return the tables of each KV cache group, see DeviceTables.build_tables."""

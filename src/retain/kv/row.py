@@ -116,7 +116,7 @@ class Row:
         self.found = cache.attach(self, found, was_preempted=task.begun_at is not None)
         self.load = self.found.load
         self.due = list(self.found.due)
-        self.num_computed = self.found.position
+        self._begin_at(self.found.position)
         self.begun_at = self.num_computed if task.begun_at is None else task.begun_at
         if not task.explain:
             return self.found
@@ -136,10 +136,15 @@ class Row:
             has_slots = self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share)
             if has_slots and new.reserve(num_computed_tokens):  # what it evicts at once may need pages, too
                 new.task = task
-                new.num_computed = num_computed_tokens
+                new._begin_at(num_computed_tokens)
                 return new
         new.close()
         return None
+
+    def _begin_at(self, position: int) -> None:
+        self.num_computed = position
+        for evictor in self.evictors:
+            evictor.query_blocks.begin(position)
 
     def reserve(self, end_position: int) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few.
@@ -175,7 +180,7 @@ class Row:
         room = self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
         stops = [position + room, *self._due_positions, self.found.branch_point]
         if self.evictors:
-            stops.append(self.evictors[0].next_eviction)
+            stops += [self.evictors[0].next_eviction, self.evictors[0].query_blocks.next_end]
         if any(tables.is_state for tables in self.groups):  # those of earlier positions are gone after a step
             stops += self._rungs(position, position + room)[:1]
         if self.task and self.task.stops_at_prompt_end:
@@ -214,6 +219,8 @@ class Row:
         """
         before = self.num_computed
         self.num_computed = num_computed_tokens
+        for evictor in self.evictors:
+            evictor.score_queries(num_computed_tokens)
         self._leave_what_is_due(before)
         scoring = self._scoring
         if scoring is None or not scoring.chunk_offset:  # the end of a chunk: its slots are holes again

@@ -23,6 +23,7 @@ from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
+from retain.models.passes.note_attention import note_attention
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
 
@@ -69,6 +70,7 @@ def build(weights: Weights, program: Target) -> Decoder:
         decoder: Decoder = family.build(weights)
         spec = decoder.spec
         operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
+        operations = note_attention(operations, decoder.attention)
         if not weights.has_head:
             operations = headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
         program.load(operations)

@@ -247,6 +247,7 @@ class Decoder:
     ropes: Sequence[Rope] = ()
     num_layers: int | None = None  # where the spec's caches do not tell; None: they do
     key_factors: dict[int, Tensor] = field(default_factory=dict)  # by cache, [G, D]: see passes/balance.py
+    attention: dict[int, ops.Attend] = field(default_factory=dict)  # by cache: see passes/note_attention.py
 
     def emit(self) -> Iterator[Operation]:
         """Yield the operations of the model. Raises WidthError where an embedding's shape contradicts the spec.

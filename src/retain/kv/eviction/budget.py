@@ -181,6 +181,8 @@ class BudgetPolicy(EvictionPolicy):
     def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
         """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""
         pos = np.arange(num_tokens, dtype=np.int32)
+        if self._blocks_before(num_tokens) != other._blocks_before(num_tokens):
+            return False
         a, b = (policy.query_weights(pos, 1) for policy in (self, other))
         if a is None or b is None:
             return a is b
@@ -195,7 +197,11 @@ class BudgetPolicy(EvictionPolicy):
             return 0
         weighed = self.query_weights(np.arange(self.prompt_len, dtype=np.int32), 1)
         needed = np.flatnonzero(weighed.weights).tolist() if weighed else []
-        return int(min([*needed[:1], self.prompt_len - 1]))
+        return int(min([*needed[:1], *[block.start for block in self.query_blocks[:1]], self.prompt_len - 1]))
+
+    def _blocks_before(self, num_tokens: int) -> list[range]:
+        """Return the blocks of queries that begin in the first tokens; a mass needs all of a block."""
+        return [block for block in self.query_blocks if block.start < num_tokens]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,7 @@ from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import EvictorState, Resumption
 from retain.kv.eviction.demoter import Demoter
 from retain.kv.eviction.operations import EvictingRow, RowTables, compact, gather_slots, punch
+from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.shared_pages import SharedPages
 from retain.kv.eviction.slot_scores import SlotScores
 from retain.kv.eviction.view import KeyTransform
@@ -77,6 +78,7 @@ class BudgetEvictor:
         self.num_inherited = 0  # tokens of all heads that earlier rows of the text have evicted
         self.first_eviction = 0  # of a row that resumes: before it `next_eviction` only lists more holes
         self.slot_scores = SlotScores(tables.store, transform, key_factors)
+        self.query_blocks = QueryBlocks(policy, tables, self.layers, transform)
         self.shared = SharedPages(tables, row, self.layers)
         self.demoter = Demoter(policy, tables, row, self.layers, key_factors) if plan.demoted_tokens else None
         tables.capacity[row, self.layers] = min(plan.prefill_slots, tables.max_pages * tables.page_size)
@@ -135,6 +137,11 @@ class BudgetEvictor:
         Then others may hold the row's pages.
         """
         return self.shared.reserve_all(self.num_pages_written(num_computed_tokens))
+
+    def score_queries(self, num_computed_tokens: int) -> None:
+        """Let the policy score the queries of a block of the prompt, where one ends at so many computed tokens."""
+        if self.query_blocks.next_end == num_computed_tokens:
+            self.query_blocks.score(self._gather_pages(), self.slot_scores.key_factors)
 
     def find_due(self, num_computed_tokens: int) -> list[Punch | Compact]:
         """Return what to do now that `next_eviction` is reached, in this order.

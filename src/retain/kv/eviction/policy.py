@@ -123,6 +123,18 @@ class EvictionPolicy:
         """Return the passes that follow the prompt, of at most `max_chunk` tokens at a time; resolved."""
         return []
 
+    @property
+    def query_blocks(self) -> Sequence[range]:
+        """The positions of the prompt whose queries `score_queries` sees, block by block, ascending; resolved."""
+        return ()
+
+    def score_queries(self, view: CacheView) -> Tensor:
+        """Return what the queries of a block add to the masses of slots, float32 [G, R, S], of one layer.
+
+        The slots have all tokens up to the end of the block. Raises NotImplementedError where there are no blocks.
+        """
+        raise NotImplementedError
+
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights | None:
         """Weigh the queries of fresh tokens at these positions; None if the policy needs no masses.
 

@@ -1,4 +1,4 @@
-"""What a policy sees of a row when it ranks slots."""
+"""What a policy sees of a row when it ranks slots, or scores them by the queries of its prompt."""
 
 from __future__ import annotations
 
@@ -9,16 +9,24 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.reference.softmax import adjust_scores, softmax
 from retain.types import Ints
+
+Rotate = Callable[[Tensor, Tensor], Tensor]  # (keys [n, D], by how many positions [n]) -> keys [n, D]
 
 
 @dataclass(frozen=True)
 class KeyTransform:
-    """How cached keys differ from those without positions: rotated(key) * factors - offset (models/decoder.py)."""
+    """How cached keys differ from those without positions: rotated(key) * factors - offset (models/decoder.py).
 
-    # (keys [n, D], by how many positions [n]) -> keys [n, D]; None for models without rotary positions
-    rotate: Callable[[Tensor, Tensor], Tensor] | None = None
+    Layers are numbers of caches. `params` and `rotations` are how each layer attends to its cache.
+    """
+
+    rotate: Rotate | None = None  # None for models without rotary positions
     factors: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
+    params: Mapping[int, AttentionParams] = field(default_factory=dict)  # by layer
+    rotations: Mapping[int, Rotate | None] = field(default_factory=dict)  # by layer
 
     def factors_of(self, layers: Ints, device: torch.device) -> Tensor | None:
         """Return the factors of these layers [M], float32 [M, G, 1, D]; None where all are 1."""
@@ -28,6 +36,31 @@ class KeyTransform:
         ones = torch.ones_like(known[0])
         factors = torch.stack([self.factors.get(int(layer), ones) for layer in layers])
         return factors[:, :, None].to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class BlockQueries:
+    """The queries of n tokens of a prompt in one layer, of G kv heads with R query heads each."""
+
+    rotated: Tensor  # float32 [G, R, n, D]
+    pos: Tensor  # int64 [n]
+    params: AttentionParams
+    rotate: Rotate | None  # as in KeyTransform
+
+    @property
+    def unrotated(self) -> Tensor:
+        """Queries as they were before they were rotated by their position."""
+        return self._rotate_by(-self.pos)
+
+    def at(self, position: int) -> Tensor:
+        """Return the queries as if all tokens were at this position."""
+        return self._rotate_by(position - self.pos)
+
+    def _rotate_by(self, offsets: Tensor) -> Tensor:
+        q = self.rotated
+        if self.rotate is None:
+            return q
+        return self.rotate(q.flatten(0, 2), offsets.expand(q.shape[:3]).flatten()).view_as(q)
 
 
 @dataclass(frozen=True)
@@ -42,6 +75,7 @@ class CacheView:
     slot_scores: Tensor | None = None  # float32 [M, G, S], what `score_slots` returned for each slot
     transform: KeyTransform | None = None  # where `score_slots` gets the view
     key_factors: Tensor | None = None  # float32 [M, G, 1, D], that cached keys were multiplied by
+    queries: BlockQueries | None = None  # in `score_queries`, whose views are of one layer
 
     @cached_property
     def _kv(self) -> tuple[Tensor, Tensor]:
@@ -65,3 +99,18 @@ class CacheView:
         if self.transform.rotate is None:
             return self.keys
         return self.transform.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)
+
+    def attention_weights(self, q: Tensor, pos: Tensor) -> Tensor:
+        """Return the weights [G, R, n, S] of queries [G, R, n, D] at positions [n], in `score_queries`.
+
+        A query sees the slots of its own position and of earlier ones.
+        """
+        assert self.queries
+        params = self.queries.params
+        G, R, n, _ = q.shape
+        products = (q.flatten(1, 2) @ self.keys[0].transpose(1, 2) * params.scale).view(G * R, n, -1)
+        slots = self.pos[0].repeat_interleave(R, 0)[:, None]  # [G R, 1, S]
+        distance = slots - pos[:, None]
+        x = adjust_scores(products, distance, params).masked_fill((slots < 0) | (distance > 0), -torch.inf)
+        sinks = None if params.sink_logits is None else params.sink_logits[:, None, None]
+        return softmax(x, sinks).view(G, R, n, -1)

@@ -1,0 +1,92 @@
+"""compactor: keep keys that are unlike the others, and those that their neighbours attend to (arXiv 2507.08143).
+
+The score is blend * z(leverage) + z(attention). The leverage of a key before rotation is how much of the span of all
+keys it is alone in, from a random sketch of their numbers. Attention is that of the queries of a chunk to its keys, not
+causal and without the scale, times the norm of the value, and smoothed. z is taken over the prompt in all heads of a
+layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from retain.kv.eviction.query_scored import QueryScoredPolicy, pool_positions
+from retain.kv.eviction.view import CacheView
+from retain.options import NonNegativeInt, PositiveInt
+
+RIDGE = 0.01
+POOLED = 3  # neighbouring positions
+SMALLEST_DEVIATION = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(QueryScoredPolicy):
+    """Rank by leverage and by attention inside chunks. What is evicted is also how much leverage counts."""
+
+    sinks: NonNegativeInt = 8  # which take no part
+    block: PositiveInt = 256  # tokens of a chunk
+    sketch: PositiveInt = 48  # numbers of a key's sketch
+
+    @property
+    def query_blocks(self) -> Sequence[range]:
+        """Chunks of the prompt behind the sinks."""
+        n = self.prompt_len
+        return [range(begin, min(begin + self.block, n)) for begin in range(min(self.sinks, n - 1), n, self.block)]
+
+    def score_queries(self, view: CacheView) -> Tensor:
+        """Return what the queries of a chunk attend to; of the last one, what makes the mass the whole score."""
+        found = self._attention_in_chunk(view)
+        if view.query_position + 1 < self.prompt_len:
+            return found
+        num_heads = found.shape[1]
+        before = view.mass[0].sum(1)  # [G, S]
+        return ((self._blend(view, before + found.sum(1)) - before) / num_heads)[:, None].expand_as(found)
+
+    def _attention_in_chunk(self, view: CacheView) -> Tensor:
+        """Return the attention to each slot of the chunk, [G, R, S], whose sum is the mean over query heads."""
+        assert view.queries
+        q = view.queries.rotated  # [G, R, n, D]
+        x = q @ view.keys[0][:, None].transpose(-1, -2)  # [G, R, n, S]
+        pos = view.pos[0]
+        in_chunk = (pos >= view.queries.pos[0]) & (pos <= view.query_position)
+        weights = x.masked_fill(~in_chunk[:, None, None], -torch.inf).softmax(-1)
+        return weights.sum(2) * view.values[0].norm(dim=-1)[:, None] / q.shape[1]
+
+    def _blend(self, view: CacheView, attention: Tensor) -> Tensor:
+        """Return the scores of all slots [G, S], none below 0; those of sinks and holes are 0."""
+        pos = view.pos[0]
+        takes_part = pos >= min(self.sinks, self.prompt_len - 1)
+        attention = attention.where(takes_part, 0)
+        smooth = pool_positions(attention[:, None], pos, self.prompt_len, POOLED)[:, 0]
+        share = max(1 - self.budget_tokens / self.prompt_len, 0)
+        score = share * standardize(leverage(view, takes_part, self.sketch), takes_part) + standardize(
+            smooth, takes_part
+        )
+        lowest = score.where(takes_part, torch.inf).amin()
+        return (score - lowest).where(takes_part, 0)
+
+
+def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:
+    """Return the leverage of each key among those that take part, [G, S], from sketches of `size` numbers."""
+    assert view.queries
+    k = view.keys[0]  # [G, S, D]
+    rotate = view.queries.rotate
+    if rotate:
+        k = rotate(k.flatten(0, 1), -view.pos[0].flatten()).view_as(k)
+    k = k.where(takes_part[..., None], 0)
+    k = k - k.sum(1, keepdim=True) / takes_part.sum(1)[:, None, None]
+    generator = torch.Generator().manual_seed(0)
+    sketch = torch.randn(len(k), k.shape[-1], size, generator=generator).to(k.device) / size**0.5
+    x = (k @ sketch).where(takes_part[..., None], 0)
+    gram = x.transpose(1, 2) @ x + RIDGE * torch.eye(size, device=k.device)
+    return (x * torch.linalg.solve(gram, x.transpose(1, 2)).transpose(1, 2)).sum(-1).clamp(min=0)
+
+
+def standardize(x: Tensor, takes_part: Tensor) -> Tensor:
+    """Return numbers with the mean 0 and the deviation 1 over all of a layer that take part."""
+    known = x[takes_part]
+    return (x - known.mean()) / known.std().clamp(min=SMALLEST_DEVIATION)

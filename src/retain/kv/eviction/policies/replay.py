@@ -1,0 +1,41 @@
+"""replay: keep the tokens that the prompt's own queries attend to, once all of them are moved behind the prompt.
+
+A query of the prompt is a guess of a later one. Rotated on to the position behind its block, it sees the whole block,
+what followed it, too. So it finds what `reread` finds, for a share of a second prefill. The score of a slot is how far
+outputs would move without it (`sum_output_changes`). All heads and layers divide one budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from retain.kv.eviction.query_scored import QueryScoredPolicy, sum_output_changes
+from retain.kv.eviction.view import CacheView
+from retain.options import PositiveInt
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(QueryScoredPolicy):
+    """Rank by the attention of the prompt's queries from behind it."""
+
+    share: str = "all"
+    block: PositiveInt = 1024  # tokens of the prompt whose queries are held at a time
+
+    @property
+    def query_blocks(self) -> Sequence[range]:
+        """All positions of the prompt."""
+        n = self.prompt_len
+        return [range(begin, min(begin + self.block, n)) for begin in range(0, n, self.block)]
+
+    def score_queries(self, view: CacheView) -> Tensor:
+        """Return the squared changes of outputs, of all queries of the block behind it."""
+        assert view.queries
+        behind = view.query_position + 1
+        return sum_output_changes(view, view.queries.at(behind), view.queries.pos * 0 + behind)
+
+    def prompt_scores(self, scores: Tensor) -> Tensor:
+        """Return the roots: changes are as large as weights."""
+        return scores.sqrt()

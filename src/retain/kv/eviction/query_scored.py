@@ -1,0 +1,100 @@
+"""Policies that score the slots of a prompt by its queries, which they see block by block.
+
+What a block gives is added to the masses of slots, before anything is evicted. Later queries of the answer add their
+attention, as in every policy that ranks by attention. The two are compared by their shares of what all slots of the
+prompt have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from retain.kv.eviction.budget import AttentionScoredPolicy
+from retain.kv.eviction.plan import RowModes
+from retain.kv.eviction.policy import QueryWeights
+from retain.kv.eviction.view import CacheView
+from retain.options import OPTION_GROUP
+from retain.plugins import Amount
+
+NEWEST = Amount(fraction=0.15)
+STARTS_ANEW = RowModes(resume="off")  # scores are of a whole prompt
+MAX_WEIGHT = 0.999  # of a slot that is nearly all that a query sees
+MAX_WEIGHTS = 2**22  # numbers of attention weights that are computed at a time
+SMALLEST_SUM = 1e-30
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScoredPolicy(AttentionScoredPolicy):
+    """Options of policies that have `query_blocks`, `score_queries` and perhaps `prompt_scores`. Raises ValueError."""
+
+    recent: Amount = NEWEST
+    modes: RowModes = field(default=STARTS_ANEW, metadata=OPTION_GROUP)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (option := "prefill=stream" if self.modes.is_streamed else f"resume={self.modes.resume}") != "resume=off":
+            raise ValueError(f"scores are of a whole prompt: they do not go with {option}")
+
+    def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
+        """Weigh the queries of the answer."""
+        return QueryWeights((pos >= self.prompt_len).astype(np.float32))
+
+    @property
+    def scores_slots(self) -> bool:
+        """Slots keep what the prompt gave them, apart from the answer's attention."""
+        return True
+
+    def score_slots(self, slots: CacheView) -> Tensor:
+        """Return the mass before the answer; 0 for the answer's own slots."""
+        return self.reduce_heads(slots).masked_fill(slots.pos >= self.prompt_len, 0)
+
+    def scored_priority(self, view: CacheView, mass: Tensor, scores: Tensor) -> Tensor:
+        """Return the larger share of what the prompt gave and of the answer's attention."""
+        in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
+        answer = (mass - scores).clamp(min=0)
+        return torch.maximum(*(self._shares(x, in_prompt) for x in (self.prompt_scores(scores), answer)))
+
+    def prompt_scores(self, scores: Tensor) -> Tensor:
+        """Return what slots are ranked by before there is an answer, [M, G, S], none below 0, of these masses."""
+        return scores
+
+    def _shares(self, x: Tensor, in_prompt: Tensor) -> Tensor:
+        """Divide numbers of slots [M, G, S] by the sum over the prompt's, of all heads that share a budget."""
+        dims = {"none": (2,), "layer": (1, 2), "all": (0, 1, 2)}[self.share]
+        return x / x.where(in_prompt, 0).sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
+
+
+def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
+    """Return by how much the outputs of queries change without each slot, squared and summed, float32 [G, R, S].
+
+    Without a slot of weight p and value v an output o moves by p / (1 - p) (v - o). q [G, R, n, D] at positions [n].
+    """
+    v = view.values[0][:, None]  # [G, 1, S, V]
+    v_energy = v.square().sum(-1)[..., None, :]
+    found = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
+    num_queries = max(MAX_WEIGHTS // found.numel(), 1)
+    for part, part_pos in zip(torch.split(q, num_queries, dim=2), torch.split(pos, num_queries), strict=True):
+        weights = view.attention_weights(part, part_pos)
+        output = weights @ v
+        distance = v_energy - 2 * output @ v.transpose(-1, -2) + output.square().sum(-1)[..., None]
+        odds = weights / (1 - weights.clamp(max=MAX_WEIGHT))
+        found += (odds.square() * distance.clamp(min=0)).sum(2)
+    return found
+
+
+def pool_positions(scores: Tensor, pos: Tensor, num_tokens: int, size: int) -> Tensor:
+    """Return the mean scores [G, R, S] of `size` neighbouring positions, zeros beyond the ends; holes get 0.
+
+    Slots [G, S] have the positions 0 to num_tokens - 1, in any order.
+    """
+    is_used = (pos >= 0)[:, None].expand_as(scores)
+    places = pos.clamp(min=0).long()[:, None].expand_as(scores)
+    by_position = torch.zeros(*scores.shape[:2], num_tokens, device=scores.device)
+    by_position.scatter_add_(-1, places, scores.where(is_used, 0))
+    pooled = torch.nn.functional.avg_pool1d(by_position, size, stride=1, padding=size // 2)
+    return pooled.gather(-1, places).where(is_used, 0)
