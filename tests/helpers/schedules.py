@@ -381,6 +381,10 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         "rereads": lambda: rng.randint(6, 80),
         "ask": lambda: "repeat",
         "first": lambda: rng.randint(1, 20),
+        "block": lambda: rng.randint(5, 90),
+        "future": lambda: rng.randint(1, 60),
+        "pool": lambda: rng.choice([1, 3, 5]),
+        "sketch": lambda: rng.randint(1, 9),
     }
     options: dict[str, Any] = {"budget": rng.choice([f"{rng.randint(5, 100)}%", rng.randint(3, 120)])}
     for key, draw in draws.items():

@@ -67,8 +67,9 @@ class QueryBlocks:
                 self.transform.rotations[cache],
             )
             found = self.policy.score_queries(self._view(table, block.stop - 1, queries, factors))  # [G, R, S]
-            by_column = found if kv.mass.shape[1] > 1 else found.sum(1, keepdim=True)
-            kv.mass[table[0]] += by_column.view(*by_column.shape[:2], -1, kv.page_size).transpose(1, 2)
+            by_column = found if kv.mass.shape[1] > 1 else found.sum(1, keepdim=True)  # [G, columns, S]
+            num_columns = by_column.shape[1]  # a pool may have more: it is for layers with more query heads, too
+            kv.mass[table[0], :num_columns] += by_column.view(len(found), num_columns, -1, kv.page_size).transpose(1, 2)
         self._queries.clear()
 
     def _view(self, table: Tensor, position: int, queries: BlockQueries, factors: Tensor | None) -> CacheView:

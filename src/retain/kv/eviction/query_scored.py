@@ -30,7 +30,7 @@ SMALLEST_SUM = 1e-30
 
 @dataclass(frozen=True, kw_only=True)
 class QueryScoredPolicy(AttentionScoredPolicy):
-    """Options of policies that have `query_blocks`, `score_queries` and perhaps `prompt_scores`. Raises ValueError."""
+    """Options of policies that have `query_blocks` and `score_queries`. Raises ValueError."""
 
     recent: Amount = NEWEST
     modes: RowModes = field(default=STARTS_ANEW, metadata=OPTION_GROUP)
@@ -57,11 +57,7 @@ class QueryScoredPolicy(AttentionScoredPolicy):
         """Return the larger share of what the prompt gave and of the answer's attention."""
         in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
         answer = (mass - scores).clamp(min=0)
-        return torch.maximum(*(self._shares(x, in_prompt) for x in (self.prompt_scores(scores), answer)))
-
-    def prompt_scores(self, scores: Tensor) -> Tensor:
-        """Return what slots are ranked by before there is an answer, [M, G, S], none below 0, of these masses."""
-        return scores
+        return torch.maximum(*(self._shares(x, in_prompt) for x in (scores, answer)))
 
     def _shares(self, x: Tensor, in_prompt: Tensor) -> Tensor:
         """Divide numbers of slots [M, G, S] by the sum over the prompt's, of all heads that share a budget."""

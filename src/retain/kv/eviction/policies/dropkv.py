@@ -40,7 +40,3 @@ class Policy(QueryScoredPolicy):
         assert view.queries
         found = sum_output_changes(view, view.queries.rotated, view.queries.pos)
         return pool_positions(found, view.pos[0], view.query_position + 1, self.pool)
-
-    def prompt_scores(self, scores: Tensor) -> Tensor:
-        """Return the roots: changes are as large as weights."""
-        return scores.sqrt()

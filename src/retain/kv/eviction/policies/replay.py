@@ -35,7 +35,3 @@ class Policy(QueryScoredPolicy):
         assert view.queries
         behind = view.query_position + 1
         return sum_output_changes(view, view.queries.at(behind), view.queries.pos * 0 + behind)
-
-    def prompt_scores(self, scores: Tensor) -> Tensor:
-        """Return the roots: changes are as large as weights."""
-        return scores.sqrt()
