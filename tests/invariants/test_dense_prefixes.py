@@ -155,6 +155,25 @@ def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -
     assert first == second
 
 
+@pytest.mark.parametrize("place", ["pool", "running"])
+@pytest.mark.parametrize("policy", ["replay:budget=60,block=64", "compactor:budget=60,block=64,sinks=0"])
+def test_prompts_that_share_whole_blocks_of_queries_begin_behind_them(policy: str, place: str) -> None:
+    """The blocks before the last one of a prompt score alike in any longer text."""
+    text = random_tokens(random.Random(0), 150)
+    engine = make_engine("llama", backend="cpu", prefix_cache="exact", max_batched_tokens=100)
+    first = make_request(text, 10 if place == "pool" else 60, policy)
+    engine.add(first)
+    next(step for step, _ in enumerate(iter_steps(engine)) if first.num_output_tokens == (10, 1)[place == "running"])
+    for shared, cached in ((150, 128), (140, 128), (100, 0)):
+        prompt = [*text[:shared], *range(5, 75)]
+        other = make_request(prompt, 20, policy)
+        run_checked(engine, [other])
+        assert other.stats.num_cached_tokens == cached
+        assert [other.output_tokens] == run_to_completion(
+            make_engine("llama", backend="cpu"), [make_request(prompt, 20, policy)]
+        )
+
+
 @pytest.mark.parametrize("policy", ["h2o:budget=90", "gate:budget=50%"])
 def test_rows_that_add_masses_to_shared_pages_change_no_token_of_a_budget(policy: str) -> None:
     """A traced request of the same text writes masses into the pages that the budget's first turn left."""

@@ -90,6 +90,9 @@ SHARING_POLICIES = [
     "replay:budget=40",
     "replay:budget=25%,interval=5",
     "compactor:budget=30,block=40",
+    "compactor:budget=50,block=40",
+    "expected:budget=30",
+    "expected:budget=30,sinks=1",
     "full",
 ]
 

@@ -72,7 +72,8 @@ class CheckpointKind:
         if not policy.score_key or policy.plan.is_streamed:
             return ()
         name = f"masses {policy.score_key!r} {demand.seed if policy.uses_noise else 0}"
-        return (Key(hash_key(name.encode())),)
+        names = (name, f"{name} of blocks") if policy.query_blocks else (name,)
+        return [Key(hash_key(name.encode())) for name in names]
 
     def reach(self, demand: Demand, checkpoint: Masses | None) -> Reach:
         """Return the tokens whose queries are not needed; at least one of the prompt is computed, for logits."""
@@ -87,16 +88,22 @@ class CheckpointKind:
         return Reach(0, min(position, policy.prompt_len - 1))
 
     def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, Masses]:
-        """Copy the masses of a prompt that is just computed, where they depend on the text alone."""
+        """Copy the masses of a prompt that is just computed, where they depend on the text alone.
+
+        Where queries are scored by blocks, a longer text has the masses of whole ones: those are left, too.
+        """
         policy = row.demand.policy
         keys = self.keys(row.demand) if row.evictors and moment.is_running else ()
         if not keys or policy.scoring_chunk or not row.depends_on_text_alone or row.evictors[0].has_holes:
             return {}
         assert isinstance(policy, BudgetPolicy)
-        end = policy.prompt_len
-        if moment.num_computed != end:
-            return {}
-        return {keys[0].name: Masses(end, policy, read_masses(self.groups, row.index, end))}
+        ends = policy.prompt_len, policy.last_block_start
+        now = moment.num_computed
+        return {
+            key.name: Masses(end, policy, read_masses(self.groups, row.index, end))
+            for key, end in zip(keys, ends, strict=False)
+            if end == now
+        }
 
     def num_own_pages(self, row: CheckpointedRow, position: int, checkpoint: Masses) -> int:
         """Return 0: masses are beside the pages."""

@@ -199,6 +199,11 @@ class BudgetPolicy(EvictionPolicy):
         needed = np.flatnonzero(weighed.weights).tolist() if weighed else []
         return int(min([*needed[:1], *[block.start for block in self.query_blocks[:1]], self.prompt_len - 1]))
 
+    @property
+    def last_block_start(self) -> int:
+        """Where the last block of queries begins: masses up to there are those of any longer text. 0 if it is alone."""
+        return self.query_blocks[-1].start if len(self.query_blocks) > 1 else 0
+
     def _blocks_before(self, num_tokens: int) -> list[range]:
         """Return the blocks of queries that begin in the first tokens; a mass needs all of a block."""
         return [block for block in self.query_blocks if block.start < num_tokens]

@@ -32,6 +32,11 @@ class Policy(QueryScoredPolicy):
     sketch: PositiveInt = 48  # numbers of a key's sketch
 
     @property
+    def score_key(self) -> tuple[object, ...]:
+        """The sinks, too, which take no part, and the budget, by which leverage counts."""
+        return *super().score_key, self.sinks, self.budget
+
+    @property
     def query_blocks(self) -> Sequence[range]:
         """Chunks of the prompt behind the sinks."""
         n = self.prompt_len

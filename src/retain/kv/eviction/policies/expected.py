@@ -29,6 +29,11 @@ class Policy(QueryScoredPolicy):
     future: PositiveInt = 512  # positions that later queries are expected at
 
     @property
+    def score_key(self) -> tuple[object, ...]:
+        """The sinks, too, which take no part."""
+        return *super().score_key, self.sinks
+
+    @property
     def query_blocks(self) -> Sequence[range]:
         """The newest positions of the prompt."""
         n = self.prompt_len

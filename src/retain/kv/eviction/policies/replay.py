@@ -22,7 +22,7 @@ class Policy(QueryScoredPolicy):
     """Rank by the attention of the prompt's queries from behind it."""
 
     share: str = "all"
-    block: PositiveInt = 1024  # tokens of the prompt whose queries are held at a time
+    block: PositiveInt = 256  # tokens of the prompt whose queries are moved together
 
     @property
     def query_blocks(self) -> Sequence[range]:
