@@ -67,7 +67,8 @@ def test_what_a_request_may_choose_has_a_bounded_cost(seed):
 def test_every_policy_with_its_defaults_may_be_chosen(name):
     """Any prompt, up to the context."""
     spec = {"full": "full", "ring": "ring:window=64"}.get(name, f"{name}:budget=25%")
-    specs = [spec, f"{spec},prefill=stream"] if "budget" in spec and name not in ("reread", "gate") else [spec]
+    reads_all = name in ("reread", "gate") or bool(parse(spec).resolve(400).query_blocks)
+    specs = [spec, f"{spec},prefill=stream"] if "budget" in spec and not reads_all else [spec]
     if name == "reread":
         specs.append(f"{spec},ask=repeat")
     for policy in map(parse, specs):
@@ -89,6 +90,8 @@ def test_every_policy_with_its_defaults_may_be_chosen(name):
         ("ring:window=64", None),
         ("reread:budget=48,rereads=1", "1 tokens at a time"),
         ("reread:budget=48,ask=repeat,rereads=51", "52.0 times"),
+        ("replay:budget=48,block=20", "20 tokens of the prompt at a time"),
+        ("compactor:budget=48,block=32", None),
     ],
 )
 def test_work_is_refused_with_its_reason(spec, why):

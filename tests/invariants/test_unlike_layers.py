@@ -181,11 +181,10 @@ def test_what_needs_equal_layers_is_refused(unlike_family: str, policy: str, mes
         make_engine(unlike_family).add(make_request(PROMPT, 4, policy))
 
 
-@pytest.mark.parametrize("is_chat_model", [False, True])
-def test_auto_stands_for_a_policy_that_works(unlike_family: str, is_chat_model: bool) -> None:
+def test_auto_stands_for_a_policy_that_works(unlike_family: str) -> None:
     for family in UNLIKE_FAMILIES:
         cache = make_engine(family).cache
-        auto = AutoPolicy(is_chat_model=is_chat_model, can_compare_layers=cache.spec.can_compare_layers)
+        auto = AutoPolicy(can_compare_layers=cache.spec.can_compare_layers)
         for options in ("budget=20", "budget=50%,prefill=stream"):
             cache.plan_policy(policies.parse(auto.choose(f"auto:{options}")), 50)
 

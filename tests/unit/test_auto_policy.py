@@ -14,9 +14,8 @@ from retain.plugins import parse_spec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "policies.md"
 SITUATIONS = {
-    "A bundled model, or one that you have": AutoPolicy(lambda: True, True),
-    "A chat model without a gate": AutoPolicy(lambda: False, True),
-    "A model that is not tuned for chats": AutoPolicy(lambda: False, False),
+    "A bundled model, or one that you have": AutoPolicy(lambda: True),
+    "A model without a gate": AutoPolicy(),
 }
 
 
@@ -42,7 +41,7 @@ def test_another_spec_stays(spec: str) -> None:
     assert AutoPolicy().choose(spec) == spec
 
 
-@pytest.mark.parametrize("spec", ["auto:budget=64,first=24", "auto:budget=64,file=x", "auto:budget=64,prefill=stream"])
+@pytest.mark.parametrize("spec", ["auto:budget=64,block=64", "auto:budget=64,file=x", "auto:budget=64,prefill=stream"])
 def test_an_option_of_any_policy_that_auto_stands_for_is_let_through(spec: str) -> None:
     check_spec(spec)
 
@@ -55,5 +54,7 @@ def test_engine_and_requests_have_the_policy_that_auto_stands_for() -> None:
         (other,) = llm.generate([1, 2, 3], params, kv_policy="auto:budget=9")
     finally:
         llm.close()
-    assert policies.to_spec(llm.policy) == "h2o:budget=50%,recent=10%"
-    assert default.kv["policy"].startswith("h2o:budget=") and other.kv["policy"].startswith("h2o:budget=9,recent=1")
+    assert policies.to_spec(llm.policy) == "replay:budget=50%"
+    assert default.kv["policy"].startswith("replay:budget=") and other.kv["policy"].startswith(
+        "replay:budget=9,recent=1"
+    )

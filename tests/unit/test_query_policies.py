@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -12,8 +15,9 @@ from torch import Tensor
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.rope import Rope
 from retain.kv.eviction import policies
+from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.query_scored import QueryScoredPolicy
-from retain.kv.eviction.view import BlockQueries, CacheView
+from retain.kv.eviction.view import BlockQueries, CacheView, KeyTransform
 
 G, R, N, D, V = 2, 3, 60, 8, 10
 ROPE = Rope(torch.tensor([1.0, 0.3, 0.1, 0.02]))
@@ -121,6 +125,19 @@ def test_replay_scores_what_outputs_behind_the_block_lose_without_a_token(prompt
         moved = torch.stack([rotate(q, behind) for q in prompt.q[:, :, begin:end].flatten(0, 1)])
         wanted[:, :end] += changes_without(prompt, moved.view(G, R, -1, D), behind, end)
     torch.testing.assert_close(score_prompt(policy, prompt), wanted, rtol=1e-3, atol=1e-5)
+
+
+def test_queries_of_a_shared_cache_are_those_of_the_layer_that_writes_into_it() -> None:
+    policy = resolved("replay:budget=20,block=30")
+    tables: Any = SimpleNamespace(layers=np.array([4, 7]))
+    blocks = QueryBlocks(policy, tables, np.array([1]), KeyTransform())
+    first, second, other = torch.randn(3, 20, 4, D)
+    for position, q in ((0, first), (20, second)):
+        blocks.add(7, position, q)
+        blocks.add(7, position, q + 1)  # of a layer that only reads the cache
+        blocks.add(4, position, other)
+    assert torch.equal(blocks.collected[7], torch.cat((first, second[:10])))
+    assert list(blocks.collected) == [7]
 
 
 @pytest.mark.parametrize("queries", [1000, 20])

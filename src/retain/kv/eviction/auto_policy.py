@@ -18,10 +18,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """What the choice depends on: a model's layers, whether a gate was fitted for it, and whether it is for chats."""
+    """What the choice depends on: a model's layers, and whether a gate was fitted for it."""
 
     has_gate: Callable[[], bool] = lambda: False  # asked only where it matters: files are read for it
-    is_chat_model: bool = False
     can_compare_layers: bool = True  # see KVCacheSpec
 
     def choose(self, spec: str) -> str:
@@ -33,16 +32,13 @@ class AutoPolicy:
         if name != AUTO:
             return spec
         defaults: dict[str, str] = {}
-        if options.get("prefill") == "stream":  # evicts before there is an answer, or the whole prompt, to ask
+        if options.get("prefill") == "stream":  # evicts before the whole prompt is there
             chosen = "h2o"
         elif self.has_gate():
             chosen = "gate"
-        elif self.is_chat_model:
-            chosen = "reread"
-            defaults = {"share": "all" if self.can_compare_layers else "layer", "value": "norm"}
         else:
-            chosen = "h2o"
-            defaults = {"recent": "10%"}
+            chosen = "replay"
+            defaults = {} if self.can_compare_layers else {"share": "layer"}
         words = ",".join(f"{key}={value}" for key, value in (defaults | options).items())
         return f"{chosen}:{words}" if words else chosen
 
@@ -50,7 +46,7 @@ class AutoPolicy:
 def check_spec(spec: str) -> EvictionPolicy:
     """Return a policy that a spec stands for on some model. Raises ValueError for one that no model could have."""
     errors = []
-    for auto in (AutoPolicy(), AutoPolicy(is_chat_model=True), AutoPolicy(has_gate=lambda: True)):
+    for auto in (AutoPolicy(), AutoPolicy(has_gate=lambda: True)):
         try:
             return policies.parse(auto.choose(spec))
         except ValueError as error:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from retain.kv.eviction.policy import EvictionPolicy
 
 MAX_PROMPT_PASSES = 3  # times that a token of the prompt is computed: the prompt, a second reading, its instructions
-MIN_PROMPT_INTERVAL = 32  # tokens of the prompt between two evictions, and tokens of a step that reads it again
+MIN_PROMPT_INTERVAL = 32  # tokens of the prompt between two evictions or scores, or of a step that reads it again
 MIN_ANSWER_INTERVAL = 8  # tokens of the answer between two evictions
 SHORT_PROMPT = 64  # tokens; a shorter prompt may cost as much as one of these
 
@@ -35,6 +35,9 @@ def find_excess(policy: EvictionPolicy, prompt: Sequence[int], room: int) -> str
     if num_steps > num_scoring // MIN_PROMPT_INTERVAL + 1:
         size = num_scoring // num_steps
         return f"reads the prompt again {size} tokens at a time: choose {MIN_PROMPT_INTERVAL} or more"
+    if len(policy.query_blocks) > len(prompt) // MIN_PROMPT_INTERVAL + 1:
+        size = len(policy.query_blocks[0])
+        return f"scores the queries of {size} tokens of the prompt at a time: choose {MIN_PROMPT_INTERVAL} or more"
     return None
 
 

@@ -24,7 +24,8 @@ class QueryBlocks:
         self.transform = transform
         self.caches = [int(cache) for cache in tables.layers[layers]]  # their numbers in the model
         self._blocks = list(policy.query_blocks)  # that were not scored yet
-        self._queries: dict[int, Tensor] = {}  # of the first of them, by cache, float32 [n, H, D]
+        self.collected: dict[int, Tensor] = {}  # of the first of them, by cache, float32 [n, H, D]
+        self._ends: dict[int, int] = {}  # the position behind the last of these queries, by cache
 
     @property
     def next_end(self) -> int:
@@ -40,15 +41,20 @@ class QueryBlocks:
         return bool(self._blocks) and positions.start < self._blocks[0].stop and positions.stop > self._blocks[0].start
 
     def add(self, cache: int, first_position: int, q: Tensor) -> None:
-        """Keep those of the queries [t, H, D] of a layer, rotated, that are of the next block."""
-        if cache not in self.caches:
+        """Keep those of the queries [t, H, D] of a layer, rotated, that are of the next block.
+
+        Where several layers share a cache, these are the queries of the first one, which writes into it.
+        """
+        end = first_position + len(q)
+        if cache not in self.caches or end <= self._ends.get(cache, 0):
             return
+        self._ends[cache] = end
         block = self._blocks[0]
-        q = q[max(block.start - first_position, 0) :]
+        q = q[max(block.start - first_position, 0) : block.stop - first_position]
         begin = max(first_position - block.start, 0)
-        if cache not in self._queries:
-            self._queries[cache] = torch.zeros(len(block), *q.shape[1:], device=q.device)
-        self._queries[cache][begin : begin + len(q)] = q
+        if cache not in self.collected:
+            self.collected[cache] = torch.zeros(len(block), *q.shape[1:], device=q.device)
+        self.collected[cache][begin : begin + len(q)] = q
 
     def score(self, pages: Tensor, key_factors: Tensor | None) -> None:
         """Add what the queries of the block give to the masses of all slots in tables [M, G, pages]."""
@@ -58,7 +64,7 @@ class QueryBlocks:
         for m, cache in enumerate(self.caches):
             table = pages[m : m + 1]
             factors = None if key_factors is None else key_factors[m : m + 1]
-            q = self._queries[cache]
+            q = self.collected[cache]
             q = q.view(len(q), table.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [G, R, n, D]
             queries = BlockQueries(
                 q if factors is None else q * factors[0, :, None],
@@ -70,7 +76,7 @@ class QueryBlocks:
             by_column = found if kv.mass.shape[1] > 1 else found.sum(1, keepdim=True)  # [G, columns, S]
             num_columns = by_column.shape[1]  # a pool may have more: it is for layers with more query heads, too
             kv.mass[table[0], :num_columns] += by_column.view(len(found), num_columns, -1, kv.page_size).transpose(1, 2)
-        self._queries.clear()
+        self.collected.clear()
 
     def _view(self, table: Tensor, position: int, queries: BlockQueries, factors: Tensor | None) -> CacheView:
         kv = self.tables.kv

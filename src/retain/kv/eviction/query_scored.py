@@ -8,6 +8,7 @@ prompt have.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from retain.kv.eviction.budget import AttentionScoredPolicy
 from retain.kv.eviction.plan import RowModes
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.eviction.view import CacheView
-from retain.options import OPTION_GROUP
+from retain.options import OPTION_GROUP, Bounds
 from retain.plugins import Amount
 
 NEWEST = Amount(fraction=0.15)
@@ -26,6 +27,7 @@ STARTS_ANEW = RowModes(resume="off")  # scores are of a whole prompt
 MAX_WEIGHT = 0.999  # of a slot that is nearly all that a query sees
 MAX_WEIGHTS = 2**22  # numbers of attention weights that are computed at a time
 SMALLEST_SUM = 1e-30
+NumQueries = Annotated[int, Bounds(1, 4096)]  # of tokens that are held together, in float32 and for all layers
 
 
 @dataclass(frozen=True, kw_only=True)

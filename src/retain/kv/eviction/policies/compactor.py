@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import QueryScoredPolicy, pool_positions
+from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, pool_positions
 from retain.kv.eviction.view import CacheView
-from retain.options import NonNegativeInt, PositiveInt
+from retain.options import Bounds, NonNegativeInt
 
 RIDGE = 0.01
 POOLED = 3  # neighbouring positions
@@ -28,8 +29,8 @@ class Policy(QueryScoredPolicy):
     """Rank by leverage and by attention inside chunks. What is evicted is also how much leverage counts."""
 
     sinks: NonNegativeInt = 8  # which take no part
-    block: PositiveInt = 256  # tokens of a chunk
-    sketch: PositiveInt = 48  # numbers of a key's sketch
+    block: NumQueries = 256  # tokens of a chunk
+    sketch: Annotated[int, Bounds(1, 256)] = 48  # numbers of a key's sketch
 
     @property
     def score_key(self) -> tuple[object, ...]:

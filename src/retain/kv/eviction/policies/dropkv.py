@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import QueryScoredPolicy, pool_positions, sum_output_changes
+from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, pool_positions, sum_output_changes
 from retain.kv.eviction.view import CacheView
-from retain.options import PositiveInt
+from retain.options import Bounds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +22,8 @@ class Policy(QueryScoredPolicy):
     """Rank by what the outputs of the last queries lose."""
 
     share: str = "layer"
-    queries: PositiveInt = 32  # the last of the prompt
-    pool: PositiveInt = 7  # neighbouring positions whose mean is the score, an odd number
+    queries: NumQueries = 32  # the last of the prompt
+    pool: Annotated[int, Bounds(1, 255)] = 7  # neighbouring positions whose mean is the score, an odd number
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import QueryScoredPolicy
+from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy
 from retain.kv.eviction.view import BlockQueries, CacheView
-from retain.options import NonNegativeInt, PositiveInt
+from retain.options import Bounds, NonNegativeInt
 
 MAX_NUMBERS = 2**22  # of rotated unit vectors at a time
 
@@ -25,8 +26,8 @@ class Policy(QueryScoredPolicy):
     """Rank by the expected attention of later queries."""
 
     sinks: NonNegativeInt = 4  # whose queries do not count, either
-    queries: PositiveInt = 4096  # of the prompt, the newest, whose distribution is taken
-    future: PositiveInt = 512  # positions that later queries are expected at
+    queries: NumQueries = 1024  # of the prompt, the newest, whose distribution is taken
+    future: Annotated[int, Bounds(1, 4096)] = 512  # positions that later queries are expected at
 
     @property
     def score_key(self) -> tuple[object, ...]:

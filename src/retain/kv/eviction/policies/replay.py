@@ -12,9 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import QueryScoredPolicy, sum_output_changes
+from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, sum_output_changes
 from retain.kv.eviction.view import CacheView
-from retain.options import PositiveInt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +21,7 @@ class Policy(QueryScoredPolicy):
     """Rank by the attention of the prompt's queries from behind it."""
 
     share: str = "all"
-    block: PositiveInt = 256  # tokens of the prompt whose queries are moved together
+    block: NumQueries = 256  # tokens of the prompt whose queries are moved together
 
     @property
     def query_blocks(self) -> Sequence[range]:
