@@ -308,9 +308,8 @@ def load_model(
 def build_key_transform(decoder: Decoder) -> KeyTransform:
     """Return how cached keys differ from those of a model whose layers are loaded."""
     rotate = decoder.ropes[0].shift if decoder.ropes else None
-    params = {cache: op.params for cache, op in decoder.attention.items()}
-    rotations = {cache: op.rope.shift if op.rope else None for cache, op in decoder.attention.items()}
-    return KeyTransform(rotate, decoder.key_factors, params, rotations)
+    attention = {cache: (op.params, op.rope.shift if op.rope else None) for cache, op in decoder.attention.items()}
+    return KeyTransform(rotate, decoder.key_factors, attention)
 
 
 def build_cache(

@@ -74,7 +74,6 @@ class BudgetEvictor:
         self.has_shrunk = False  # whether the budget was halved
         self.holes_from = 0
         self.num_held = self.head_budgets  # [M, G]: tokens in the slots at `holes_from`
-        self.compacts_at = plan.begins_at  # computed tokens when the budget begins
         self.num_inherited = 0  # tokens of all heads that earlier rows of the text have evicted
         self.first_eviction = 0  # of a row that resumes: before it `next_eviction` only lists more holes
         self.slot_scores = SlotScores(tables.store, transform, key_factors)
@@ -85,6 +84,11 @@ class BudgetEvictor:
         if plan.prompt_len > plan.budget:  # a streamed prompt takes all its slots at once, and reuses them
             tables.headroom[row, self.layers] = UNBOUNDED if plan.is_streamed else plan.interval
         tables.mark_dirty(row, dense=False)
+
+    @property
+    def compacts_at(self) -> int:
+        """Computed tokens when the budget begins."""
+        return self.policy.plan.begins_at
 
     @property
     def scratch_pages(self) -> Ints:

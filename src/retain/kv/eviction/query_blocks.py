@@ -67,10 +67,7 @@ class QueryBlocks:
             q = self.collected[cache]
             q = q.view(len(q), table.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [G, R, n, D]
             queries = BlockQueries(
-                q if factors is None else q * factors[0, :, None],
-                pos,
-                self.transform.params[cache],
-                self.transform.rotations[cache],
+                q if factors is None else q * factors[0, :, None], pos, *self.transform.attention[cache]
             )
             found = self.policy.score_queries(self._view(table, block.stop - 1, queries, factors))  # [G, R, S]
             by_column = found if kv.mass.shape[1] > 1 else found.sum(1, keepdim=True)  # [G, columns, S]

@@ -25,7 +25,7 @@ from retain.plugins import Amount
 NEWEST = Amount(fraction=0.15)
 STARTS_ANEW = RowModes(resume="off")  # scores are of a whole prompt
 MAX_WEIGHT = 0.999  # of a slot that is nearly all that a query sees
-MAX_WEIGHTS = 2**22  # numbers of attention weights that are computed at a time
+MAX_WEIGHTS = 2**18  # numbers of attention weights that are computed at a time: a cache has room for them
 SMALLEST_SUM = 1e-30
 NumQueries = Annotated[int, Bounds(1, 4096)]  # of tokens that are held together, in float32 and for all layers
 
@@ -73,15 +73,18 @@ def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
     Without a slot of weight p and value v an output o moves by p / (1 - p) (v - o). q [G, R, n, D] at positions [n].
     """
     v = view.values[0][:, None]  # [G, 1, S, V]
-    v_energy = v.square().sum(-1)[..., None, :]
+    columns = v.transpose(-1, -2).contiguous()
+    energy = v.square().sum(-1)[..., None, :]
     found = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
     num_queries = max(MAX_WEIGHTS // found.numel(), 1)
     for part, part_pos in zip(torch.split(q, num_queries, dim=2), torch.split(pos, num_queries), strict=True):
         weights = view.attention_weights(part, part_pos)
         output = weights @ v
-        distance = v_energy - 2 * output @ v.transpose(-1, -2) + output.square().sum(-1)[..., None]
-        odds = weights / (1 - weights.clamp(max=MAX_WEIGHT))
-        found += (odds.square() * distance.clamp(min=0)).sum(2)
+        distance = (-2 * output) @ columns  # in place from here on: memory is what this takes
+        distance += energy
+        distance += output.square().sum(-1)[..., None]
+        rest = 1 - weights.clamp_(max=MAX_WEIGHT)
+        found += weights.div_(rest).square_().mul_(distance.clamp_(min=0)).sum(2)
     return found
 
 

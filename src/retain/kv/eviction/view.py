@@ -20,13 +20,12 @@ Rotate = Callable[[Tensor, Tensor], Tensor]  # (keys [n, D], by how many positio
 class KeyTransform:
     """How cached keys differ from those without positions: rotated(key) * factors - offset (models/decoder.py).
 
-    Layers are numbers of caches. `params` and `rotations` are how each layer attends to its cache.
+    Layers are numbers of caches. `attention` has the parameters and the rotation of the layer that writes into each.
     """
 
     rotate: Rotate | None = None  # None for models without rotary positions
     factors: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
-    params: Mapping[int, AttentionParams] = field(default_factory=dict)  # by layer
-    rotations: Mapping[int, Rotate | None] = field(default_factory=dict)  # by layer
+    attention: Mapping[int, tuple[AttentionParams, Rotate | None]] = field(default_factory=dict)  # by layer
 
     def factors_of(self, layers: Ints, device: torch.device) -> Tensor | None:
         """Return the factors of these layers [M], float32 [M, G, 1, D]; None where all are 1."""
@@ -108,7 +107,7 @@ class CacheView:
         assert self.queries
         params = self.queries.params
         G, R, n, _ = q.shape
-        products = (q.flatten(1, 2) @ self.keys[0].transpose(1, 2) * params.scale).view(G * R, n, -1)
+        products = ((params.scale * q.flatten(1, 2)) @ self.keys[0].transpose(1, 2)).view(G * R, n, -1)
         slots = self.pos[0].repeat_interleave(R, 0)[:, None]  # [G R, 1, S]
         distance = slots - pos[:, None]
         x = adjust_scores(products, distance, params).masked_fill((slots < 0) | (distance > 0), -torch.inf)
