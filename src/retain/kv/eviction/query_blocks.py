@@ -24,7 +24,7 @@ class QueryBlocks:
         self.transform = transform
         self.caches = [int(cache) for cache in tables.layers[layers]]  # their numbers in the model
         self._blocks = list(policy.query_blocks)  # that were not scored yet
-        self.collected: dict[int, Tensor] = {}  # of the first of them, by cache, float32 [n, H, D]
+        self.collected: dict[int, Tensor] = {}  # of the first of them, by cache, [n, H, D]
         self._ends: dict[int, int] = {}  # the position behind the last of these queries, by cache
 
     @property
@@ -53,7 +53,7 @@ class QueryBlocks:
         q = q[max(block.start - first_position, 0) : block.stop - first_position]
         begin = max(first_position - block.start, 0)
         if cache not in self.collected:
-            self.collected[cache] = torch.zeros(len(block), *q.shape[1:], device=q.device)
+            self.collected[cache] = torch.zeros(len(block), *q.shape[1:], dtype=q.dtype, device=q.device)
         self.collected[cache][begin : begin + len(q)] = q
 
     def score(self, pages: Tensor, key_factors: Tensor | None) -> None:
@@ -64,7 +64,7 @@ class QueryBlocks:
         for m, cache in enumerate(self.caches):
             table = pages[m : m + 1]
             factors = None if key_factors is None else key_factors[m : m + 1]
-            q = self.collected[cache]
+            q = self.collected[cache].float()
             q = q.view(len(q), table.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [G, R, n, D]
             queries = BlockQueries(
                 q if factors is None else q * factors[0, :, None], pos, *self.transform.attention[cache]

@@ -21,7 +21,7 @@ class Policy(QueryScoredPolicy):
     """Rank by the attention of the prompt's queries from behind it."""
 
     share: str = "all"
-    block: NumQueries = 256  # tokens of the prompt whose queries are moved together
+    block: NumQueries = 1024  # tokens of the prompt whose queries are moved together; texts share whole blocks
 
     @property
     def query_blocks(self) -> Sequence[range]:
