@@ -18,6 +18,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.query_scored import QueryScoredPolicy
 from retain.kv.eviction.view import BlockQueries, CacheView, KeyTransform
+from tests.helpers.engines import iter_steps, make_engine, make_request, row_of
 
 G, R, N, D, V = 2, 3, 60, 8, 10
 ROPE = Rope(torch.tensor([1.0, 0.3, 0.1, 0.02]))
@@ -191,3 +192,48 @@ def test_compactor_blends_leverage_and_attention_inside_chunks(prompt: Prompt, c
     found = score_prompt(policy, prompt)
     assert (found[:, :8] == 0).all()
     torch.testing.assert_close(found[:, 8:], blended - blended.min(), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["replay", "expected", "compactor", "dropkv"])
+@pytest.mark.parametrize("num_tokens", [1, 2, 4, 5, 9])
+def test_prompts_of_few_tokens_have_finite_scores(prompt: Prompt, name: str, num_tokens: int) -> None:
+    """Shorter than the sinks, too, and where a layer has one kv head."""
+    policy = policies.parse(f"{name}:budget=20").resolve(num_tokens)
+    assert isinstance(policy, QueryScoredPolicy)
+    for block in policy.query_blocks:
+        view, _ = view_of(prompt, block)
+        assert view.queries
+        queries = dataclasses.replace(view.queries, rotated=view.queries.rotated[:1])
+        keys, values = view.read_kv()
+        single = CacheView(
+            view.pos[:, :1],
+            view.mass[:, :1],
+            view.query_position,
+            lambda kv=(keys[:, :1], values[:, :1]): kv,
+            queries=queries,
+        )
+        for each in (view, single):
+            assert policy.score_queries(each).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["replay", "expected", "compactor", "dropkv"])
+@pytest.mark.parametrize("option", ["heads=query", "heads=union", "scope=shared"])
+def test_options_that_leave_no_score_of_a_kv_head_are_refused(name: str, option: str) -> None:
+    with pytest.raises(ValueError, match="scores are of a kv head"):
+        policies.parse(f"{name}:budget=20,share=none,{option}")
+
+
+@pytest.mark.parametrize("name", ["replay", "expected", "compactor", "dropkv"])
+def test_scores_are_of_the_prompt_alone_where_the_budget_holds_all_of_it(name: str) -> None:
+    """What the answer attends to before the first eviction counts as the answer's."""
+    engine = make_engine("llama", backend="cpu")
+    request = make_request(range(3, 43), 30, f"{name}:budget=50,interval=4")
+    engine.add(request)
+    next(step for step in iter_steps(engine) if request.num_output_tokens == 1)
+    (evictor,) = row_of(engine, request).evictors
+    scores, pos = evictor.slot_scores.get_state()
+    assert (pos[..., :40] >= 0).all()
+    at_first = scores[..., :40].clone()
+    next(step for step in iter_steps(engine) if request.num_output_tokens == 12)
+    assert torch.equal(evictor.slot_scores.get_state()[0][..., :40], at_first)
+    assert at_first.any()

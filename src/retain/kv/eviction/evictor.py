@@ -167,6 +167,8 @@ class BudgetEvictor:
         if n > self.compacts_at:
             return [Punch(self, n, plan.interval, self.head_budgets + np.int32(plan.interval))]
         if n <= plan.budget:
+            if self.policy.query_blocks:  # its scores are of the prompt alone, as above
+                self.slot_scores.update(self.policy, self._gather_pages(), n - 1)
             return []
         # Fresh tokens go into holes from now on: holes replace the slots that the ring's formula gives.
         self.tables.capacity[self.row, self.layers] = 1

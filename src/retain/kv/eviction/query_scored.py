@@ -41,6 +41,8 @@ class QueryScoredPolicy(AttentionScoredPolicy):
         super().__post_init__()
         if (option := "prefill=stream" if self.modes.is_streamed else f"resume={self.modes.resume}") != "resume=off":
             raise ValueError(f"scores are of a whole prompt: they do not go with {option}")
+        if self.heads in ("query", "union") or self.scope == "shared":  # ranks and sums of layers have no shares
+            raise ValueError("scores are of a kv head: they go with heads=kv-sum or kv-max, and scope=layer")
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh the queries of the answer."""

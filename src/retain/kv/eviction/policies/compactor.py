@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, pool_positions
+from retain.kv.eviction.query_scored import MAX_WEIGHTS, NumQueries, QueryScoredPolicy, pool_positions
 from retain.kv.eviction.view import CacheView
 from retain.options import Bounds, NonNegativeInt
 
@@ -55,12 +55,16 @@ class Policy(QueryScoredPolicy):
     def _attention_in_chunk(self, view: CacheView) -> Tensor:
         """Return the attention to each slot of the chunk, [G, R, S], whose sum is the mean over query heads."""
         assert view.queries
-        q = view.queries.rotated  # [G, R, n, D]
-        x = q @ view.keys[0][:, None].transpose(-1, -2)  # [G, R, n, S]
-        pos = view.pos[0]
-        in_chunk = (pos >= view.queries.pos[0]) & (pos <= view.query_position)
-        weights = x.masked_fill(~in_chunk[:, None, None], -torch.inf).softmax(-1)
-        return weights.sum(2) * view.values[0].norm(dim=-1)[:, None] / q.shape[1]
+        q = view.queries.rotated
+        G, R, n, D = q.shape
+        is_in_chunk = view.pos[0] >= view.queries.pos[0]
+        places = is_in_chunk.byte().argsort(dim=-1, descending=True, stable=True)[:, :n]  # all heads have all n
+        columns = view.keys[0].gather(1, places[..., None].expand(G, n, D))[:, None].transpose(-1, -2)
+        parts = torch.split(q, max(MAX_WEIGHTS // (G * R * n), 1), dim=2)
+        received = torch.stack([(part @ columns).softmax(-1).sum(2) for part in parts]).sum(0)  # [G, R, n]
+        found = received.new_zeros(G, R, view.pos.shape[-1])
+        found.scatter_(-1, places[:, None].expand_as(received), received)
+        return found * view.values[0].norm(dim=-1)[:, None] / R
 
     def _blend(self, view: CacheView, attention: Tensor) -> Tensor:
         """Return the scores of all slots [G, S], none below 0; those of sinks and holes are 0."""
@@ -93,6 +97,8 @@ def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:
 
 
 def standardize(x: Tensor, takes_part: Tensor) -> Tensor:
-    """Return numbers with the mean 0 and the deviation 1 over all of a layer that take part."""
+    """Return numbers with the mean 0 and the deviation 1 over all of a layer that take part; one alone gets 0."""
     known = x[takes_part]
+    if known.numel() < 2:  # it has no deviation
+        return torch.zeros_like(x)
     return (x - known.mean()) / known.std().clamp(min=SMALLEST_DEVIATION)

@@ -38,8 +38,12 @@ class Policy(QueryScoredPolicy):
     def query_blocks(self) -> Sequence[range]:
         """The newest positions of the prompt."""
         n = self.prompt_len
-        begin = max(min(self.sinks, n - 1), n - self.queries)
-        return [range(begin, n)] if n else []
+        return [range(max(self._begin, n - self.queries), n)] if n else []
+
+    @property
+    def _begin(self) -> int:
+        """The first position that takes part: behind the sinks, or the last one of a prompt that they hold."""
+        return min(self.sinks, self.prompt_len - 1)
 
     def score_queries(self, view: CacheView) -> Tensor:
         """Return softmax(mean . k + k . covariance k / 2) |v| of each query head, for slots behind the sinks."""
@@ -53,7 +57,7 @@ class Policy(QueryScoredPolicy):
         covariance = rotation.T @ (q.transpose(-1, -2) @ q / q.shape[2]) @ rotation  # [G, R, D, D]
         k = view.keys[0][:, None]  # [G, 1, S, D]
         x = scale * (mean @ k.transpose(-1, -2))[:, :, 0] + scale**2 / 2 * ((k @ covariance) * k).sum(-1)
-        weights = x.masked_fill(view.pos[0, :, None] < self.sinks, -torch.inf).softmax(-1)
+        weights = x.masked_fill(view.pos[0, :, None] < self._begin, -torch.inf).softmax(-1)
         return weights * view.values[0].norm(dim=-1)[:, None] / q.shape[1]
 
 
