@@ -26,6 +26,7 @@ NEWEST = Amount(fraction=0.15)
 STARTS_ANEW = RowModes(resume="off")  # scores are of a whole prompt
 MAX_WEIGHT = 0.999  # of a slot that is nearly all that a query sees
 MAX_WEIGHTS = 2**18  # numbers of attention weights that are computed at a time: a cache has room for them
+MIN_QUERIES = 16  # that are computed at a time, however many slots they see: fewer would read these slots too often
 SMALLEST_SUM = 1e-30
 NumQueries = Annotated[int, Bounds(1, 4096)]  # of tokens that are held together, in float32 and for all layers
 
@@ -78,7 +79,7 @@ def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
     columns = v.transpose(-1, -2).contiguous()
     energy = v.square().sum(-1)[..., None, :]
     found = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
-    num_queries = max(MAX_WEIGHTS // found.numel(), 1)
+    num_queries = max(MAX_WEIGHTS // found.numel(), MIN_QUERIES)
     for part, part_pos in zip(torch.split(q, num_queries, dim=2), torch.split(pos, num_queries), strict=True):
         weights = view.attention_weights(part, part_pos)
         output = weights @ v
