@@ -92,7 +92,7 @@ class CacheView:
 
     @property
     def unrotated_keys(self) -> Tensor:
-        """Keys before they were rotated by their position, as by the first layer, float32 [M, G, S, D]; in `score_slots`."""
+        """Keys before they were rotated, as the first layer rotates, float32 [M, G, S, D]; in `score_slots` only."""
         if self.transform is None:
             raise ValueError("a policy reads unrotated keys in score_slots: priority is called with rotated ones")
         if self.transform.rotate is None:
