@@ -21,6 +21,7 @@ from retain.engine.request import RequestInput
 from retain.kernels import cpu
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.query_scored import QueryScoredPolicy
 from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.config import PrefixConfig, SelectiveConfig
 from retain.kv.stores import tiers
@@ -76,6 +77,12 @@ NEVER_DRAWN = {
     "SamplingParams.stop_token_ids": "they are `stop_ids` of the request's input",
     "SamplingParams.ignore_eos": "the same",
     "SamplingParams.n": "answers are requests here",
+}
+NEVER_DRAWN |= {
+    f"{name}.{option}": "its scores are of a kv head and of a whole prompt: other values are refused"
+    for name in policies.names()
+    for option in ("prefill", "scope")
+    if issubclass(import_module(f"{policies.__name__}.{name}").Policy, QueryScoredPolicy)
 }
 NEVER_DRAWN |= {  # a turn that goes on does not equal itself alone: tests/invariants/test_resuming.py
     f"{name}.resume": "prompts of schedules do not go on from answers"
