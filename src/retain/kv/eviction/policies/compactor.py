@@ -70,12 +70,10 @@ class Policy(QueryScoredPolicy):
         """Return the scores of all slots [G, S], none below 0; those of sinks and holes are 0."""
         pos = view.pos[0]
         takes_part = pos >= min(self.sinks, self.prompt_len - 1)
-        attention = attention.where(takes_part, 0)
-        smooth = pool_positions(attention[:, None], pos, self.prompt_len, POOLED)[:, 0]
+        smooth = pool_positions(attention.where(takes_part, 0)[:, None], pos, self.prompt_len, POOLED)[:, 0]
+        alone = leverage(view, takes_part, self.sketch)
         share = max(1 - self.budget_tokens / self.prompt_len, 0)
-        score = share * standardize(leverage(view, takes_part, self.sketch), takes_part) + standardize(
-            smooth, takes_part
-        )
+        score = share * standardize(alone, takes_part) + standardize(smooth, takes_part)
         lowest = score.where(takes_part, torch.inf).amin()
         return (score - lowest).where(takes_part, 0)
 
@@ -84,8 +82,7 @@ def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:
     """Return the leverage of each key among those that take part, [G, S], from sketches of `size` numbers."""
     assert view.queries
     k = view.keys[0]  # [G, S, D]
-    rotate = view.queries.rotate
-    if rotate:
+    if rotate := view.queries.rotate:
         k = rotate(k.flatten(0, 1), -view.pos[0].flatten()).view_as(k)
     k = k.where(takes_part[..., None], 0)
     k = k - k.sum(1, keepdim=True) / takes_part.sum(1)[:, None, None]
@@ -99,6 +96,5 @@ def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:
 def standardize(x: Tensor, takes_part: Tensor) -> Tensor:
     """Return numbers with the mean 0 and the deviation 1 over all of a layer that take part; one alone gets 0."""
     known = x[takes_part]
-    if known.numel() < 2:  # it has no deviation
-        return torch.zeros_like(x)
-    return (x - known.mean()) / known.std().clamp(min=SMALLEST_DEVIATION)
+    deviation = known.std(correction=min(known.numel() - 1, 1))
+    return (x - known.mean()) / deviation.clamp(min=SMALLEST_DEVIATION)
