@@ -1,7 +1,7 @@
 """replay: keep the tokens that the prompt's own queries attend to, once all of them are moved behind the prompt.
 
 A query of the prompt is a guess of a later one. Rotated on to the position behind its block, it sees the whole block,
-what followed it, too. So it finds what `reread` finds, for a share of a second prefill. The score of a slot is how far
+what followed it, too. So it finds what `reread` finds, without a second prefill. The score of a slot is how far
 outputs would move without it (`sum_output_changes`). All heads and layers divide one budget.
 """
 
