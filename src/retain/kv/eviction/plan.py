@@ -38,10 +38,19 @@ class RowModes:
         """Whether the budget holds after every chunk of the prompt."""
         return self.prefill == "stream"
 
+    def check_starts_anew(self, reason: str) -> None:
+        """Raise ValueError, which begins with a reason, for options that do not begin with a whole prompt."""
+        if self.is_streamed or self.resume != "off":
+            option = "prefill=stream" if self.is_streamed else f"resume={self.resume}"
+            raise ValueError(f"{reason} go with {option}")
+
     def resolve(self, prompt_len: int, sinks: int) -> Self:
         """Return the options for a prompt, with amounts in tokens. The first `sinks` tokens always stay."""
         floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
         return replace(self, shrink=floor, demote=self.demote and self.demote.resolve(prompt_len))
+
+
+STARTS_ANEW = RowModes(resume="off")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
-from retain.kv.eviction.plan import RowModes
+from retain.kv.eviction.plan import STARTS_ANEW, RowModes
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.eviction.view import CacheView
 from retain.options import OPTION_GROUP, Bounds
 from retain.plugins import Amount
 
 NEWEST = Amount(fraction=0.15)
-STARTS_ANEW = RowModes(resume="off")  # scores are of a whole prompt
 MAX_WEIGHT = 0.999  # of a slot that is nearly all that a query sees
 MAX_WEIGHTS = 2**18  # numbers of attention weights that are computed at a time: a cache has room for them
 MIN_QUERIES = 16  # that are computed at a time, however many slots they see: fewer would read these slots too often
@@ -40,8 +39,7 @@ class QueryScoredPolicy(AttentionScoredPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (option := "prefill=stream" if self.modes.is_streamed else f"resume={self.modes.resume}") != "resume=off":
-            raise ValueError(f"scores are of a whole prompt: they do not go with {option}")
+        self.modes.check_starts_anew("scores are of a whole prompt: they do not")
         if self.heads in ("query", "union") or self.scope == "shared":  # ranks and sums of layers have no shares
             raise ValueError("scores are of a kv head: they go with heads=kv-sum or kv-max, and scope=layer")
 

@@ -17,14 +17,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kv.eviction.budget import AttentionScoredPolicy
-from retain.kv.eviction.plan import RowModes
+from retain.kv.eviction.plan import STARTS_ANEW, RowModes
 from retain.kv.eviction.policy import QueryWeights, ScoringPass
 from retain.kv.eviction.prompt_parts import SHORTEST_TEXT, divide_prompt
 from retain.kv.eviction.view import CacheView
 from retain.options import OPTION_GROUP, NonNegativeInt, PositiveInt
 from retain.plugins import check_choice
-
-STARTS_ANEW = RowModes(resume="off")  # the whole prompt is read again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +40,7 @@ class Policy(AttentionScoredPolicy):
         super().__post_init__()
         check_choice("mix", self.mix, "none", "h2o")
         check_choice("ask", self.ask, "none", "repeat")
-        if (option := "prefill=stream" if self.modes.is_streamed else f"resume={self.modes.resume}") != "resume=off":
-            raise ValueError(f"reread reads the whole prompt again: it does not go with {option}")
+        self.modes.check_starts_anew("reread reads the whole prompt again: it does not")
         if self.first and (self.heads, self.scope) != ("kv-sum", "layer"):
             raise ValueError("first goes with heads=kv-sum and scope=layer")
 
