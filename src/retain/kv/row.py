@@ -341,7 +341,7 @@ class Row:
             if position <= now:
                 self.due.remove(held)
                 held.kind.attach(self, now, held.checkpoint)
-        ends_blocks = bool(self.evictors) and now == self.evictors[0].policy.last_block_start
+        ends_blocks = bool(self.evictors) and now == self.evictors[0].query_blocks.last_start
         if before < self.prompt_len <= now or now == self.found.branch_point or ends_blocks:
             self._leave_text(now, is_running=True)
         for position in self._rungs(before, now):

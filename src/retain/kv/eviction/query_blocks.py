@@ -23,6 +23,7 @@ class QueryBlocks:
         self.tables = tables
         self.transform = transform
         self.caches = [int(cache) for cache in tables.layers[layers]]  # their numbers in the model
+        self.last_start = policy.last_block_start  # asked for after every step
         self._blocks = list(policy.query_blocks)  # that were not scored yet
         self.collected: dict[int, Tensor] = {}  # of the first of them, by cache, [n, H, D]
         self._ends: dict[int, int] = {}  # the position behind the last of these queries, by cache

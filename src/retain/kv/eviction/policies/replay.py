@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, sum_output_changes
@@ -33,4 +34,4 @@ class Policy(QueryScoredPolicy):
         """Return the squared changes of outputs, of all queries of the block behind it."""
         assert view.queries
         behind = view.query_position + 1
-        return sum_output_changes(view, view.queries.at(behind), view.queries.pos * 0 + behind)
+        return sum_output_changes(view, view.queries.at(behind), torch.full_like(view.queries.pos, behind))
