@@ -308,7 +308,7 @@ def load_model(
 def build_key_transform(decoder: Decoder) -> KeyTransform:
     """Return how cached keys differ from those of a model whose layers are loaded."""
     rotate = decoder.ropes[0].shift if decoder.ropes else None
-    attention = {cache: (op.params, op.rope.shift if op.rope else None) for cache, op in decoder.attention.items()}
+    attention = {cache: (op.params, op.rope) for cache, op in decoder.attention.items()}
     return KeyTransform(rotate, decoder.key_factors, attention)
 
 

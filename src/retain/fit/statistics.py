@@ -114,8 +114,8 @@ class FirstReading:
         if (factors := self.model.decoder.key_factors.get(found.layer)) is not None:
             k = k / factors[:, None]  # as a policy sees keys
         mass = found.weights[:, :, :n, :n].detach().sum((1, 2))  # [G, n]
-        if ropes := self.model.decoder.ropes:
-            unrotated = ropes[0].shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)
+        if rope := self.model.decoder.attention[found.layer].rope:
+            unrotated = rope.shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)
         else:
             unrotated = k
         logs = fixed_logs(k, v, pos.expand(len(k), -1)), changing_logs(mass, pos.expand(len(k), -1), n - 1)

@@ -70,13 +70,14 @@ class QueryBlocks:
             queries = BlockQueries(
                 q if factors is None else q * factors[0, :, None], pos, *self.transform.attention[cache]
             )
-            found = self.policy.score_queries(self._view(table, block.stop - 1, queries, factors))  # [G, R, S]
+            view = self._view(table, m, block.stop - 1, queries, factors)
+            found = self.policy.score_queries(view)  # [G, R, S]
             by_column = found if kv.mass.shape[1] > 1 else found.sum(1, keepdim=True)  # [G, columns, S]
             num_columns = by_column.shape[1]  # a pool may have more: it is for layers with more query heads, too
             kv.mass[table[0], :num_columns] += by_column.view(len(found), num_columns, -1, kv.page_size).transpose(1, 2)
         self.collected.clear()
 
-    def _view(self, table: Tensor, position: int, queries: BlockQueries, factors: Tensor | None) -> CacheView:
+    def _view(self, table: Tensor, m: int, position: int, queries: BlockQueries, factors: Tensor | None) -> CacheView:
         kv = self.tables.kv
         store = self.tables.store
         places = table[..., None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)
@@ -85,6 +86,7 @@ class QueryBlocks:
             kv.mass[table].transpose(2, 3).flatten(-2),
             position,
             lambda: store.read(places.flatten(2)),
+            slice(m, m + 1),
             transform=self.transform,
             key_factors=factors,
             queries=queries,

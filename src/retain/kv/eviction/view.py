@@ -11,6 +11,7 @@ from torch import Tensor
 
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.reference.softmax import adjust_scores, softmax
+from retain.kernels.rope import Rope
 from retain.types import Ints
 
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (keys [n, D], by how many positions [n]) -> keys [n, D]
@@ -25,7 +26,7 @@ class KeyTransform:
 
     rotate: Rotate | None = None  # None for models without rotary positions
     factors: Mapping[int, Tensor] = field(default_factory=dict)  # by layer, float32 [G, D]
-    attention: Mapping[int, tuple[AttentionParams, Rotate | None]] = field(default_factory=dict)  # by layer
+    attention: Mapping[int, tuple[AttentionParams, Rope | None]] = field(default_factory=dict)  # by layer
 
     def factors_of(self, layers: Ints, device: torch.device) -> Tensor | None:
         """Return the factors of these layers [M], float32 [M, G, 1, D]; None where all are 1."""
@@ -44,7 +45,7 @@ class BlockQueries:
     rotated: Tensor  # float32 [G, R, n, D]
     pos: Tensor  # int64 [n]
     params: AttentionParams
-    rotate: Rotate | None  # as in KeyTransform
+    rope: Rope | None  # None for models without rotary positions
 
     @property
     def unrotated(self) -> Tensor:
@@ -57,9 +58,9 @@ class BlockQueries:
 
     def _rotate_by(self, offsets: Tensor) -> Tensor:
         q = self.rotated
-        if self.rotate is None:
+        if self.rope is None:
             return q
-        return self.rotate(q.flatten(0, 2), offsets.expand(q.shape[:3]).flatten()).view_as(q)
+        return self.rope.shift(q.flatten(0, 2), offsets.expand(q.shape[:3]).flatten()).view_as(q)
 
 
 @dataclass(frozen=True)

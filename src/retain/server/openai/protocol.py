@@ -101,9 +101,11 @@ class ExtensionFields(StrictModel):
     @field_validator("kv_policy")
     @classmethod
     def _refuse_files(cls, spec: str | None) -> str | None:
-        """Refuse policies that read files: a client must not choose what the server opens."""
-        if spec and "file" in parse_spec(spec)[1]:
-            raise ValueError("a request cannot name a file of the server: start it with --kv-policy gate:file=...")
+        """Refuse policies that read files or run code: a client must not choose what the server opens."""
+        for option, policy in (("file", "gate"), ("press", "press")):
+            if spec and option in parse_spec(spec)[1]:
+                remedy = f"start it with --kv-policy {policy}:{option}=..."
+                raise ValueError(f"a request cannot name a file of the server: {remedy}")
         return spec
 
 

@@ -65,11 +65,11 @@ def mean_rotation(queries: BlockQueries, first: int, count: int) -> Tensor:
     """Return the mean of the rotations by `count` positions from the first on, a matrix [D, D] for rows x: x @ R."""
     D = queries.rotated.shape[-1]
     units = torch.eye(D, device=queries.pos.device)
-    if queries.rotate is None:
+    if queries.rope is None:
         return units
     total = torch.zeros_like(units)
     positions = torch.arange(first, first + count, device=units.device)
     for part in torch.split(positions, max(MAX_NUMBERS // D**2, 1)):
         rows = units.expand(len(part), D, D).flatten(0, 1)
-        total += queries.rotate(rows, part.repeat_interleave(D)).view(-1, D, D).sum(0)
+        total += queries.rope.shift(rows, part.repeat_interleave(D)).view(-1, D, D).sum(0)
     return total / count
