@@ -29,7 +29,7 @@ from retain.kv.capacity import CacheConfig, CapacityPlanner, refuse_gates
 from retain.kv.eviction import policies
 from retain.kv.eviction.auto_policy import AutoPolicy, check_spec
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
-from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.gate_weights import Gate
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.manager import KVCacheManager
@@ -111,7 +111,7 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
-    auto = AutoPolicy(loaded.gate_loader().has_gate, spec.kv_cache.can_compare_layers)
+    auto = AutoPolicy(loaded.gate_loader().policy_names, spec.kv_cache.can_compare_layers)
     allowed = [policies.parse(auto.choose(name)) for name in (c.kv_policy, *c.allow_policy)]  # there is room for them
     query_heads = spec.num_heads // min(g.num_kv_heads for g in spec.kv_cache.groups)  # of a kv head
     kv_dtype = pool_dtype(c.slot_dtype)
@@ -321,7 +321,7 @@ def build_cache(
     *,
     prefix_config: PrefixConfig | None = None,
     key_transform: KeyTransform | None = None,
-    load_gate: Callable[[str], GateWeights] = refuse_gates,
+    load_gate: Callable[[str], Gate] = refuse_gates,
     device: torch.device = CPU,
 ) -> KVCacheManager:
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""

@@ -251,7 +251,7 @@ class ListModel:
 
     @cached_property
     def gate(self) -> GateWeights:
-        return random_gate(self.spec.kv_cache)
+        return random_gate(self.spec.kv_cache).attention
 
     def unscaled(self, layer: int, g: int, keys: Tensor) -> Tensor:
         """Return keys without the factors that balance them with queries."""

@@ -28,6 +28,7 @@ from retain.models.decoder import ModelSpec
 from retain.options import option_values
 from retain.sampling_params import SamplingParams
 from tests.helpers.backend_variants import ISAS
+from tests.helpers.policy_specs import spec_of
 from tests.helpers.sink_family import SINKS, add_sink_family
 from tests.helpers.state_family import VARIANTS as STATE_VARIANTS
 from tests.helpers.state_family import add_state_families
@@ -331,7 +332,7 @@ class PolicyLimits:
         """Return whether the policy of this name is one of them."""
         compares_layers = getattr(policy, "share", "") == "all" or getattr(policy, "scope", "") == "shared"
         return (self.can_demote or not policy.modes.demote) and (
-            self.can_compare_layers or not (compares_layers or name == "gate")
+            self.can_compare_layers or not (compares_layers or name in ("gate", "gate_replay"))
         )
 
 
@@ -355,7 +356,7 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         return {}
     if name == "ring":
         return {"window": rng.randint(1, 80)}
-    allowed = option_values(parse_policy(f"{name}:budget=1"))
+    allowed = option_values(parse_policy(spec_of(name, "budget=1")))
     draws: dict[str, Callable[[], Any]] = {
         "recent": lambda: rng.choice(["10%", "50%", "100%", rng.randint(1, 20)]),
         "sinks": lambda: rng.randint(0, 6),
@@ -390,6 +391,9 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
     for key, draw in draws.items():
         if key in allowed and rng.random() < 0.3:
             options[key] = draw()
+    if name == "press":
+        press = rng.choice(["KeyNorm", "KeyDifference", "ExpectedAttention", "Leverage"])
+        options["press"] = f"tests.helpers.presses.{press}"
     if name == "gate" and options.get("prefill") == "stream":
         options["share"] = "none"  # its default divides a whole prompt's budget
     return options

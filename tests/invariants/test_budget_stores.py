@@ -25,6 +25,7 @@ from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.checkpoints.budget.metadata import decode_metadata, encode_metadata, with_pages
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.gate_weights import Gate
 from retain.kv.prefix.radix_tree import RadixTree
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.span import Span
@@ -32,7 +33,7 @@ from retain.kv.stores.tiers.ram import RamStore
 from tests.helpers import engines
 from tests.helpers.chats import TURNS, answers, ask, options_of, talk, talk_in_one_row
 from tests.helpers.engines import make_engine, make_request
-from tests.helpers.gates import random_gate
+from tests.helpers.gates import random_weights
 from tests.helpers.marks import slow
 from tests.helpers.places import Place
 from tests.helpers.tiers import disk_spec, disk_store_of, offloader_of
@@ -61,7 +62,7 @@ def test_states_of_another_gate_are_never_read(tmp_path: Path, monkeypatch: pyte
     place = Place("folder after a restart", tmp_path, **options_of("llama", policy))
     text = begin(policy, place, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "random_gate", lambda spec: replace(random_gate(spec), logs=0 * random_gate(spec).logs))
+        patch.setattr(engines, "random_gate", lambda spec: Gate(random_weights(spec, 7)))
         place.restart()
         assert ask(place.engine, text, policy, 1).stats.num_cached_tokens == 0
     place.restart()

@@ -20,6 +20,7 @@ from tests.helpers.attention_case import assert_close
 from tests.helpers.engines import make_engine, make_request, random_prompts, row_of, run_alone, run_to_completion
 from tests.helpers.list_model import ListModel, ListPolicy
 from tests.helpers.marks import every_third, slow
+from tests.helpers.policy_specs import spec_of
 from tests.helpers.slots import read_pages
 
 FAMILIES = ["llama", *slow("gpt2", "mpt", "gemma3_text")]  # grouped heads, learned positions, ALiBi, sliding layers
@@ -151,8 +152,8 @@ BUDGET_POLICIES = [n for n in policies.names() if n not in ("full", "ring")]
 def test_a_budget_of_at_least_the_whole_text_equals_full(name: str, family: str) -> None:
     prompts = random_prompts(4, max_prompt_len=60)
     full = generate(family, prompts, "full")
-    assert generate(family, prompts, f"{name}:budget=200") == full
-    assert generate(family, prompts, f"{name}:budget=90,interval=1") == full
+    assert generate(family, prompts, spec_of(name, "budget=200")) == full
+    assert generate(family, prompts, spec_of(name, "budget=90,interval=1")) == full
 
 
 def generate(family: str, prompts: list[list[int]], policy: str) -> list[list[int]]:

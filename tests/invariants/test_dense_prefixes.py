@@ -17,6 +17,7 @@ from retain.kv.text import Text
 from tests.helpers.cached_pages import check_cached_pages
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
+from tests.helpers.policy_specs import spec_of
 from tests.helpers.unlike_family import UNLIKE
 from tests.helpers.unlike_family import unlike_family as unlike_family
 
@@ -147,7 +148,7 @@ def test_a_prompt_that_fits_alone_fits_beside_what_is_cached_of_it(family: str, 
 @pytest.mark.parametrize("name", sorted({*policies.names()} - {"reread"}))  # reads the whole prompt again
 def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -> None:
     """All but its last token, whose logits are needed."""
-    spec = {"full": "full", "ring": "ring:window=64"}.get(name, f"{name}:budget=50%")
+    spec = spec_of(name, "budget=50%")
     engine = make_engine(family, backend="cpu", prefix_cache="exact", max_batched_tokens=512)
     requests = [make_request([7 * i % 97 for i in range(400)], 8, spec) for _ in range(2)]
     first, second = (run_checked(engine, [request]) for request in requests)
@@ -156,7 +157,14 @@ def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -
 
 
 @pytest.mark.parametrize("place", ["pool", "running"])
-@pytest.mark.parametrize("policy", ["replay:budget=60,block=64", "compactor:budget=60,block=64,sinks=0"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "replay:budget=60,block=64",
+        "gate_replay:budget=60,block=64",
+        *slow("compactor:budget=60,block=64,sinks=0"),
+    ],
+)
 def test_prompts_that_share_whole_blocks_of_queries_begin_behind_them(policy: str, place: str) -> None:
     """The blocks before the last one of a prompt score alike in any longer text."""
     text = random_tokens(random.Random(0), 150)

@@ -27,7 +27,7 @@ from retain.kv.row import Row
 from retain.types import Ints
 from tests.helpers.gates import random_gate
 from tests.helpers.marks import slow
-from tests.helpers.policy_specs import goes_with
+from tests.helpers.policy_specs import goes_with, spec_of
 
 KV_HEADS = 2
 HEAD_DIM = 16
@@ -45,7 +45,7 @@ OPTIONS = {  # beside a budget, an interval and a chunk, which are drawn
     "tova": ["demote=int4"],
 }
 SPECS = [
-    f"{name}:{options}"
+    spec_of(name, options)
     for name in policies.names()
     for options in OPTIONS.get(name, [""])
     if name not in ("full", "ring")

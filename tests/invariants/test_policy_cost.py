@@ -14,6 +14,7 @@ from retain.processing.input import GenerateRequest, PromptTooLongError
 from retain.server.config import DRAFTERS
 from tests.helpers.engines import make_engine, make_request
 from tests.helpers.policy_cost import count_cost, count_policy_cost
+from tests.helpers.policy_specs import spec_of
 from tests.helpers.schedules import draw_policy
 
 MAX_MODEL_LEN, MAX_BATCHED_TOKENS, MAX_TOKENS = 512, 256, 24
@@ -66,7 +67,7 @@ def test_what_a_request_may_choose_has_a_bounded_cost(seed):
 @pytest.mark.parametrize("name", policies.names())
 def test_every_policy_with_its_defaults_may_be_chosen(name):
     """Any prompt, up to the context."""
-    spec = {"full": "full", "ring": "ring:window=64"}.get(name, f"{name}:budget=25%")
+    spec = spec_of(name, "budget=25%")
     reads_all = name in ("reread", "gate") or bool(parse(spec).resolve(400).query_blocks)
     specs = [spec, f"{spec},prefill=stream"] if "budget" in spec and not reads_all else [spec]
     if name == "reread":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -21,6 +23,21 @@ from tests.unit.test_kv_cache import cached_positions
 
 N = 60
 HELPERS = "tests.helpers.presses"
+FAMILIES = ["llama", "qwen2", "qwen3"]
+KVPRESS: dict[str, dict[str, int]] = {
+    "CURPress": {},
+    "CapPress": {},
+    "CompactorPress": {"chunk_size": 64, "sketch_dimension": 8},
+    "ExpectedAttentionPress": {"n_future_positions": 64},
+    "KeyDiffPress": {},
+    "KnormPress": {},
+    "LagKVPress": {"lag_size": 16},
+    "LeverageScorePress": {"sketch_dimension": 8},
+    "NonCausalAttnPress": {"chunk_size": 64},
+    "RandomPress": {"seed": 3},
+    "SnapKVPress": {"window_size": 32},
+    "TOVAPress": {},
+}
 PRESSES = ["KeyNorm", "KeyDifference", "WindowAttention", "ExpectedAttention", "Leverage"]
 
 
@@ -58,17 +75,31 @@ def scores_in_engine(family: str, spec: str, prompt: list[int]) -> Tensor:
     return masses.transpose(2, 3).flatten(3)[:, :, 0, : len(prompt)]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("name", PRESSES)
-def test_a_press_scores_what_it_scores_in_transformers(name: str, family: str) -> None:
-    prompt = random_tokens(N)
-    press = getattr(presses, name)()
+def assert_scores_alike(family: str, press: Any, name: str, prompt: Tensor) -> None:
+    """Compare a press, which the engine finds by its name in the module of helpers."""
     press.compression_ratio = 0.0
     expected = torch.stack(scores_in_transformers(family, press, prompt))
     expected = expected - expected.amin((1, 2), keepdim=True)
-    found = scores_in_engine(family, f"press:press={HELPERS}.{name},budget={N}", prompt.tolist())
+    found = scores_in_engine(family, f"press:press={HELPERS}.{name},budget={len(prompt)}", prompt.tolist())
     scale = expected.amax()
     torch.testing.assert_close(found / scale, expected / scale, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", PRESSES)
+def test_a_press_scores_what_it_scores_in_transformers(name: str, family: str) -> None:
+    assert_scores_alike(family, getattr(presses, name)(), name, random_tokens(N))
+
+
+@pytest.mark.skipif(not find_spec("kvpress"), reason="kvpress is an environment of its own: tools/kvpress_peer.txt")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("name", "options"), KVPRESS.items())
+def test_presses_of_kvpress_score_what_they_score_in_transformers(
+    name: str, options: dict[str, int], family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    press = getattr(import_module("kvpress"), name)(**options)
+    monkeypatch.setattr(presses, "tuned", press)
+    assert_scores_alike(family, press, "tuned", random_tokens(150))
 
 
 def test_the_highest_scores_stay() -> None:

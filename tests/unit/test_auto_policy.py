@@ -14,7 +14,7 @@ from retain.plugins import parse_spec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "policies.md"
 SITUATIONS = {
-    "A bundled model, or one that you have": AutoPolicy(lambda: True),
+    "A bundled model, or one that you have": AutoPolicy(lambda: ("gate_replay", "gate")),
     "A model without a gate": AutoPolicy(),
 }
 

@@ -14,8 +14,8 @@ from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView, KeyTransform
-from retain.plugins import Amount
 from tests.helpers.gates import random_gate
+from tests.helpers.policy_specs import spec_of
 from tests.unit.test_kv_cache import cached_positions, compute, make_cache
 
 
@@ -47,7 +47,8 @@ def test_every_policy_defines_a_priority_that_the_cache_carries_out(name: str) -
     cls = importlib.import_module(f"retain.kv.eviction.policies.{name}").Policy
     view = view_of(torch.randperm(100).int().view(2, 2, 25))
     if issubclass(cls, BudgetPolicy):
-        policy = cls(budget=Amount(fraction=0.5)).resolve(100)
+        policy = policies.parse(spec_of(name, "budget=50%")).resolve(100)
+        assert isinstance(policy, BudgetPolicy)
         if policy.scores_slots:
             gate = random_gate(KVCacheSpec(uniform_layers(2, 8, (None, None))))
             policy = policy.fit(200, lambda file: gate)

@@ -14,13 +14,13 @@ from retain import LLM, SamplingParams
 from retain.fit import statistics
 from retain.fit.dense import EVERY, DenseModel, LayerAttention
 from retain.fit.evaluation import hold_out, kl_divergence
-from retain.fit.gate import score_columns
+from retain.fit.gate import score_columns, score_replayed
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
 from retain.gates.loader import SUFFIX
 from retain.kernels import reference
 from retain.kernels.attention_params import AttentionParams
-from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS
+from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS, GateWeights
 from retain.kv.eviction.policies import gate as gate_policy
 from retain.kv.eviction.view import CacheView
 from retain.models.weights import Weights
@@ -47,6 +47,7 @@ def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monk
     model = dense_model(family)
     s = model.spec
     gate = random_gate(s.kv_cache)
+    assert gate.replayed
     ranked: list[Tensor] = []
     priority = gate_policy.Policy.priority
 
@@ -57,10 +58,13 @@ def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monk
     monkeypatch.setattr(gate_policy.Policy, "priority", record)
     for name in ("round_keys", "round_8bit"):
         monkeypatch.setattr(statistics, name, lambda x: x)
-    run_to_completion(make_engine(family), [make_request(PROMPT, 2, "gate:budget=30,recent=9,share=none")])
+    options = "budget=30,recent=9,share=none"
+    for policy in (f"gate:{options}", f"gate_replay:{options}"):
+        run_to_completion(make_engine(family), [make_request(PROMPT, 1, policy)])
     found = Collector(model, "reread", lambda prompt: [prompt]).collect(EXAMPLE)
-    expected = score_columns(gate, found.columns).clamp(LOWEST, HIGHEST)
-    assert torch.allclose(ranked[0][..., : len(PROMPT)], expected, atol=1e-3)
+    expected = score_columns(gate.attention, found.columns), score_replayed(gate.replayed, found)
+    for ours, theirs in zip(ranked, expected, strict=True):
+        assert torch.allclose(ours[..., : len(PROMPT)], theirs.clamp(LOWEST, HIGHEST), atol=1e-3)
 
 
 def test_a_gate_is_fitted_on_keys_and_values_as_8_bits_hold_them() -> None:
@@ -121,6 +125,7 @@ def test_moments_solve_the_ridge_regression_of_all_rows() -> None:
             torch.randn(M, G, n, D + V + NUM_LOGS, generator=rng) * 3 + 1,
             torch.rand(M, G, n, generator=rng) * 4,
             torch.zeros(M, G, n),
+            torch.rand(M, G, n, generator=rng),
         )
         for n in (50, 80)
     ]
@@ -183,6 +188,20 @@ def test_the_package_has_gates_of_the_bundled_models(model: str) -> None:
     assert gate != h2o
 
 
+def test_a_gate_for_one_policy_is_refused_by_the_other(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors import safe_open
+    from safetensors.torch import save_file
+
+    with safe_open(fitted, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in GateWeights.__annotations__}
+        save_file(tensors, path := tmp_path / "x.safetensors", file.metadata())
+    arguments = ["run", "--model", "random:tiny", "--kv-memory", "16MiB", "--max-tokens", "2", "Hello", "--kv-policy"]
+    assert_one_line_error(run_cli(capsys, *arguments, f"gate_replay:budget=9,file={path}"), "is for `gate` alone")
+    assert run_cli(capsys, *arguments, f"gate:budget=9,file={path}").code == 0
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -191,6 +210,7 @@ def test_the_package_has_gates_of_the_bundled_models(model: str) -> None:
         ("text", "cannot be read as a gate"),
         ("weights", "not a gate"),
         ("shape", "damaged: key is"),
+        ("second", "damaged: replayed.key is missing"),
         ("nan", "not finite"),
         ("model", "another model"),
         ("none", "gate: none is fitted"),
@@ -213,6 +233,8 @@ def test_a_gate_that_does_not_fit_is_one_line(
         save_file(tensors, path)
     elif damage == "shape":
         save_file({**tensors, "key": torch.zeros(2, 2, 2)}, path, metadata)
+    elif damage == "second":
+        save_file({name: tensor for name, tensor in tensors.items() if name != "replayed.key"}, path, metadata)
     elif damage == "nan":
         save_file({**tensors, "bias": tensors["bias"] * torch.nan}, path, metadata)
     elif damage == "model":

@@ -15,6 +15,9 @@ from torch import Tensor
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.rope import Rope
 from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.gate_weights import Gate, GateWeights
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.query_scored import QueryScoredPolicy
 from retain.kv.eviction.view import BlockQueries, CacheView, KeyTransform
@@ -71,7 +74,7 @@ def view_of(prompt: Prompt, block: range, mass: Tensor | None = None) -> tuple[C
         prompt.rotated_q[:, :, block.start : block.stop],
         torch.arange(block.start, block.stop),
         AttentionParams(SCALE),
-        ROPE.shift,
+        ROPE,
     )
     view = CacheView(
         order[None].int(),
@@ -83,7 +86,7 @@ def view_of(prompt: Prompt, block: range, mass: Tensor | None = None) -> tuple[C
     return view, order
 
 
-def score_prompt(policy: QueryScoredPolicy, prompt: Prompt) -> Tensor:
+def score_prompt(policy: EvictionPolicy, prompt: Prompt) -> Tensor:
     """Return the masses of a prompt's tokens [G, N] when all blocks are scored, one after the other."""
     mass = torch.zeros(G, N)
     for block in policy.query_blocks:
@@ -126,6 +129,36 @@ def test_replay_scores_what_outputs_behind_the_block_lose_without_a_token(prompt
         moved = torch.stack([rotate(q, behind) for q in prompt.q[:, :, begin:end].flatten(0, 1)])
         wanted[:, :end] += changes_without(prompt, moved.view(G, R, -1, D), behind, end)
     torch.testing.assert_close(score_prompt(policy, prompt), wanted, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("block", [100, 60, 23])
+def test_gate_replay_scores_squared_weights_behind_the_block(prompt: Prompt, block: int) -> None:
+    policy = policies.parse(f"gate_replay:budget=20,block={block}").resolve(N)
+    wanted = torch.zeros(G, N)
+    for begin in range(0, N, block):
+        end = min(begin + block, N)
+        moved = torch.stack(
+            [rotate(q, torch.full((end - begin,), end)) for q in prompt.q[:, :, begin:end].flatten(0, 1)]
+        )
+        weights = (SCALE * moved.view(G, R, -1, D) @ prompt.rotated_k[:, None, :end].transpose(-1, -2)).softmax(-1)
+        wanted[:, :end] += weights.square().sum((1, 2))
+    torch.testing.assert_close(score_prompt(policy, prompt), wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_gate_replay_divides_a_mass_by_the_queries_that_saw_the_slot() -> None:
+    """All of the slot's own block and of later ones, and of the answer; behind the prompt those from its own on."""
+    block, end = 25, N + 9
+    none = torch.zeros(1, 1, 1)
+    weights = GateWeights(none, none, torch.tensor([[[0.0, 0, 0, 1, 0]]]), torch.zeros(1, 1))
+    resolved = policies.parse(f"gate_replay:budget=20,block={block}").resolve(N)
+    policy = resolved.fit(10 * N, lambda file: Gate(weights, weights))
+    pos = torch.randperm(end).int().view(1, 1, -1)
+    saw = torch.tensor([end - (p // block * block if p < N else p) for p in pos.flatten().tolist()])
+    view = CacheView(
+        pos, 0.5 * saw.view(1, 1, 1, -1), end - 1, lambda: (none, none), slot_scores=torch.zeros(1, 1, end)
+    )
+    assert isinstance(policy, BudgetPolicy)
+    torch.testing.assert_close(policy.priority(view), torch.full((1, 1, end), math.log(0.5)))
 
 
 def test_queries_of_a_shared_cache_are_those_of_the_layer_that_writes_into_it() -> None:

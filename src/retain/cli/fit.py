@@ -32,5 +32,5 @@ def fit(args: Namespace) -> int:
         print("KL from the full cache there" + "".join(f"{b:>10.1%}" for b in BUDGETS))
     for name, values in report.kl.items():
         print(f"{name:28}" + "".join(f"{value:>10.4f}" for value in values))
-    print(f"use it: --kv-policy gate:budget=25%,file={config.out}")
+    print(f"use it: --kv-policy {report.best}:budget=25%,file={config.out}")
     return 0

@@ -27,6 +27,7 @@ class LayerAttention:
     """
 
     layer: int
+    queries: Tensor  # [G, R, T, D], rotated
     keys: Tensor  # [G, n, D], rotated
     values: Tensor  # [G, n, D]
     weights: Tensor  # [G, R, T, n]
@@ -100,14 +101,14 @@ class DenseModel:
         """Attend with queries [T, H, D] over k and v [G, n, D]."""
         T = len(q)
         G = len(k)
-        queries = q.transpose(0, 1).reshape(G, -1, q.shape[-1])  # [G, R T, D]
+        queries = q.transpose(0, 1).reshape(G, -1, T, q.shape[-1])
         places = torch.arange(k.shape[1])
-        products = (queries @ k.transpose(1, 2) * params.scale).view(-1, T, len(places))  # [H, T, n]
+        products = (queries.flatten(1, 2) @ k.transpose(1, 2) * params.scale).view(-1, T, len(places))  # [H, T, n]
         scores = adjust_scores(products, places - places[-T:, None], params)
         sinks = None if params.sink_logits is None else params.sink_logits.view(G, -1, 1, 1)
         scores = scores.view(G, -1, T, len(places)).masked_fill(~mask, -torch.inf)
         weights = softmax(scores, sinks)
-        return LayerAttention(layer, k, v, weights, weights @ v[:, None])
+        return LayerAttention(layer, queries, k, v, weights, weights @ v[:, None])
 
     def _visible(self, layer: int, pos: Tensor, num_tokens: int) -> Tensor:
         """Return which tokens each query sees, bool [T, n]."""

@@ -13,10 +13,10 @@ from tqdm import tqdm
 from retain.fit.config import FitConfig
 from retain.fit.dense import DenseModel
 from retain.fit.evaluation import BUDGETS, HeldOut, hold_out, kl_divergence
-from retain.fit.ridge import Moments
+from retain.fit.ridge import MASS_COLUMN, Moments, replayed_logs
 from retain.fit.statistics import Collector, Statistics, sum_rereads
 from retain.gates.loader import model_fingerprint
-from retain.kv.eviction.gate_weights import NUM_LOGS, GateShape, GateWeights, save_gate
+from retain.kv.eviction.gate_weights import NUM_LOGS, Gate, GateShape, GateWeights, save_gate
 from retain.kv.eviction.policies import reread
 from retain.models.weights import open_weights
 from retain.plugins import Amount
@@ -24,12 +24,15 @@ from retain.processing.examples import Example, load_examples
 from retain.processing.tokenizer import Tokenizer
 
 HELD_OUT_EVERY = 7
-RECENT = {"gate": 0.15, "reread": 0.3, "h2o": 0.3}  # the policies' own defaults
+RECENT = {"gate": 0.15, "gate_replay": 0.15, "reread": 0.3, "h2o": 0.3}  # the policies' own defaults
 
 
 @dataclass(frozen=True)
 class FitReport:
-    """What a fit found. `kl` is by policy and budget, over the prompts held out; empty without answers."""
+    """What a fit found. `kl` is by policy and budget, over the prompts held out; empty without answers.
+
+    `best`: the policy of the gate that had the lower one. A gate for `gate_replay` is left out where that is `gate`.
+    """
 
     num_fitted: int
     num_held_out: int
@@ -37,6 +40,7 @@ class FitReport:
     r2: float
     r2_by_layer: list[float]
     kl: dict[str, list[float]]
+    best: str
 
 
 def fit_gate(path: Path, config: FitConfig) -> FitReport:
@@ -61,13 +65,16 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
         (held_moments if is_held_out else moments).add(found)
         if is_held_out and example.answer:
             held.append((hold_out(model, example), found))
-    gate = moments.solve()
-    by_layer, r2 = held_moments.r2(gate)
-    save_gate(config.out, gate, _shape(model, path), _notes(config, len(examples), r2))
+    gate = Gate(moments.solve(), moments.solve_replayed())
+    by_layer, r2 = held_moments.r2(gate.attention)
     num_held_out = len(examples) // HELD_OUT_EVERY
     kl = _compare(model, gate, held) if held else {}
-    num_weights = sum(x.numel() for x in vars(gate).values())
-    return FitReport(len(examples) - num_held_out, num_held_out, num_weights, r2, by_layer.tolist(), kl)
+    if kl and sum(kl["gate"]) < sum(kl["gate_replay"]):
+        gate = Gate(gate.attention)
+    save_gate(config.out, gate, _shape(model, path), _notes(config, len(examples), r2))
+    num_weights = sum(x.numel() for x in vars(gate.attention).values()) * (2 if gate.replayed else 1)
+    best = "gate_replay" if gate.replayed else "gate"
+    return FitReport(len(examples) - num_held_out, num_held_out, num_weights, r2, by_layer.tolist(), kl, best)
 
 
 def _load_examples(tokenizer: Tokenizer, config: FitConfig) -> list[Example]:
@@ -98,8 +105,18 @@ def score_columns(gate: GateWeights, columns: Tensor) -> Tensor:
     return (columns @ weights)[..., 0] + gate.bias[..., None]
 
 
-def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Statistics]]) -> dict[str, list[float]]:
-    """Return the mean KL divergence of the gate, of reread (share=all, value=norm) and of h2o, at each budget."""
+def score_replayed(gate: GateWeights, found: Statistics) -> Tensor:
+    """Return the scores of the policy `gate_replay` at the end of the prompt, [M, G, n]."""
+    columns = found.columns.clone()
+    columns[..., MASS_COLUMN] = replayed_logs(found)
+    return score_columns(gate, columns)
+
+
+def _compare(model: DenseModel, gate: Gate, held: list[tuple[HeldOut, Statistics]]) -> dict[str, list[float]]:
+    """Return the mean KL divergence of both gates, of reread (share=all, value=norm) and of h2o, at each budget."""
+    assert gate.replayed
+    attention = gate.attention
+    replayed = gate.replayed
 
     k_dim = model.spec.kv_cache.full_attention_group.k_dim
 
@@ -108,7 +125,8 @@ def _compare(model: DenseModel, gate: GateWeights, held: list[tuple[HeldOut, Sta
         return sum_rereads(model, example.prompt, [example.prompt]) * values.norm(dim=-1)
 
     scorers: dict[str, tuple[str, Callable[[Example, Statistics], Tensor]]] = {
-        "gate": ("all", lambda example, found: score_columns(gate, found.columns)),
+        "gate": ("all", lambda example, found: score_columns(attention, found.columns)),
+        "gate_replay": ("all", lambda example, found: score_replayed(replayed, found)),
         "reread": ("all", reread_norms),
         "h2o": ("none", lambda example, found: found.mass),
     }

@@ -6,14 +6,19 @@ of one row's variance, and the bias is free.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from retain.fit.statistics import TARGET_FLOOR, Statistics
-from retain.kv.eviction.gate_weights import NUM_LOGS, GateWeights
+from retain.kv.eviction.gate_weights import MASS_FLOOR, NUM_LOGS, GateWeights
 
 LINEAR_PENALTY = 0.02  # of key and value columns, times the number of rows
 LOG_PENALTY = 1.0  # of the columns of logarithms
+
+MASS_COLUMN = -2  # from the end
+REPLAYED_WEIGHT = 0.3  # of 0.15, 0.25, 0.3 and 0.4 the best on SmolLM2; 0.25 is about equal
 
 
 class Moments:
@@ -23,6 +28,7 @@ class Moments:
         """`k_dim` columns are those of keys; the next ones are of values."""
         self.k_dim = k_dim
         self.sums: Tensor | None = None
+        self.replayed = torch.zeros(2, dtype=torch.float64)  # sum and number of logarithms of `replayed`
 
     def add(self, found: Statistics) -> None:
         """Add the tokens of a prompt."""
@@ -30,19 +36,40 @@ class Moments:
         rows = torch.cat((found.columns, y, torch.ones_like(y)), -1).double()
         products = rows.transpose(-1, -2) @ rows
         self.sums = products if self.sums is None else self.sums + products
+        logs = replayed_logs(found)
+        self.replayed += torch.tensor([logs.double().sum(), logs.numel()])
 
     def solve(self) -> GateWeights:
         """Fit the gate to the recorded sums by ridge regression, and return its weights."""
+        assert self.sums is not None
+        return self._solve(torch.ones(self.sums.shape[-1] - 2, dtype=torch.float64))
+
+    def solve_replayed(self) -> GateWeights:
+        """Fit all but the mass, and give the logarithm of what the prompt's queries give from behind it one weight.
+
+        Where the fit has that logarithm among its columns, it gives the others less, and ranks worse
+        (docs/log/budgets.md). The bias takes off the mean of that term.
+        """
+        assert self.sums is not None
+        used = torch.ones(self.sums.shape[-1] - 2, dtype=torch.float64)
+        used[MASS_COLUMN] = 0
+        weights = self._solve(used)
+        weights.logs[..., MASS_COLUMN] = REPLAYED_WEIGHT
+        return replace(weights, bias=weights.bias - REPLAYED_WEIGHT * float(self.replayed[0] / self.replayed[1]))
+
+    def _solve(self, used: Tensor) -> GateWeights:
+        """Fit the columns that are used [C], 1 or 0."""
         assert self.sums is not None
         N = self.sums[..., -1, -1]  # [M, G]
         mean = self.sums[..., -1] / N[..., None]  # [M, G, C + 2]
         cov = self.sums / N[..., None, None] - mean[..., None] * mean[..., None, :]
         deviation = cov.diagonal(dim1=-2, dim2=-1)[..., :-2].clamp(min=1e-12).sqrt()  # [M, G, C]
-        xx = cov[..., :-2, :-2] / deviation[..., None] / deviation[..., None, :]
-        xy = cov[..., :-2, -2] / deviation
+        xx = cov[..., :-2, :-2] / deviation[..., None] / deviation[..., None, :] * used * used[:, None]
+        xy = cov[..., :-2, -2] / deviation * used
         penalty = torch.full_like(deviation, LINEAR_PENALTY)
         penalty[..., -NUM_LOGS:] = LOG_PENALTY / N[..., None]
-        w = torch.linalg.solve(xx + torch.diag_embed(penalty), xy) / deviation
+        factor = torch.linalg.cholesky(xx + torch.diag_embed(penalty))
+        w = torch.cholesky_solve(xy[..., None], factor)[..., 0] / deviation
         bias = mean[..., -2] - (w * mean[..., :-2]).sum(-1)
         w = w.float()
         D = self.k_dim
@@ -60,3 +87,8 @@ class Moments:
         N = self.sums[..., -1, -1]
         by_layer = 1 - error.sum(-1) / (yy.sum(-1) - y.sum(-1) ** 2 / N.sum(-1))
         return by_layer, float(1 - error.sum() / (yy.sum() - y.sum() ** 2 / N.sum()))
+
+
+def replayed_logs(found: Statistics) -> Tensor:
+    """Return the logarithms of what a query of the prompt gives from behind it to each token, [M, G, n]."""
+    return (found.replayed / found.replayed.shape[-1] + MASS_FLOOR).log()

@@ -22,6 +22,8 @@ from torch import Tensor
 from retain.fit.dense import DenseModel, LayerAttention
 from retain.kernels.slots.quantized_slots import dequantize, quantize, rotate
 from retain.kv.eviction.gate_weights import changing_logs, fixed_logs
+from retain.kv.eviction.query_scored import sum_squared_weights
+from retain.kv.eviction.view import BlockQueries, CacheView
 from retain.processing.examples import Example
 
 TARGET_FLOOR = 0.02  # added to a target, whose mean is 1, before its logarithm is fitted
@@ -34,6 +36,7 @@ class Statistics:
     columns: Tensor  # float32 [M, G, n, D + V + 5]: key before rotation, value, logarithms as in GateWeights.logs
     target: Tensor  # float32 [M, G, n], mean 1
     mass: Tensor  # float32 [M, G, n]: attention received from the prompt, which h2o goes by
+    replayed: Tensor  # float32 [M, G, n]: what the prompt's queries give from behind it, which gate_replay goes by
 
 
 class Collector:
@@ -55,6 +58,7 @@ class Collector:
             maps += first.read_answer(example)
         columns = torch.stack(first.columns)
         mass = torch.stack(first.masses)
+        replayed = torch.stack(first.replayed)
         if self.target != "answers":
             norms = torch.stack([v.norm(dim=-1) for v in first.values])
             maps.insert(0, sum_rereads(self.model, example.prompt, self.rereads(example.prompt)) * norms)
@@ -62,7 +66,7 @@ class Collector:
         for other in maps[1:]:
             target = torch.maximum(target, other / other.mean())
             target = target / target.mean()
-        return Statistics(columns, target, mass)
+        return Statistics(columns, target, mass, replayed)
 
 
 def sum_rereads(model: DenseModel, prompt: list[int], rereads: Sequence[Sequence[int]]) -> Tensor:
@@ -100,6 +104,7 @@ class FirstReading:
         self.prompt_len = prompt_len
         self.columns: list[Tensor] = []
         self.masses: list[Tensor] = []
+        self.replayed: list[Tensor] = []
         self.values: list[Tensor] = []
         self.answers: list[LayerAttention] = []
 
@@ -110,12 +115,13 @@ class FirstReading:
         n = self.prompt_len
         k = round_keys(found.keys[:, :n].detach())
         v = round_8bit(found.values[:, :n].detach())
+        self.replayed.append(self._replay(found, k, v))
         pos = torch.arange(n)
         if (factors := self.model.decoder.key_factors.get(found.layer)) is not None:
             k = k / factors[:, None]  # as a policy sees keys
         mass = found.weights[:, :, :n, :n].detach().sum((1, 2))  # [G, n]
-        if rope := self.model.decoder.attention[found.layer].rope:
-            unrotated = rope.shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)
+        if ropes := self.model.decoder.ropes:
+            unrotated = ropes[0].shift(k.flatten(0, 1), -pos.repeat(len(k))).view_as(k)
         else:
             unrotated = k
         logs = fixed_logs(k, v, pos.expand(len(k), -1)), changing_logs(mass, pos.expand(len(k), -1), n - 1)
@@ -123,6 +129,15 @@ class FirstReading:
         self.masses.append(mass)
         self.values.append(v)
         self.answers.append(found)
+
+    def _replay(self, found: LayerAttention, k: Tensor, v: Tensor) -> Tensor:
+        """Return the squared weights of the prompt's queries from behind it, summed, [G, n]."""
+        n = self.prompt_len
+        op = self.model.decoder.attention[found.layer]
+        queries = BlockQueries(found.queries[:, :, :n].detach(), torch.arange(n), op.params, op.rope)
+        pos = torch.arange(n, dtype=torch.int32).expand(1, len(k), n)
+        view = CacheView(pos, torch.zeros(1, len(k), 1, n), n - 1, lambda: (k[None], v[None]), queries=queries)
+        return sum_squared_weights(view, queries.at(n), torch.tensor([n])).sum(1)
 
     def read_answer(self, example: Example) -> list[Tensor]:
         """Compute prompt and answer. Returns what the answer attends to, and what its likelihood needs, [M, G, n]."""

@@ -6,7 +6,7 @@ fingerprint: its norms, which quantization leaves alone, so that one gate serves
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from xxhash import xxh3_128
 
 from retain.formats.checkpoint import open_checkpoint
 from retain.kernels.slots.kv_cache_spec import KVCacheSpec
-from retain.kv.eviction.gate_weights import GateShape, GateWeights, load_gate, read_fingerprint
+from retain.kv.eviction.gate_weights import Gate, GateShape, load_gate, read_header
 
 SUFFIX = ".gate.safetensors"
 PACKAGED = Path(__file__).parent
@@ -28,9 +28,9 @@ class GateLoader:
         self.spec = spec
         self.default = default
         self._shape: GateShape | None = None
-        self._gates: dict[str, GateWeights] = {}
+        self._gates: dict[str, Gate] = {}
 
-    def __call__(self, file: str) -> GateWeights:
+    def __call__(self, file: str) -> Gate:
         """Return the gate in a file; "" is the engine's own, or the first that is found.
 
         Raises ValueError where there is none, or where it is damaged or for another model.
@@ -49,17 +49,21 @@ class GateLoader:
             self._shape = GateShape(len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim, fingerprint)
         return self._shape
 
-    def has_gate(self) -> bool:
-        """Return whether there is a gate of this model, so that a policy need not name a file. Raises OSError."""
+    def policy_names(self) -> Sequence[str]:
+        """Return the policies that need not name a file, because there is a gate of this model; the best one first.
+
+        Raises OSError.
+        """
         try:
-            return bool(self._find())
+            _, has_replayed = read_header(self._find())
         except ValueError:
-            return False
+            return ()
+        return ("gate_replay", "gate") if has_replayed else ("gate",)
 
     def _find(self) -> Path:
         """Return the gate beside the model, or the one of this package. Raises ValueError where there is none."""
         for candidate in gate_files(self.path):
-            if read_fingerprint(candidate) == self.shape.fingerprint:
+            if read_header(candidate)[0] == self.shape.fingerprint:
                 return candidate
         raise ValueError(f"gate: none is fitted for {self.path.name}: `retain fit` makes one, gate:file=... names it")
 

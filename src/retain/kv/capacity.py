@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
-from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.gate_weights import Gate
 from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.memory.cache import ring_capacities
 from retain.kv.memory.group_pages import GroupPages
@@ -38,7 +38,7 @@ class CacheConfig:
     snapshot_interval: int = 2048
 
 
-def refuse_gates(file: str) -> GateWeights:
+def refuse_gates(file: str) -> Gate:
     """Raise ValueError: this cache has no model whose gates could be found."""
     raise ValueError("gate: no gates can be loaded here")
 

@@ -6,7 +6,7 @@ which one it was, choose it first: `policies.parse` knows no `auto`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from retain.kv.eviction import policies
@@ -18,9 +18,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class AutoPolicy:
-    """What the choice depends on: a model's layers, and whether a gate was fitted for it."""
+    """What the choice depends on: a model's layers, and which policies a gate was fitted for, the best one first."""
 
-    has_gate: Callable[[], bool] = lambda: False  # asked only where it matters: files are read for it
+    fitted: Callable[[], Sequence[str]] = tuple  # asked only where it matters: files are read for it
     can_compare_layers: bool = True  # see KVCacheSpec
 
     def choose(self, spec: str) -> str:
@@ -34,8 +34,8 @@ class AutoPolicy:
         defaults: dict[str, str] = {}
         if options.get("prefill") == "stream":  # evicts before the whole prompt is there
             chosen = "h2o"
-        elif self.has_gate():
-            chosen = "gate"
+        elif names := self.fitted():
+            chosen = "gate" if options.get("resume") == "on" else names[0]
         else:
             chosen = "replay"
             defaults = {} if self.can_compare_layers else {"share": "layer"}
@@ -46,7 +46,7 @@ class AutoPolicy:
 def check_spec(spec: str) -> EvictionPolicy:
     """Return a policy that a spec stands for on some model. Raises ValueError for one that no model could have."""
     errors = []
-    for auto in (AutoPolicy(), AutoPolicy(has_gate=lambda: True)):
+    for auto in (AutoPolicy(), AutoPolicy(lambda: ("gate",))):
         try:
             return policies.parse(auto.choose(spec))
         except ValueError as error:

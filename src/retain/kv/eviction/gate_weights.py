@@ -6,6 +6,8 @@ For a slot of layer m and kv head g, at position p behind which the newest query
 
 with age = q + 1 - p, and k the key before it was rotated. All but the last two terms are fixed when the slot is
 written (`fixed_part`); they need K and V. The last two change with every query (`score`).
+
+A file may have a second gate, for the policy `gate_replay`: its mass is what the prompt's queries give from behind it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from torch import Tensor
 from retain.files import atomic_write, quote, shorten
 
 FORMAT = "retain gate 1"
+REPLAYED = "replayed."  # before the names of the second gate's tensors
 NUM_LOGS = 5
 # Beyond these a score is noise; of equal ones the oldest token goes first.
 LOWEST = -8.0
@@ -75,6 +78,14 @@ class GateWeights:
         return score.clamp(LOWEST, HIGHEST)
 
 
+@dataclass(frozen=True)
+class Gate:
+    """What a gate's file has: the numbers for `gate`, and for `gate_replay` where they rank better."""
+
+    attention: GateWeights
+    replayed: GateWeights | None = None
+
+
 def fixed_logs(k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
     """Return [..., S, 3], the logarithms that do not change; k [..., S, D], v [..., S, V], pos [..., S]."""
     norms = torch.stack((v.norm(dim=-1), k.norm(dim=-1)), -1)
@@ -87,40 +98,58 @@ def changing_logs(mass: Tensor, pos: Tensor, query_position: int) -> Tensor:
     return torch.stack(((mass / age + MASS_FLOOR).log(), age.log()), -1)
 
 
-def save_gate(path: Path, weights: GateWeights, shape: GateShape, notes: dict[str, str]) -> None:
+def save_gate(path: Path, gate: Gate, shape: GateShape, notes: dict[str, str]) -> None:
     """Write a gate's file; `notes` say what it was fitted on. Raises OSError."""
-    tensors = {f.name: getattr(weights, f.name).contiguous() for f in fields(weights)}
+    tensors = {
+        prefix + f.name: getattr(weights, f.name).contiguous()
+        for prefix, weights in (("", gate.attention), (REPLAYED, gate.replayed))
+        for f in fields(GateWeights)
+        if weights
+    }
     data = save(tensors, {**notes, "format": FORMAT, "fingerprint": shape.fingerprint})
     atomic_write(path, lambda file: file.write(data))
 
 
-def read_fingerprint(path: Path) -> str:
-    """Return the fingerprint of the model that a gate's file is for. Raises ValueError where it is no gate."""
+def read_header(path: Path) -> tuple[str, bool]:
+    """Return the fingerprint of the model that a gate's file is for, and whether it has a second gate.
+
+    Raises ValueError where it is no gate.
+    """
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
+            names = set(file.keys())
     except (OSError, SafetensorError) as e:
         raise ValueError(f"{path}: cannot be read as a gate: {shorten(e)}") from e
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: not a gate, or of another version: `retain fit` writes them")
-    return metadata.get("fingerprint", "")
+    return metadata.get("fingerprint", ""), any(name.startswith(REPLAYED) for name in names)
 
 
-def load_gate(path: Path, shape: GateShape) -> GateWeights:
+def load_gate(path: Path, shape: GateShape) -> Gate:
     """Read a gate's file. Raises ValueError where it is damaged or for another model."""
-    if read_fingerprint(path) != shape.fingerprint:
+    fingerprint, has_replayed = read_header(path)
+    if fingerprint != shape.fingerprint:
         raise ValueError(f"{path}: this gate is for another model: fit one with `retain fit`")
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return Gate(
+        _take_weights(path, tensors, "", shape), _take_weights(path, tensors, REPLAYED, shape) if has_replayed else None
+    )
+
+
+def _take_weights(path: Path, tensors: dict[str, Tensor], prefix: str, shape: GateShape) -> GateWeights:
+    """Return the weights whose names begin with `prefix`. Raises ValueError where they are damaged."""
     M = shape.num_layers
     G = shape.kv_heads
     expected = {"key": (M, G, shape.k_dim), "value": (M, G, shape.v_dim), "logs": (M, G, NUM_LOGS), "bias": (M, G)}
     found: dict[str, Tensor] = {}
-    with safe_open(path, "pt") as file:
-        for name, size in expected.items():
-            tensor = file.get_tensor(name) if name in file.keys() else None  # noqa: SIM118
-            if tensor is None or tuple(tensor.shape) != size or not tensor.is_floating_point():
-                shown = "missing" if tensor is None else f"{tensor.dtype} {quote(tuple(tensor.shape))}"
-                raise ValueError(f"{path}: damaged: {name} is {shown}, not numbers of shape {size}")
-            if not tensor.isfinite().all():
-                raise ValueError(f"{path}: damaged: {name} has numbers that are not finite")
-            found[name] = tensor.float()
+    for name, size in expected.items():
+        tensor = tensors.get(prefix + name)
+        if tensor is None or tuple(tensor.shape) != size or not tensor.is_floating_point():
+            shown = "missing" if tensor is None else f"{tensor.dtype} {quote(tuple(tensor.shape))}"
+            raise ValueError(f"{path}: damaged: {prefix}{name} is {shown}, not numbers of shape {size}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{path}: damaged: {prefix}{name} has numbers that are not finite")
+        found[name] = tensor.float()
     return GateWeights(**found)

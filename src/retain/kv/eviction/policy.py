@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.slots.scoring import NO_NOISE
-from retain.kv.eviction.gate_weights import GateWeights
+from retain.kv.eviction.gate_weights import Gate
 from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats
 
 # Returns the gate in a file of this name; "" is the model's own. Raises ValueError.
-GateLoader = Callable[[str], GateWeights]
+GateLoader = Callable[[str], Gate]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class AttentionModule:
         return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
 
     def _split(self, hidden_states: Tensor) -> tuple[Tensor, ...]:
-        return hidden_states.split([*self._widths, self._v_width], -1)
+        return torch.split(hidden_states, [*self._widths, self._v_width], -1)
 
 
 def half_split_order(rope: Rope | None, head_dim: int) -> Tensor:

@@ -7,7 +7,9 @@ prompt have.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import Annotated
 
 import numpy as np
@@ -24,7 +26,7 @@ from retain.plugins import Amount
 
 NEWEST = Amount(fraction=0.15)
 MAX_WEIGHT = 0.999  # of a slot that is nearly all that a query sees
-MAX_WEIGHTS = 2**18  # numbers of attention weights that are computed at a time: a cache has room for them
+MAX_WEIGHTS = 2**20  # numbers of attention weights that are computed at a time: a cache has room for them
 MIN_QUERIES = 16  # that are computed at a time, however many slots they see: fewer would read these slots too often
 SMALLEST_SUM = 1e-30
 NumQueries = Annotated[int, Bounds(1, 4096)]  # of tokens that are held together, in float32 and for all layers
@@ -68,25 +70,46 @@ class QueryScoredPolicy(AttentionScoredPolicy):
         return x / x.where(in_prompt, 0).sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
 
 
+def divide_into_blocks(num_tokens: int, size: int) -> list[range]:
+    """Return the positions of a prompt in blocks of `size`; the last one may be smaller."""
+    return [range(begin, min(begin + size, num_tokens)) for begin in range(0, num_tokens, size)]
+
+
 def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
     """Return by how much the outputs of queries change without each slot, squared and summed, float32 [G, R, S].
 
-    Without a slot of weight p and value v an output o moves by p / (1 - p) (v - o). q [G, R, n, D] at positions [n].
+    Without a slot of weight p and value v an output o moves by p / (1 - p) (v - o). q [G, R, n, D], pos as in
+    `attention_weights`.
     """
     v = view.values[0][:, None]  # [G, 1, S, V]
-    columns = v.transpose(-1, -2).contiguous()
-    energy = v.square().sum(-1)[..., None, :]
-    found = torch.zeros(*q.shape[:2], v.shape[2], device=q.device)
-    num_queries = max(MAX_WEIGHTS // found.numel(), MIN_QUERIES)
-    for part, part_pos in zip(torch.split(q, num_queries, dim=2), torch.split(pos, num_queries), strict=True):
-        weights = view.attention_weights(part, part_pos)
-        output = weights @ v
-        distance = (-2 * output) @ columns  # in place from here on: memory is what this takes
-        distance += energy
-        distance += output.square().sum(-1)[..., None]
-        rest = 1 - weights.clamp_(max=MAX_WEIGHT)
-        found += weights.div_(rest).square_().mul_(distance.clamp_(min=0)).sum(2)
+    energy = v.square().sum(-1)
+    found = torch.zeros(())
+    for weights in _iter_weights(view, q, pos):  # in place from here on: memory is what this takes
+        o = weights @ v
+        weights.clamp_(max=MAX_WEIGHT)
+        weights.div_(1 - weights).square_()
+        # |v - o|^2 = |v|^2 - 2 v o + |o|^2, each part summed over queries by one product of matrices.
+        parts = torch.cat((o, torch.ones_like(o[..., :1]), o.square().sum(-1, keepdim=True)), -1)
+        sums = weights.transpose(-1, -2) @ parts  # [G, R, S, V + 2]
+        change = sums[..., -2] * energy - 2 * (sums[..., :-2] * v).sum(-1) + sums[..., -1]
+        found = found + change.clamp_(min=0)
     return found
+
+
+def sum_squared_weights(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
+    """Return the squared weights of queries [G, R, n, D], summed, float32 [G, R, S]; pos as in `attention_weights`."""
+    found = torch.zeros(())
+    for weights in _iter_weights(view, q, pos):
+        found = found + weights.square_().sum(2)
+    return found
+
+
+def _iter_weights(view: CacheView, q: Tensor, pos: Tensor) -> Iterator[Tensor]:
+    """Yield the weights [G, R, n, S] of some queries at a time."""
+    num_queries = max(MAX_WEIGHTS // (q.shape[0] * q.shape[1] * view.pos.shape[-1]), MIN_QUERIES)
+    positions = torch.split(pos, num_queries) if len(pos) > 1 else repeat(pos)
+    for part, part_pos in zip(torch.split(q, num_queries, dim=2), positions, strict=False):
+        yield view.attention_weights(part, part_pos)
 
 
 def pool_positions(scores: Tensor, pos: Tensor, num_tokens: int, size: int) -> Tensor:

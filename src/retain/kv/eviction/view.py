@@ -86,6 +86,11 @@ class CacheView:
         """Keys, rotated and less their offset: float32 [M, G, S, D]. Those of holes mean nothing."""
         return self._kv[0] if self.key_factors is None else self._kv[0] / self.key_factors
 
+    @cached_property
+    def _transposed_keys(self) -> Tensor:
+        """The keys of the first layer, [G, D, S]; 0 in holes, so that their products are numbers."""
+        return self.keys[0].where(self.pos[0, :, :, None] >= 0, 0).transpose(1, 2)
+
     @property
     def values(self) -> Tensor:
         """Values, float32 [M, G, S, v_dim]. Those of holes mean nothing."""
@@ -101,16 +106,21 @@ class CacheView:
         return self.transform.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)
 
     def attention_weights(self, q: Tensor, pos: Tensor) -> Tensor:
-        """Return the weights [G, R, n, S] of queries [G, R, n, D] at positions [n], in `score_queries`.
+        """Return the weights [G, R, n, S] of queries [G, R, n, D] at positions [n], or all at one [1].
 
-        A query sees the slots of its own position and of earlier ones.
+        It is called in `score_queries`. A query sees the slots of its own position and of earlier ones.
         """
         assert self.queries
         params = self.queries.params
-        G, R, n, _ = q.shape
-        products = ((params.scale * q.flatten(1, 2)) @ self.keys[0].transpose(1, 2)).view(G * R, n, -1)
-        slots = self.pos[0].repeat_interleave(R, 0)[:, None]  # [G R, 1, S]
-        distance = slots - pos[:, None]
-        x = adjust_scores(products, distance, params).masked_fill((slots < 0) | (distance > 0), -torch.inf)
-        sinks = None if params.sink_logits is None else params.sink_logits[:, None, None]
-        return softmax(x, sinks).view(G, R, n, -1)
+        G, R, _, _ = q.shape
+        slots = self.pos[0, :, None, None]  # [G, 1, 1, S]
+        distance = slots - pos[:, None]  # [G, 1, n or 1, S]
+        hidden = torch.where((slots < 0) | (distance > 0), -torch.inf, 0.0)
+        x = (params.scale * q.flatten(1, 2)) @ self._transposed_keys
+        x = adjust_scores(x.view(G * R, *q.shape[2:3], -1), distance.expand(-1, R, -1, -1).flatten(0, 1), params)
+        x = x.view(G, R, *x.shape[1:]).add_(hidden)
+        if params.sink_logits is not None:
+            return softmax(x, params.sink_logits.view(G, R, 1, 1))
+        x -= x.amax(-1, keepdim=True)  # in place: this takes as long as it passes over memory
+        x.exp_()
+        return x.div_(x.sum(-1, keepdim=True))

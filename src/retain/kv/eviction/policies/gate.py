@@ -50,7 +50,7 @@ class Policy(BudgetPolicy):
 
     def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
         """Load the gate, too. Raises ValueError where there is none for this model."""
-        return replace(super().fit(max_model_len, load_gate), weights=load_gate(self.file))
+        return replace(super().fit(max_model_len, load_gate), weights=load_gate(self.file).attention)
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Let every query of the prompt count alike."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, sum_output_changes
+from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, divide_into_blocks, sum_output_changes
 from retain.kv.eviction.view import CacheView
 
 
@@ -27,11 +27,10 @@ class Policy(QueryScoredPolicy):
     @property
     def query_blocks(self) -> Sequence[range]:
         """All positions of the prompt."""
-        n = self.prompt_len
-        return [range(begin, min(begin + self.block, n)) for begin in range(0, n, self.block)]
+        return divide_into_blocks(self.prompt_len, self.block)
 
     def score_queries(self, view: CacheView) -> Tensor:
         """Return the squared changes of outputs, of all queries of the block behind it."""
         assert view.queries
         behind = view.query_position + 1
-        return sum_output_changes(view, view.queries.at(behind), torch.full_like(view.queries.pos, behind))
+        return sum_output_changes(view, view.queries.at(behind), torch.tensor([behind], device=view.pos.device))
