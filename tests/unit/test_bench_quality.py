@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from retain import LLM
 from retain.bench import budget, quality, tasks
 from retain.bench.config import QualityBenchConfig
+from retain.bench.tasks import ruler_4k
 from retain.config import KV_DTYPES, Config
 from retain.factory import demoted_page_size
 from retain.kernels.slots.pool_dtypes import pool_dtype
@@ -50,6 +51,17 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "copa": [pair] * 8,
         "piqa_valid": [{"goal": "Boil water.", "sol1": "Heat it.", "sol2": "Freeze it.", "label": 0}] * 8,
         "openbookqa": [{"question_stem": "Ice is", "choices": ["cold", "hot", "loud", "green"], "label": 0}] * 8,
+        "ruler_4096": [
+            {
+                "context": STORY,
+                "question": "\nWho set out?",
+                "answer_prefix": " He was",
+                "answer": ["miller", "son"],
+                "task": task,
+                "max_new_tokens": 8,
+            }
+            for task in ruler_4k.METRICS[1:]
+        ],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -58,7 +70,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FAST_TASKS = ("choice", "summarize")  # they stand for the others
 DOCUMENTS = ("long_qa", "long_qa_ask_later", "ruler", "ruler_ask_later")  # each has five questions
-NUM_PROMPTS = {"choice": 7, "perplexity": 2, **dict.fromkeys(DOCUMENTS, 1)}
+NUM_PROMPTS = {"choice": 7, "ruler_4k": 13, "perplexity": 2, **dict.fromkeys(DOCUMENTS, 1)}
 
 
 @pytest.mark.slow

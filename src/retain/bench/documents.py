@@ -7,7 +7,7 @@ prompt, so no policy knows it when the budget begins. The model answers by itsel
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,15 +17,21 @@ from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
 
 ANSWER_TOKENS = 40
+Mark = Callable[[str, Sequence[Sequence[str]]], float]
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question and the first words of its answer, as ids. The answer names all `facts`, each in one of its forms."""
+    """A question and the first words of its answer, as ids. The answer names all `facts`, each in one of its forms.
+
+    It is read up to one of `end_ids`, and has `num_answer_tokens` at most.
+    """
 
     kind: str
     text: list[int]
     facts: tuple[tuple[str, ...], ...]
+    num_answer_tokens: int = ANSWER_TOKENS
+    end_ids: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -37,25 +43,30 @@ class Document:
 
 
 def ask(
-    llm: LLM, documents: Sequence[Document], policy_specs: Sequence[str], after_eviction: bool
+    llm: LLM,
+    documents: Sequence[Document],
+    policy_specs: Sequence[str],
+    after_eviction: bool,
+    mark: Mark | None = None,
 ) -> list[ItemMetrics]:
     """Return the share of the facts that the answers name, 0 to 100, by kind of question and their `mean`.
 
-    There is one row for each policy and document, those of the first policy first. Budgets in percent are of the
-    document without the question. Raises ValueError.
+    `mark` returns that of an answer, `mark_answer` by default. There is one row for each policy and document, those of
+    the first policy first. Budgets in percent are of the document without the question. Raises ValueError.
     """
     requests: list[GenerateRequest] = []
     questions: list[Question] = []
     for spec in policy_specs:
         for document in documents:
             policy = absolute_budget(spec, 0 if after_eviction else len(document.text))
-            requests += [_make_request(document.text, q.text, policy, after_eviction) for q in document.questions]
+            requests += [_make_request(document.text, q, policy, after_eviction) for q in document.questions]
             questions += document.questions
     outputs = llm.generate_from_requests(requests)
     marks = []
     for request, question, output in zip(requests, questions, outputs, strict=True):
-        text = llm.tokenizer.decode(output.token_ids[len(request.forced_tokens) :])
-        marks.append(mark_answer(text, question.facts))
+        answer = output.token_ids[len(request.forced_tokens) :]
+        end = next((i for i, token in enumerate(answer) if token in question.end_ids), len(answer))
+        marks.append((mark or mark_answer)(llm.tokenizer.decode(answer[:end]), question.facts))
     rows = []
     begin = 0
     for document in [*documents] * len(policy_specs):
@@ -75,10 +86,10 @@ def measure(
 
 
 def measure_later(
-    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any
+    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any, mark: Mark | None = None
 ) -> tuple[list[ItemMetrics], None]:
     """Ask each question after its document was evicted to its budget (see retain.bench.tasks)."""
-    return ask(llm, items, policy_specs, after_eviction=True), None
+    return ask(llm, items, policy_specs, after_eviction=True, mark=mark), None
 
 
 def mark_answer(answer: str, facts: Sequence[Sequence[str]]) -> float:
@@ -87,10 +98,16 @@ def mark_answer(answer: str, facts: Sequence[Sequence[str]]) -> float:
     return 100 * _mean([float(any(f" {_normalize(form)} " in words for form in forms)) for forms in facts])
 
 
-def _make_request(document: list[int], question: list[int], policy: str, after_eviction: bool) -> GenerateRequest:
-    forced = tuple(question) if after_eviction else ()
-    prompt = document if after_eviction else [*document, *question]
-    params = SamplingParams(max_tokens=len(forced) + ANSWER_TOKENS, temperature=0, ignore_eos=True, seed=0)
+def name_strings(answer: str, facts: Sequence[Sequence[str]]) -> float:
+    """Return the share of facts that an answer contains as a string in one of their forms, in any case, 0 to 100."""
+    found = answer.casefold()
+    return 100 * _mean([float(any(form.casefold() in found for form in forms)) for forms in facts])
+
+
+def _make_request(document: list[int], question: Question, policy: str, after_eviction: bool) -> GenerateRequest:
+    forced = tuple(question.text) if after_eviction else ()
+    prompt = document if after_eviction else [*document, *question.text]
+    params = SamplingParams(max_tokens=len(forced) + question.num_answer_tokens, temperature=0, ignore_eos=True, seed=0)
     return GenerateRequest(prompt, params, policy, forced_tokens=forced)
 
 
