@@ -134,12 +134,20 @@ class Row:
         can_share = not self.evictors and not new.evictors
         with new._closed_on_error():
             has_slots = self.parts.slots.fork_row(self.index, new.index, num_computed_tokens, can_share)
+            has_slots = has_slots and new._takes_queries(self.evictors, num_computed_tokens)
             if has_slots and new.reserve(num_computed_tokens):  # what it evicts at once may need pages, too
                 new.task = task
                 new._begin_at(num_computed_tokens)
                 return new
         new.close()
         return None
+
+    def _takes_queries(self, leaders: Sequence[BudgetEvictor], position: int) -> bool:
+        """Share the newest queries that another row holds of this text. False if they are missing."""
+        if not leaders:
+            return all(e.query_blocks.newest.positions.start >= position for e in self.evictors)
+        pairs = zip(self.evictors, leaders, strict=True)
+        return all(mine.query_blocks.share_newest(theirs.query_blocks, position) for mine, theirs in pairs)
 
     def _begin_at(self, position: int) -> None:
         self.num_computed = position

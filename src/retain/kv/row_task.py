@@ -54,7 +54,7 @@ class RowTask:
 
     def demand(self, policy: EvictionPolicy) -> Demand:
         """Return what a row under this policy asks the prefix cache for."""
-        return Demand(policy, self.seed, self.max_cached_tokens)
+        return Demand(policy, self.seed, min(self.max_cached_tokens, policy.plan.refit_positions.start))
 
     def find_scoring(self, num_computed_tokens: int) -> ScoringProgress | None:
         """Return the scoring pass that is due: the prompt is computed, and the answer waits for it."""

@@ -131,6 +131,7 @@ class BudgetPolicy(EvictionPolicy):
             delay=self.eviction_delay,
             scoring_tokens=min(self.scoring_chunk, len(self.instruction_ids) + self.prompt_len),
             demoted_tokens=self.modes.demote.num_tokens(self.prompt_len) if self.modes.demote else 0,
+            refit=self.modes.refit,
         )
 
     # ---- what to evict, resolved ---------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import EvictorState, Resumption
 from retain.kv.eviction.demoter import Demoter
-from retain.kv.eviction.operations import EvictingRow, RowTables, compact, gather_slots, punch
+from retain.kv.eviction.operations import EvictingRow, RowTables, compact, gather_slots, punch, write_values
 from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.shared_pages import SharedPages
 from retain.kv.eviction.slot_scores import SlotScores
@@ -328,6 +328,10 @@ class BudgetEvictor:
         t.mark_dirty(self.row)
         self.slot_scores.keep(places[..., : int(head_budgets.max())], int(counts.max()) * t.page_size)
 
+    def fit_values(self, pages: Tensor, kept: Tensor, is_used: Tensor, position: int) -> list[Tensor]:
+        """Return new values [G, n, V] of slots `kept` [M, G, n] in tables [M, G, pages], layer by layer."""
+        return self.query_blocks.fit_values(pages, kept, is_used, position, self.slot_scores.key_factors)
+
     def score_new_slots(self, pages: Tensor, position: int) -> EvictingRow:
         """Score the slots that are new in tables [M, G, n], and return what ranks all of them."""
         n = self.num_table_pages
@@ -399,7 +403,19 @@ def compact_rows(due: Sequence[Compact]) -> None:
         for b, demoter in enumerate(demoters)
     ]
     own_pages = [d.evictor.shared.replace(d.evictor.num_pages_kept) for d in due]
-    done = compact(tables, [d.head_budgets for d in due], due[0].num_holes, _join_tables(tables, own_pages))
+    refits: dict[int, list[Tensor]] = {}
+
+    def fit_values(places: Tensor, is_used: Tensor) -> None:
+        for b, d in enumerate(due):
+            if d.evictor.policy.plan.refit:
+                n = tables.rows[b].num_pages * tables.store.page_size
+                kept = places[b].clamp(max=n - 1)
+                refits[b] = d.evictor.fit_values(tables.pages_of(b), kept, is_used[b], d.position - 1)
+
+    new_pages = _join_tables(tables, own_pages)
+    done = compact(tables, [d.head_budgets for d in due], due[0].num_holes, new_pages, fit_values)
+    for b, values in refits.items():
+        write_values(tables.store, (tables.pages if new_pages is None else new_pages)[b], done.head_budgets[b], values)
     for b, d in enumerate(due):
         d.evictor.shared.put(own_pages[b])
         d.evictor.keep(done.head_budgets[b], done.places[b])

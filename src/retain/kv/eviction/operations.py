@@ -7,7 +7,7 @@ own. So a row keeps the same tokens in any company.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -156,13 +156,18 @@ def allocate_budgets(rank: Tensor, budget: int, share: str) -> Tensor:
 
 
 def compact(
-    tables: RowTables, head_budgets: Sequence[Tensor | None], num_holes: int, dst_pages: Tensor | None = None
+    tables: RowTables,
+    head_budgets: Sequence[Tensor | None],
+    num_holes: int,
+    dst_pages: Tensor | None = None,
+    before_move: Callable[[Tensor, Tensor], None] | None = None,
 ) -> Compaction:
     """Move the highest slots of each head to the front of its table; the slots behind them become holes.
 
     `head_budgets` [M, G] of each row are how many each head keeps; None: the policy decides. `num_holes`: slots behind
     them that are returned. With `dst_pages` [B, M, G, pages] they move to the front of other tables; the pages of
-    `tables` are undefined then.
+    `tables` are undefined then. `before_move` is called with the places [B, M, G, n] of what each head keeps, and which
+    of these entries are used.
     """
     kv = tables.store.kv
     S = kv.page_size
@@ -181,6 +186,8 @@ def compact(
     places = torch.arange(largest, device=device)
     used = places < kept[..., None]  # [B, M, G, largest]; the rest is padding: slot 0 moves onto itself
     stay = rank.topk(largest).indices.masked_fill(~used, num_slots).sort().values
+    if before_move:
+        before_move(stay, used)
     src = gather_slots(tables.pages, stay.clamp(max=num_slots - 1), S).masked_fill_(~used, 0)
     dst = gather_slots(dst_pages, places.expand_as(stay), S).masked_fill_(~used, 0)
     tables.store.backend.move(kv, src.flatten(0, 2), dst.flatten(0, 2))
@@ -188,6 +195,22 @@ def compact(
     kv.pos[dst_pages] = kv.pos[dst_pages].masked_fill_(behind, -1)  # the trash page has holes only
     holes = kept[..., None] + torch.arange(num_holes, device=device)
     return Compaction(budgets.numpy().astype(np.int32), stay, gather_slots(dst_pages, holes, S))
+
+
+def write_values(store: PageStore, pages: Tensor, num_kept: Ints, values: Sequence[Tensor]) -> None:
+    """Write values [G, n, V] of each layer into the first `num_kept` [M, G] slots of tables [M, G, pages]."""
+    kv = store.kv
+    for m, by_head in enumerate(values):
+        for g, v in enumerate(by_head):
+            n = int(num_kept[m, g])
+            slots = gather_slots(pages[m, g], torch.arange(n, device=kv.device), kv.page_size)
+            index = slots.long()
+            k, _ = store.read(index)
+            pos = kv.pos.view(-1)[index]
+            page, place = index // kv.page_size, index % kv.page_size
+            mass = kv.mass.transpose(1, 2)[page, place]
+            store.backend.write(kv, slots[None], k[:, None], v[:n, None].contiguous(), pos)
+            kv.mass.transpose(1, 2)[page, place] = mass  # a backend writes fresh tokens, which have none
 
 
 def choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Annotated, Self
 
 from retain.kv.eviction.demotion import Demotion
-from retain.options import PositiveInt, check_bounds
+from retain.options import Bounds, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
 
 NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
+NumRefitQueries = Annotated[int, Bounds(0, 1024)]  # of tokens that are held together, in float32 and for all layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +23,7 @@ class RowModes:
     shrink: Amount | None = None  # how far the budget may fall, by halves, before a request is preempted
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
     resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
+    refit: NumRefitQueries = 0  # newest tokens of the prompt, whose queries fit the values of what is kept
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -32,6 +34,8 @@ class RowModes:
         check_choice("resume", self.resume, "on", "off")
         if self.demote and self.shrink:
             raise ValueError("demote does not go with shrink")
+        if self.refit and (self.demote or self.is_streamed or self.resume == "on"):
+            raise ValueError("refit fits values once: it goes with resume=off, and without demote and prefill=stream")
 
     @property
     def is_streamed(self) -> bool:
@@ -51,6 +55,7 @@ class RowModes:
 
 
 STARTS_ANEW = RowModes(resume="off")
+REFITS = replace(STARTS_ANEW, refit=256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +74,7 @@ class RowPlan:
     delay: int = 0  # tokens of the answer that are computed before the budget begins, in slots behind the prompt
     scoring_tokens: int = 0  # of a scoring pass, that are in the cache at a time
     demoted_tokens: int = 0  # tokens that a head keeps in fewer bits, at most
+    refit: int = 0  # newest tokens of the prompt, whose queries fit the values of what is kept
 
     @property
     def begins_at(self) -> int:
@@ -90,6 +96,12 @@ class RowPlan:
             return self.decode_slots
         whole = self.prompt_len + max(self.interval, self.scoring_tokens, self.delay)
         return min(whole, self.budget + max(self.chunk, self.interval)) if self.is_streamed else whole
+
+    @property
+    def refit_positions(self) -> range:
+        """The positions of the prompt whose queries fit values; empty where nothing is evicted behind it."""
+        n = self.prompt_len
+        return range(max(n - self.refit, 0), n) if self.refit and n > self.budget else range(NEVER, NEVER)
 
     def peak_slots(self, length: int) -> int:
         """Return the slots that a head of an unwindowed layer owns at most on the way to `length` tokens."""

@@ -1,7 +1,8 @@
 """Queries of a row's prompt: collected block by block, until the row's policy has scored the slots by them.
 
 A block is of positions, so its queries are the same however the prompt is divided into steps: a step ends where a block
-does. What they give is added to the masses of slots, which prefixes, forks and evictions know how to keep.
+does. What they give is added to the masses of slots, which prefixes, forks and evictions know how to keep. The newest
+queries may be wanted once more, to fit the values of what is kept.
 """
 
 from __future__ import annotations
@@ -10,9 +11,29 @@ import torch
 from torch import Tensor
 
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.value_refit import fit_values
 from retain.kv.eviction.view import BlockQueries, CacheView, KeyTransform
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.types import Ints
+
+
+class Collected:
+    """The queries of a range of positions, by cache, [n, H, D]: as far as they were computed."""
+
+    def __init__(self, positions: range):
+        self.positions = positions
+        self.by_cache: dict[int, Tensor] = {}
+
+    def add(self, cache: int, first_position: int, q: Tensor) -> None:
+        """Keep those of the queries [t, H, D] that are of these positions."""
+        begin = self.positions.start
+        q = q[max(begin - first_position, 0) : max(self.positions.stop - first_position, 0)]
+        if not len(q):
+            return
+        place = max(first_position - begin, 0)
+        if cache not in self.by_cache:
+            self.by_cache[cache] = torch.zeros(len(self.positions), *q.shape[1:], dtype=q.dtype, device=q.device)
+        self.by_cache[cache][place : place + len(q)] = q
 
 
 class QueryBlocks:
@@ -24,25 +45,35 @@ class QueryBlocks:
         self.transform = transform
         self.caches = [int(cache) for cache in tables.layers[layers]]  # their numbers in the model
         self.last_start = policy.last_block_start  # asked for after every step
-        self._blocks = list(policy.query_blocks)  # that were not scored yet
-        self.collected: dict[int, Tensor] = {}  # of the first of them, by cache, [n, H, D]
+        self._blocks = [Collected(block) for block in policy.query_blocks]  # that were not scored yet
+        self.newest = Collected(policy.plan.refit_positions)  # until the budget begins; rows that fork share them
         self._ends: dict[int, int] = {}  # the position behind the last of these queries, by cache
 
     @property
     def next_end(self) -> int:
         """Computed tokens at the end of the next block."""
-        return self._blocks[0].stop if self._blocks else UNBOUNDED
+        return self._blocks[0].positions.stop if self._blocks else UNBOUNDED
 
     def begin(self, position: int) -> None:
         """Leave out the blocks that end at a position or before: the row begins there, and has their masses."""
-        self._blocks = [block for block in self._blocks if block.stop > position]
+        self._blocks = [block for block in self._blocks if block.positions.stop > position]
+
+    def share_newest(self, other: QueryBlocks, position: int) -> bool:
+        """Take over the newest queries that a row of the same text holds. False if some of them are missing."""
+        if self.newest.positions.start >= position:
+            return True
+        if self.newest.positions != other.newest.positions or not other.newest.by_cache:
+            return False
+        self.newest = other.newest
+        return True
 
     def wants(self, positions: range) -> bool:
-        """Return whether tokens at these positions are of the next block. A step ends where a block ends."""
-        return bool(self._blocks) and positions.start < self._blocks[0].stop and positions.stop > self._blocks[0].start
+        """Return whether queries at these positions are to be collected. A step ends where a block ends."""
+        wanted = [x.positions for x in (*self._blocks[:1], self.newest)]
+        return any(positions.start < x.stop and positions.stop > x.start for x in wanted)
 
     def add(self, cache: int, first_position: int, q: Tensor) -> None:
-        """Keep those of the queries [t, H, D] of a layer, rotated, that are of the next block.
+        """Keep those of the queries [t, H, D] of a layer, rotated, that are of the next block or the newest ones.
 
         Where several layers share a cache, these are the queries of the first one, which writes into it.
         """
@@ -50,37 +81,46 @@ class QueryBlocks:
         if cache not in self.caches or end <= self._ends.get(cache, 0):
             return
         self._ends[cache] = end
-        block = self._blocks[0]
-        q = q[max(block.start - first_position, 0) : block.stop - first_position]
-        begin = max(first_position - block.start, 0)
-        if cache not in self.collected:
-            self.collected[cache] = torch.zeros(len(block), *q.shape[1:], dtype=q.dtype, device=q.device)
-        self.collected[cache][begin : begin + len(q)] = q
+        for collected in (*self._blocks[:1], self.newest):
+            collected.add(cache, first_position, q)
 
     def score(self, pages: Tensor, key_factors: Tensor | None) -> None:
         """Add what the queries of the block give to the masses of all slots in tables [M, G, pages]."""
         kv = self.tables.kv
         block = self._blocks.pop(0)
-        pos = torch.arange(block.start, block.stop, device=kv.device)
-        for m, cache in enumerate(self.caches):
+        for m in range(len(self.caches)):
             table = pages[m : m + 1]
-            factors = None if key_factors is None else key_factors[m : m + 1]
-            q = self.collected[cache].float()
-            q = q.view(len(q), table.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [G, R, n, D]
-            queries = BlockQueries(
-                q if factors is None else q * factors[0, :, None], pos, *self.transform.attention[cache]
-            )
-            view = self._view(table, m, block.stop - 1, queries, factors)
-            found = self.policy.score_queries(view)  # [G, R, S]
+            found = self.policy.score_queries(self._view(table, m, block, block.positions.stop - 1, key_factors))
             by_column = found if kv.mass.shape[1] > 1 else found.sum(1, keepdim=True)  # [G, columns, S]
             num_columns = by_column.shape[1]  # a pool may have more: it is for layers with more query heads, too
             kv.mass[table[0], :num_columns] += by_column.view(len(found), num_columns, -1, kv.page_size).transpose(1, 2)
-        self.collected.clear()
 
-    def _view(self, table: Tensor, m: int, position: int, queries: BlockQueries, factors: Tensor | None) -> CacheView:
+    def fit_values(
+        self, pages: Tensor, kept: Tensor, is_used: Tensor, position: int, key_factors: Tensor | None
+    ) -> list[Tensor]:
+        """Return the values [G, n, V] of the slots `kept` [M, G, n] in tables [M, G, pages], layer by layer.
+
+        The newest queries fit them, as if they were behind `position`, the last token. None are held from then on.
+        """
+        found = [
+            fit_values(self._view(pages[m : m + 1], m, self.newest, position, key_factors), kept[m], is_used[m])
+            for m in range(len(self.caches))
+        ]
+        self.newest = Collected(self.newest.positions)
+        return found
+
+    def _view(
+        self, table: Tensor, m: int, collected: Collected, position: int, key_factors: Tensor | None
+    ) -> CacheView:
         kv = self.tables.kv
         store = self.tables.store
         places = table[..., None] * kv.page_size + torch.arange(kv.page_size, device=kv.device)
+        factors = None if key_factors is None else key_factors[m : m + 1]
+        cache = self.caches[m]
+        q = collected.by_cache[cache].float()
+        q = q.view(len(q), table.shape[1], -1, q.shape[-1]).permute(1, 2, 0, 3)  # [G, R, n, D]
+        q = q if factors is None else q * factors[0, :, None]
+        pos = torch.arange(collected.positions.start, collected.positions.stop, device=kv.device)
         return CacheView(
             kv.pos[table].flatten(2),
             kv.mass[table].transpose(2, 3).flatten(-2),
@@ -89,5 +129,5 @@ class QueryBlocks:
             slice(m, m + 1),
             transform=self.transform,
             key_factors=factors,
-            queries=queries,
+            queries=BlockQueries(q, pos, *self.transform.attention[cache]),
         )

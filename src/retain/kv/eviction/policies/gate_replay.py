@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from retain.kv.eviction.plan import STARTS_ANEW, RowModes
+from retain.kv.eviction.plan import REFITS, RowModes
 from retain.kv.eviction.policies import gate
 from retain.kv.eviction.policy import GateLoader, QueryWeights
 from retain.kv.eviction.query_scored import NumQueries, divide_into_blocks, sum_squared_weights
@@ -29,7 +29,7 @@ class Policy(gate.Policy):
     """Rank by the score of a gate, of the prompt's queries behind it."""
 
     block: NumQueries = 1024  # tokens of the prompt whose queries are moved together; texts share whole blocks
-    modes: RowModes = field(default=STARTS_ANEW, metadata=OPTION_GROUP)
+    modes: RowModes = field(default=REFITS, metadata=OPTION_GROUP)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,13 +8,15 @@ outputs would move without it (`sum_output_changes`). All heads and layers divid
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from retain.kv.eviction.plan import REFITS, RowModes
 from retain.kv.eviction.query_scored import NumQueries, QueryScoredPolicy, divide_into_blocks, sum_output_changes
 from retain.kv.eviction.view import CacheView
+from retain.options import OPTION_GROUP
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,7 @@ class Policy(QueryScoredPolicy):
     """Rank by the attention of the prompt's queries from behind it."""
 
     share: str = "all"
+    modes: RowModes = field(default=REFITS, metadata=OPTION_GROUP)
     block: NumQueries = 1024  # tokens of the prompt whose queries are moved together; texts share whole blocks
 
     @property

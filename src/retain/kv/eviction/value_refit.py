@@ -1,0 +1,48 @@
+"""Values of kept slots, fitted so that attention over them gives what attention over all slots gave.
+
+The newest queries of a prompt, moved to the position behind it, attend to all slots and to the kept ones. The change of
+the kept values is a ridge regression, of each kv head: the less a change does for the outputs, the more it is held
+back. After Attention Matching (arXiv 2602.16284), which holds back the values themselves, and so makes them worse where
+queries are few.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from retain.kv.eviction.view import CacheView
+
+PENALTY = 0.05  # of a changed value, as a share of the mean squared weight of a kept slot, summed over queries
+SMALLEST_PENALTY = 1e-12
+
+
+def fit_values(view: CacheView, kept: Tensor, is_used: Tensor) -> Tensor:
+    """Return new values float32 [G, n, V] of the slots `kept` [G, n] of a layer, in tables of S slots.
+
+    Entries of `kept` that are not used [G, n] mean nothing. The view has the queries. A query's outputs are fitted as
+    if it was at the view's position.
+    """
+    assert view.queries
+    behind = view.query_position + 1
+    pos = torch.tensor([behind], device=view.pos.device)
+    weights = view.attention_weights(view.queries.at(behind), pos).flatten(1, 2)  # [G, R n, S]
+    v = view.values[0]
+    wanted = weights @ v
+    fitted = v.gather(1, kept[..., None].expand(-1, -1, v.shape[-1]))
+    for g in range(len(kept)):
+        places = kept[g, is_used[g]]
+        x = weights[g][:, places]
+        x = x / x.sum(1, keepdim=True).clamp(min=SMALLEST_PENALTY)  # attention without the other slots
+        missing = wanted[g] - x @ v[g, places]
+        fitted[g, is_used[g]] += solve_ridge(x, missing)
+    return fitted
+
+
+def solve_ridge(x: Tensor, y: Tensor) -> Tensor:
+    """Return w [n, V] with the least |x w - y|^2 + penalty |w|^2, of x [q, n] and y [q, V]."""
+    penalty = (PENALTY * x.square().sum() / x.shape[1]).clamp(min=SMALLEST_PENALTY)
+    is_wide = x.shape[1] > x.shape[0]  # then the same w comes from a smaller system
+    gram = x @ x.T if is_wide else x.T @ x
+    factor = torch.linalg.cholesky(gram + penalty * torch.eye(len(gram), device=x.device))
+    return x.T @ torch.cholesky_solve(y, factor) if is_wide else torch.cholesky_solve(x.T @ y, factor)
