@@ -386,11 +386,14 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         "future": lambda: rng.randint(1, 60),
         "pool": lambda: rng.choice([1, 3, 5]),
         "sketch": lambda: rng.randint(1, 9),
+        "refit": lambda: rng.choice([0, 3, 40]),
     }
     options: dict[str, Any] = {"budget": rng.choice([f"{rng.randint(5, 100)}%", rng.randint(3, 120)])}
     for key, draw in draws.items():
         if key in allowed and rng.random() < 0.3:
             options[key] = draw()
+    if options.get("refit"):
+        options["resume"] = "off"
     if name == "press":
         press = rng.choice(["KeyNorm", "KeyDifference", "ExpectedAttention", "Leverage"])
         options["press"] = f"tests.helpers.presses.{press}"

@@ -147,12 +147,16 @@ def test_a_prompt_that_fits_alone_fits_beside_what_is_cached_of_it(family: str, 
 @pytest.mark.parametrize("family", ["llama", *slow("gemma3_text")])
 @pytest.mark.parametrize("name", sorted({*policies.names()} - {"reread"}))  # reads the whole prompt again
 def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -> None:
-    """All but its last token, whose logits are needed."""
+    """All but its last token, whose logits are needed, or the newest ones, whose queries are.
+
+    Where layers have windows, no row can begin at such a position.
+    """
     spec = spec_of(name, "budget=50%")
+    num_needed = max(policies.parse(spec).modes.refit, 1)
     engine = make_engine(family, backend="cpu", prefix_cache="exact", max_batched_tokens=512)
     requests = [make_request([7 * i % 97 for i in range(400)], 8, spec) for _ in range(2)]
     first, second = (run_checked(engine, [request]) for request in requests)
-    assert [r.stats.num_cached_tokens for r in requests] == [0, 399]
+    assert [r.stats.num_cached_tokens for r in requests] == [0, 0 if num_needed > 1 and family == "gemma3_text" else 400 - num_needed]
     assert first == second
 
 
@@ -160,8 +164,8 @@ def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -
 @pytest.mark.parametrize(
     "policy",
     [
-        "replay:budget=60,block=64",
-        "gate_replay:budget=60,block=64",
+        "replay:budget=60,block=64,refit=20",
+        "gate_replay:budget=60,block=64,refit=0",
         *slow("compactor:budget=60,block=64,sinks=0"),
     ],
 )

@@ -41,6 +41,8 @@ OPTIONS = {  # beside a budget, an interval and a chunk, which are drawn
     "reread": ["", "first=5"],
     "random": ["keep=prompt"],
     "gate": ["", "share=none"],
+    "gate_replay": ["refit=0"],  # there are no queries here
+    "replay": ["refit=0"],
     "knorm": ["demote=int4:40%"],
     "tova": ["demote=int4"],
 }

@@ -33,6 +33,7 @@ BAD: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("chat/completions", {"kv_policy": "nothing:x=1"}, None, "unknown KV policy"),
     ("chat/completions", {"kv_policy": "h2o"}, None, "needs budget"),
     ("chat/completions", {"kv_policy": "gate:budget=9,file=/etc/passwd"}, "kv_policy", "cannot name a file"),
+    ("chat/completions", {"kv_policy": "press:budget=9,press=os.path"}, "kv_policy", "cannot name a file"),
     ("chat/completions", {"speculate": "draft:model=/etc/passwd"}, "speculate", "speculate is one of"),
     ("chat/completions", {"frobnicate": 1}, "frobnicate", "frobnicate"),
     ("chat/completions", {"n": 1000}, "n", "n"),

@@ -143,13 +143,14 @@ TEXTS = [
     for spec, cls in SPECS.items()
     for name, kind in field_types(cls).items()
     if kind is str and name not in ("path", "url", "endpoint", "region", "topic")
-    and name not in ("file", "model", "weights")  # checked where they are used
+    and name not in ("file", "model", "press", "weights")  # checked where they are used
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("spec", "name"), TEXTS)
 def test_a_text_that_is_no_choice_is_refused_with_the_choices(spec: str, name: str) -> None:
     needed = {f"{n}": "10%" for s, n in AMOUNTS if s == spec and n == "budget"}
+    needed |= {"press": "tests.helpers.presses.KeyNorm"} if spec == "press" else {}
     needed |= {"path": "x", "capacity": "1GB"} if spec == "disk" else {"capacity": "1GB"} if spec == "ram" else {}
     package = next((p for p, _ in PLUGINS if spec in p.names()), None)
     with pytest.raises(ValueError) as error:

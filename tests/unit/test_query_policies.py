@@ -26,6 +26,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, row_of
 G, R, N, D, V = 2, 3, 60, 8, 10
 ROPE = Rope(torch.tensor([1.0, 0.3, 0.1, 0.02]))
 SCALE = 0.4
+TABLES: Any = SimpleNamespace(layers=np.array([4, 7]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +132,25 @@ def test_replay_scores_what_outputs_behind_the_block_lose_without_a_token(prompt
     torch.testing.assert_close(score_prompt(policy, prompt), wanted, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.parametrize("steps", [[60], [1] * 60, [30, 30], [50, 3, 7]])
+def test_the_newest_queries_are_held_for_the_eviction(steps: list[int]) -> None:
+    """However the prompt is divided; a fork takes them over, and a row that begins behind their first does not."""
+    policy = resolved("replay:budget=20,refit=25")
+    q = torch.randn(N, 4, D)
+    blocks = QueryBlocks(policy, TABLES, np.array([1]), KeyTransform())
+    position = 0
+    for n in steps:
+        assert blocks.wants(range(position, position + n))
+        blocks.add(7, position, q[position : position + n])
+        position += n
+    assert torch.equal(blocks.newest.by_cache[7], q[-25:])
+    fork = QueryBlocks(policy, TABLES, np.array([1]), KeyTransform())
+    assert not fork.share_newest(None, N) and fork.share_newest(None, N - 25)
+    assert fork.share_newest(blocks, N) and torch.equal(fork.newest.by_cache[7], q[-25:])
+    other = QueryBlocks(resolved("replay:budget=20,refit=24"), TABLES, np.array([1]), KeyTransform())
+    assert not other.share_newest(blocks, N)
+
+
 @pytest.mark.parametrize("block", [100, 60, 23])
 def test_gate_replay_scores_squared_weights_behind_the_block(prompt: Prompt, block: int) -> None:
     policy = policies.parse(f"gate_replay:budget=20,block={block}").resolve(N)
@@ -163,15 +183,15 @@ def test_gate_replay_divides_a_mass_by_the_queries_that_saw_the_slot() -> None:
 
 def test_queries_of_a_shared_cache_are_those_of_the_layer_that_writes_into_it() -> None:
     policy = resolved("replay:budget=20,block=30")
-    tables: Any = SimpleNamespace(layers=np.array([4, 7]))
-    blocks = QueryBlocks(policy, tables, np.array([1]), KeyTransform())
+    blocks = QueryBlocks(policy, TABLES, np.array([1]), KeyTransform())
     first, second, other = torch.randn(3, 20, 4, D)
     for position, q in ((0, first), (20, second)):
         blocks.add(7, position, q)
         blocks.add(7, position, q + 1)  # of a layer that only reads the cache
         blocks.add(4, position, other)
-    assert torch.equal(blocks.collected[7], torch.cat((first, second[:10])))
-    assert list(blocks.collected) == [7]
+    (block,) = (x for x in blocks._blocks if x.positions == range(30))
+    assert torch.equal(block.by_cache[7], torch.cat((first, second[:10])))
+    assert list(block.by_cache) == [7]
 
 
 @pytest.mark.parametrize("queries", [1000, 20])

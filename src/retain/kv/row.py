@@ -20,6 +20,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
@@ -144,10 +145,10 @@ class Row:
 
     def _takes_queries(self, leaders: Sequence[BudgetEvictor], position: int) -> bool:
         """Share the newest queries that another row holds of this text. False if they are missing."""
-        if not leaders:
-            return all(e.query_blocks.newest.positions.start >= position for e in self.evictors)
-        pairs = zip(self.evictors, leaders, strict=True)
-        return all(mine.query_blocks.share_newest(theirs.query_blocks, position) for mine, theirs in pairs)
+        held: list[QueryBlocks | None] = [e.query_blocks for e in leaders]
+        held = held or [None] * len(self.evictors)
+        pairs = zip(self.evictors, held, strict=bool(self.evictors))
+        return all(mine.query_blocks.share_newest(theirs, position) for mine, theirs in pairs)
 
     def _begin_at(self, position: int) -> None:
         self.num_computed = position

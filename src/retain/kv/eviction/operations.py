@@ -207,7 +207,8 @@ def write_values(store: PageStore, pages: Tensor, num_kept: Ints, values: Sequen
             index = slots.long()
             k, _ = store.read(index)
             pos = kv.pos.view(-1)[index]
-            page, place = index // kv.page_size, index % kv.page_size
+            page = index // kv.page_size
+            place = index % kv.page_size
             mass = kv.mass.transpose(1, 2)[page, place]
             store.backend.write(kv, slots[None], k[:, None], v[:n, None].contiguous(), pos)
             kv.mass.transpose(1, 2)[page, place] = mass  # a backend writes fresh tokens, which have none

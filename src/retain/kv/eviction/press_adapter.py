@@ -72,10 +72,14 @@ def half_split_order(rope: Rope | None, head_dim: int) -> Tensor:
     """
     n = 2 * len(rope.freqs) if rope else 0
     order = torch.arange(head_dim)
-    rotated, rest = order[:n], order[n:]
-    first, second = (
-        (rotated[0::2], rotated[1::2]) if rope and rope.interleaved else (rotated[: n // 2], rotated[n // 2 :])
-    )
+    rotated = order[:n]
+    rest = order[n:]
+    if rope and rope.interleaved:
+        first = rotated[0::2]
+        second = rotated[1::2]
+    else:
+        first = rotated[: n // 2]
+        second = rotated[n // 2 :]
     middle = len(rest) // 2
     return torch.cat((first, rest[:middle], second, rest[middle:]))
 

@@ -58,11 +58,11 @@ class QueryBlocks:
         """Leave out the blocks that end at a position or before: the row begins there, and has their masses."""
         self._blocks = [block for block in self._blocks if block.positions.stop > position]
 
-    def share_newest(self, other: QueryBlocks, position: int) -> bool:
+    def share_newest(self, other: QueryBlocks | None, position: int) -> bool:
         """Take over the newest queries that a row of the same text holds. False if some of them are missing."""
         if self.newest.positions.start >= position:
             return True
-        if self.newest.positions != other.newest.positions or not other.newest.by_cache:
+        if not other or self.newest.positions != other.newest.positions or not other.newest.by_cache:
             return False
         self.newest = other.newest
         return True

@@ -15,6 +15,7 @@ from retain.kv.eviction.view import CacheView
 
 PENALTY = 0.05  # of a changed value, as a share of the mean squared weight of a kept slot, summed over queries
 SMALLEST_PENALTY = 1e-12
+MOST_LOST = 1 - 1e-6
 
 
 def fit_values(view: CacheView, kept: Tensor, is_used: Tensor) -> Tensor:
@@ -33,7 +34,8 @@ def fit_values(view: CacheView, kept: Tensor, is_used: Tensor) -> Tensor:
     for g in range(len(kept)):
         places = kept[g, is_used[g]]
         x = weights[g][:, places]
-        x = x / x.sum(1, keepdim=True).clamp(min=SMALLEST_PENALTY)  # attention without the other slots
+        lost = (weights[g].sum(1) - x.sum(1)).clamp(0, MOST_LOST)
+        x = x / (1 - lost)[:, None]  # attention without the other slots; a sink's logit keeps its part
         missing = wanted[g] - x @ v[g, places]
         fitted[g, is_used[g]] += solve_ridge(x, missing)
     return fitted
