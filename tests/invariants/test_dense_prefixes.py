@@ -156,7 +156,10 @@ def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -
     engine = make_engine(family, backend="cpu", prefix_cache="exact", max_batched_tokens=512)
     requests = [make_request([7 * i % 97 for i in range(400)], 8, spec) for _ in range(2)]
     first, second = (run_checked(engine, [request]) for request in requests)
-    assert [r.stats.num_cached_tokens for r in requests] == [0, 0 if num_needed > 1 and family == "gemma3_text" else 400 - num_needed]
+    assert [r.stats.num_cached_tokens for r in requests] == [
+        0,
+        0 if num_needed > 1 and family == "gemma3_text" else 400 - num_needed,
+    ]
     assert first == second
 
 

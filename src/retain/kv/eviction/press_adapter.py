@@ -90,7 +90,8 @@ def call_press(press: Any, view: CacheView) -> Tensor:
     The view has the queries of the whole prompt. Raises ValueError where the press fails.
     """
     assert view.queries
-    queries, rope = view.queries, view.queries.rope
+    queries = view.queries
+    rope = queries.rope
     G, R, n, D = queries.rotated.shape
     order = half_split_order(rope, D).to(view.pos.device)
     pos = view.pos[0].long()
