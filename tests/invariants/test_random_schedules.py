@@ -84,10 +84,17 @@ NEVER_DRAWN |= {
     for option in ("prefill", "scope")
     if issubclass(import_module(f"{policies.__name__}.{name}").Policy, QueryScoredPolicy)
 }
+NEVER_DRAWN |= {
+    "gate_replay.file": "gates of schedules have random numbers",
+    "gate_replay.prefill": "it refuses stream",
+    "press.heads": "scores of a press are of a kv head: other values are refused",
+    "press.value": "the same",
+}
 NEVER_DRAWN |= {  # a turn that goes on does not equal itself alone: tests/invariants/test_resuming.py
     f"{name}.resume": "prompts of schedules do not go on from answers"
     for name in policies.names()
-    if issubclass(import_module(f"{policies.__name__}.{name}").Policy, BudgetPolicy)
+    if issubclass(cls := import_module(f"{policies.__name__}.{name}").Policy, BudgetPolicy)
+    if cls.__dataclass_fields__["modes"].default.resume == "off"
 }
 
 

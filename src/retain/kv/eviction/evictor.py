@@ -407,7 +407,7 @@ def compact_rows(due: Sequence[Compact]) -> None:
 
     def fit_values(places: Tensor, is_used: Tensor) -> None:
         for b, d in enumerate(due):
-            if d.evictor.policy.plan.refit:
+            if d.evictor.policy.plan.refit and not d.evictor.has_holes:  # a budget that shrinks is compacted again
                 n = tables.rows[b].num_pages * tables.store.page_size
                 kept = places[b].clamp(max=n - 1)
                 refits[b] = d.evictor.fit_values(tables.pages_of(b), kept, is_used[b], d.position - 1)
