@@ -84,7 +84,7 @@ def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
     v = view.values[0][:, None]  # [G, 1, S, V]
     energy = v.square().sum(-1)
     found = torch.zeros(())
-    for weights in _iter_weights(view, q, pos):  # in place from here on: memory is what this takes
+    for weights in iter_weights(view, q, pos):  # in place from here on: memory is what this takes
         o = weights @ v
         weights.clamp_(max=MAX_WEIGHT)
         weights.div_(1 - weights).square_()
@@ -99,13 +99,13 @@ def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
 def sum_squared_weights(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
     """Return the squared weights of queries [G, R, n, D], summed, float32 [G, R, S]; pos as in `attention_weights`."""
     found = torch.zeros(())
-    for weights in _iter_weights(view, q, pos):
+    for weights in iter_weights(view, q, pos):
         found = found + weights.square_().sum(2)
     return found
 
 
-def _iter_weights(view: CacheView, q: Tensor, pos: Tensor) -> Iterator[Tensor]:
-    """Yield the weights [G, R, n, S] of some queries at a time."""
+def iter_weights(view: CacheView, q: Tensor, pos: Tensor) -> Iterator[Tensor]:
+    """Yield the weights [G, R, m, S] of some queries [G, R, n, D] at a time; pos as in `attention_weights`."""
     num_queries = max(MAX_WEIGHTS // (q.shape[0] * q.shape[1] * view.pos.shape[-1]), MIN_QUERIES)
     positions = torch.split(pos, num_queries) if len(pos) > 1 else repeat(pos)
     for part, part_pos in zip(torch.split(q, num_queries, dim=2), positions, strict=False):

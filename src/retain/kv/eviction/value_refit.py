@@ -8,9 +8,12 @@ queries are few.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
+from retain.kv.eviction.query_scored import iter_weights
 from retain.kv.eviction.view import CacheView
 
 PENALTY = 0.05  # of a changed value, as a share of the mean squared weight of a kept slot, summed over queries
@@ -26,19 +29,29 @@ def fit_values(view: CacheView, kept: Tensor, is_used: Tensor) -> Tensor:
     """
     assert view.queries
     behind = view.query_position + 1
-    pos = torch.tensor([behind], device=view.pos.device)
-    weights = view.attention_weights(view.queries.at(behind), pos).flatten(1, 2)  # [G, R n, S]
     v = view.values[0]
-    wanted = weights @ v
     fitted = v.gather(1, kept[..., None].expand(-1, -1, v.shape[-1]))
-    for g in range(len(kept)):
-        places = kept[g, is_used[g]]
-        x = weights[g][:, places]
-        lost = (weights[g].sum(1) - x.sum(1)).clamp(0, MOST_LOST)
-        x = x / (1 - lost)[:, None]  # attention without the other slots; a sink's logit keeps its part
-        missing = wanted[g] - x @ v[g, places]
+    places = [slots[used] for slots, used in zip(kept, is_used, strict=True)]
+    pos = torch.tensor([behind], device=view.pos.device)
+    parts = [_divide(weights, v, places) for weights in iter_weights(view, view.queries.at(behind), pos)]
+    for g, of_head in enumerate(zip(*parts, strict=True)):
+        x, missing = (torch.cat(pieces) for pieces in zip(*of_head, strict=True))
         fitted[g, is_used[g]] += solve_ridge(x, missing)
     return fitted
+
+
+def _divide(weights: Tensor, v: Tensor, places: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Return, of each head, attention over the slots at `places` alone [q, n], and what its outputs lack [q, V].
+
+    `weights` [G, R, m, S] are those of all slots.
+    """
+    found = []
+    for w, values, slots in zip(weights.flatten(1, 2), v, places, strict=True):
+        x = w[:, slots]
+        lost = (w.sum(1) - x.sum(1)).clamp(0, MOST_LOST)
+        x = x / (1 - lost)[:, None]  # a sink's logit keeps its part
+        found.append((x, w @ values - x @ values[slots]))
+    return found
 
 
 def solve_ridge(x: Tensor, y: Tensor) -> Tensor:
@@ -46,5 +59,5 @@ def solve_ridge(x: Tensor, y: Tensor) -> Tensor:
     penalty = (PENALTY * x.square().sum() / x.shape[1]).clamp(min=SMALLEST_PENALTY)
     is_wide = x.shape[1] > x.shape[0]  # then the same w comes from a smaller system
     gram = x @ x.T if is_wide else x.T @ x
-    factor = torch.linalg.cholesky(gram + penalty * torch.eye(len(gram), device=x.device))
+    factor, _ = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram), device=x.device))  # never waits
     return x.T @ torch.cholesky_solve(y, factor) if is_wide else torch.cholesky_solve(x.T @ y, factor)
