@@ -93,6 +93,8 @@ def test_every_policy_with_its_defaults_may_be_chosen(name):
         ("reread:budget=48,ask=repeat,rereads=51", "52.0 times"),
         ("replay:budget=48,block=20", "20 tokens of the prompt at a time"),
         ("compactor:budget=48,block=32", None),
+        ("h2o:budget=48,resume=off,refit=257", "257 queries"),
+        ("replay:budget=48", None),
     ],
 )
 def test_work_is_refused_with_its_reason(spec, why):

@@ -14,7 +14,7 @@ from retain.plugins import parse_spec
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "policies.md"
 SITUATIONS = {
-    "A bundled model, or one that you have": AutoPolicy(lambda: ("gate_replay", "gate")),
+    "`smollm2`, or a model that you have": AutoPolicy(lambda file: ("gate_replay", "gate")),
     "A model without a gate": AutoPolicy(),
 }
 
@@ -28,7 +28,8 @@ def test_auto_is_what_the_guide_recommends(situation: str) -> None:
 
 @pytest.mark.parametrize("situation", SITUATIONS)
 @pytest.mark.parametrize(
-    "options", ["budget=7", "budget=50%,recent=3", "budget=9,share=layer", "budget=9,prefill=stream"]
+    "options",
+    ["budget=7", "budget=50%,recent=3", "budget=9,share=layer", "budget=9,prefill=stream", "budget=9,demote=int4"],
 )
 def test_given_options_stay(situation: str, options: str) -> None:
     chosen = SITUATIONS[situation].choose(f"auto:{options}")

@@ -69,7 +69,7 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     by_layer, r2 = held_moments.r2(gate.attention)
     num_held_out = len(examples) // HELD_OUT_EVERY
     kl = _compare(model, gate, held) if held else {}
-    if kl and sum(kl["gate"]) < sum(kl["gate_replay"]):
+    if not kl or sum(kl["gate"]) < sum(kl["gate_replay"]):
         gate = Gate(gate.attention)
     save_gate(config.out, gate, _shape(model, path), _notes(config, len(examples), r2))
     num_weights = sum(x.numel() for x in vars(gate.attention).values()) * (2 if gate.replayed else 1)

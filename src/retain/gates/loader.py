@@ -49,13 +49,14 @@ class GateLoader:
             self._shape = GateShape(len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim, fingerprint)
         return self._shape
 
-    def policy_names(self) -> Sequence[str]:
-        """Return the policies that need not name a file, because there is a gate of this model; the best one first.
+    def policy_names(self, file: str) -> Sequence[str]:
+        """Return the policies that the gate in a file is for, the best one first; "" is as in a call.
 
         Raises OSError.
         """
+        file = file or self.default
         try:
-            _, has_replayed = read_header(self._find())
+            _, has_replayed = read_header(Path(file).expanduser() if file else self._find())
         except ValueError:
             return ()
         return ("gate_replay", "gate") if has_replayed else ("gate",)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import itemgetter
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from retain.kernels.api import NO_WINDOW
 from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
+from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.gate_weights import Gate
 from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.memory.cache import ring_capacities
@@ -207,6 +208,8 @@ class CapacityPlanner:
         compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
             raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
+        if self.spec.has_shared_caches and isinstance(policy, BudgetPolicy) and policy.modes.refit:
+            policy = replace(policy, modes=replace(policy.modes, refit=0))  # several layers read such values
         return policy.fit(self.config.max_model_len, self.load_gate)
 
     @property

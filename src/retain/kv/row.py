@@ -153,7 +153,7 @@ class Row:
     def _begin_at(self, position: int) -> None:
         self.num_computed = position
         for evictor in self.evictors:
-            evictor.query_blocks.begin(position)
+            evictor.query_blocks.begin(max([position, *self._due_positions]))  # masses that are due overwrite others
 
     def reserve(self, end_position: int) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few.
@@ -350,7 +350,7 @@ class Row:
             if position <= now:
                 self.due.remove(held)
                 held.kind.attach(self, now, held.checkpoint)
-        ends_blocks = bool(self.evictors) and now == self.evictors[0].query_blocks.last_start
+        ends_blocks = bool(self.evictors) and not self.due and now == self.evictors[0].query_blocks.last_start
         if before < self.prompt_len <= now or now == self.found.branch_point or ends_blocks:
             self._leave_text(now, is_running=True)
         for position in self._rungs(before, now):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
@@ -20,7 +21,8 @@ AUTO = "auto"
 class AutoPolicy:
     """What the choice depends on: a model's layers, and which policies a gate was fitted for, the best one first."""
 
-    fitted: Callable[[], Sequence[str]] = tuple  # asked only where it matters: files are read for it
+    # Takes the file of a gate, or "". It is asked only where it matters: files are read for it.
+    fitted: Callable[[str], Sequence[str]] = lambda file: ()
     can_compare_layers: bool = True  # see KVCacheSpec
 
     def choose(self, spec: str) -> str:
@@ -34,21 +36,27 @@ class AutoPolicy:
         defaults: dict[str, str] = {}
         if options.get("prefill") == "stream":  # evicts before the whole prompt is there
             chosen = "h2o"
-        elif names := self.fitted():
+        elif names := self.fitted(options.get("file", "")):
             chosen = "gate" if options.get("resume") == "on" else names[0]
         else:
             chosen = "replay"
             defaults = {} if self.can_compare_layers else {"share": "layer"}
+        if chosen in ("gate_replay", "replay") and "demote" in options:
+            defaults["refit"] = "0"
         words = ",".join(f"{key}={value}" for key, value in (defaults | options).items())
         return f"{chosen}:{words}" if words else chosen
+
+
+def _names_of_any(names: Sequence[str], file: str) -> Sequence[str]:
+    return names
 
 
 def check_spec(spec: str) -> EvictionPolicy:
     """Return a policy that a spec stands for on some model. Raises ValueError for one that no model could have."""
     errors = []
-    for auto in (AutoPolicy(), AutoPolicy(lambda: ("gate",))):
+    for names in ((), ("gate_replay",), ("gate",)):
         try:
-            return policies.parse(auto.choose(spec))
+            return policies.parse(AutoPolicy(partial(_names_of_any, names)).choose(spec))
         except ValueError as error:
             errors.append(error)
     raise errors[0]

@@ -13,6 +13,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 MAX_PROMPT_PASSES = 3  # times that a token of the prompt is computed: the prompt, a second reading, its instructions
 MIN_PROMPT_INTERVAL = 32  # tokens of the prompt between two evictions or scores, or of a step that reads it again
 MIN_ANSWER_INTERVAL = 8  # tokens of the answer between two evictions
+MAX_REFIT_QUERIES = 256  # tokens whose queries fit values: products grow by the number of queries, and more
 SHORT_PROMPT = 64  # tokens; a shorter prompt may cost as much as one of these
 
 
@@ -35,6 +36,8 @@ def find_excess(policy: EvictionPolicy, prompt: Sequence[int], room: int) -> str
     if num_steps > num_scoring // MIN_PROMPT_INTERVAL + 1:
         size = num_scoring // num_steps
         return f"reads the prompt again {size} tokens at a time: choose {MIN_PROMPT_INTERVAL} or more"
+    if plan.refit > MAX_REFIT_QUERIES:
+        return f"fits values to {plan.refit} queries: choose refit={MAX_REFIT_QUERIES} or less"
     if len(policy.query_blocks) > len(prompt) // MIN_PROMPT_INTERVAL + 1:
         size = len(policy.query_blocks[0])
         return f"scores the queries of {size} tokens of the prompt at a time: choose {MIN_PROMPT_INTERVAL} or more"

@@ -330,6 +330,8 @@ class BudgetEvictor:
 
     def fit_values(self, pages: Tensor, kept: Tensor, is_used: Tensor, position: int) -> list[Tensor]:
         """Return new values [G, n, V] of slots `kept` [M, G, n] in tables [M, G, pages], layer by layer."""
+        # Sums are over the pages of the tokens so far: how many more the row owns depends on its history.
+        pages = pages[..., : -(-(position + 1) // self.tables.page_size)]
         return self.query_blocks.fit_values(pages, kept, is_used, position, self.slot_scores.key_factors)
 
     def score_new_slots(self, pages: Tensor, position: int) -> EvictingRow:
@@ -407,9 +409,9 @@ def compact_rows(due: Sequence[Compact]) -> None:
 
     def fit_values(places: Tensor, is_used: Tensor) -> None:
         for b, d in enumerate(due):
-            if d.evictor.policy.plan.refit and not d.evictor.has_holes:  # a budget that shrinks is compacted again
-                n = tables.rows[b].num_pages * tables.store.page_size
-                kept = places[b].clamp(max=n - 1)
+            is_first = not d.evictor.has_holes  # a budget that shrinks is compacted again
+            if is_first and len(d.evictor.policy.plan.refit_positions):
+                kept = places[b].clamp(max=d.position - 1)
                 refits[b] = d.evictor.fit_values(tables.pages_of(b), kept, is_used[b], d.position - 1)
 
     new_pages = _join_tables(tables, own_pages)

@@ -10,6 +10,7 @@ from retain.options import Bounds, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
 
 NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
+MAX_REFIT_BUDGET = 4096  # tokens of a head: all layers' new values are held in float32 while slots move
 NumRefitQueries = Annotated[int, Bounds(0, 1024)]  # of tokens that are held together, in float32 and for all layers
 
 
@@ -35,7 +36,7 @@ class RowModes:
         if self.demote and self.shrink:
             raise ValueError("demote does not go with shrink")
         if self.refit and (self.demote or self.is_streamed or self.resume == "on"):
-            raise ValueError("refit fits values once: it goes with resume=off, and without demote and prefill=stream")
+            raise ValueError("refit goes with resume=off, and not with demote or prefill=stream: give refit=0 there")
 
     @property
     def is_streamed(self) -> bool:
@@ -99,9 +100,10 @@ class RowPlan:
 
     @property
     def refit_positions(self) -> range:
-        """The positions of the prompt whose queries fit values; empty where nothing is evicted behind it."""
+        """The positions of the prompt whose queries fit values; none where nothing is evicted, or too much is kept."""
         n = self.prompt_len
-        return range(max(n - self.refit, 0), n) if self.refit and n > self.budget else range(NEVER, NEVER)
+        fits = self.refit and self.budget < n and self.budget <= MAX_REFIT_BUDGET
+        return range(max(n - self.refit, 0), n) if fits else range(NEVER, NEVER)
 
     def peak_slots(self, length: int) -> int:
         """Return the slots that a head of an unwindowed layer owns at most on the way to `length` tokens."""

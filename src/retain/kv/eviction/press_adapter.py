@@ -7,14 +7,18 @@ part.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from retain.files import shorten
 from retain.kernels.rope import Rope
 from retain.kv.eviction.view import CacheView
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,10 +88,11 @@ def half_split_order(rope: Rope | None, head_dim: int) -> Tensor:
     return torch.cat((first, rest[:middle], second, rest[middle:]))
 
 
-def call_press(press: Any, view: CacheView) -> Tensor:
+def call_press(press: Any, view: CacheView, compression_ratio: float) -> Tensor:
     """Return the scores of a press for the slots of a layer, [G, S], as of its `score`; those of holes are 0.
 
-    The view has the queries of the whole prompt. Raises ValueError where the press fails.
+    The view has the queries of the whole prompt. Where the press fails, a warning is logged, and all scores are 0: the
+    oldest tokens go.
     """
     assert view.queries
     queries = view.queries
@@ -107,16 +112,18 @@ def call_press(press: Any, view: CacheView) -> Tensor:
     by_token = queries.unrotated[..., order].flatten(0, 1), unrotated[..., order], v
     hidden_states = torch.cat([x.transpose(0, 1).flatten(1) for x in by_token], 1)[None]
     config = ModuleConfig(G * R, G, D, hidden_states.shape[-1])
-    module = AttentionModule(config, view.layers.start or 0, queries.params.scale, v.shape[-1], rope)
+    module = AttentionModule(config, queries.layer, queries.params.scale, v.shape[-1], rope)
     kwargs = {"position_embeddings": module.rotary_emb(k, queries.pos[None])}
     try:
         # Some presses draw numbers: equal prompts get equal ones, and no other request gets other ones for it.
         with torch.random.fork_rng([] if k.device.type == "cpu" else [k.device]):
             torch.manual_seed(0)
+            press.compression_ratio = compression_ratio
             scores = press.score(module, hidden_states, k[None][..., order], v[None], None, kwargs)
-    except Exception as error:  # a press is a user's code
-        raise ValueError(f"{type(press).__name__} cannot score a prompt of {n} tokens: {error}") from error
+        if scores.shape != (1, G, n) or not scores.isfinite().all():
+            raise ValueError(f"scores {tuple(scores.shape)} are not {(1, G, n)}, or not finite")
+    except Exception as error:  # a press is a user's code, and other requests are computed in the same step
+        log.warning("%s cannot score a prompt of %d tokens: %s", type(press).__name__, n, shorten(error))
+        return torch.zeros_like(pos, dtype=torch.float32)
     scores = scores[0].float()
-    if not scores.isfinite().all():
-        raise ValueError(f"{type(press).__name__} gives a prompt of {n} tokens scores that are not finite")
     return torch.cat((scores, scores.new_zeros(G, 1)), 1).gather(1, torch.where(pos < 0, n, pos))

@@ -55,7 +55,7 @@ class QueryBlocks:
         return self._blocks[0].positions.stop if self._blocks else UNBOUNDED
 
     def begin(self, position: int) -> None:
-        """Leave out the blocks that end at a position or before: the row begins there, and has their masses."""
+        """Leave out the blocks that end at a position or before: the row has their masses, or gets them there."""
         self._blocks = [block for block in self._blocks if block.positions.stop > position]
 
     def share_newest(self, other: QueryBlocks | None, position: int) -> bool:
@@ -129,5 +129,5 @@ class QueryBlocks:
             slice(m, m + 1),
             transform=self.transform,
             key_factors=factors,
-            queries=BlockQueries(q, pos, *self.transform.attention[cache]),
+            queries=BlockQueries(q, pos, *self.transform.attention[cache], layer=cache),
         )

@@ -59,5 +59,6 @@ def solve_ridge(x: Tensor, y: Tensor) -> Tensor:
     penalty = (PENALTY * x.square().sum() / x.shape[1]).clamp(min=SMALLEST_PENALTY)
     is_wide = x.shape[1] > x.shape[0]  # then the same w comes from a smaller system
     gram = x @ x.T if is_wide else x.T @ x
-    factor, _ = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram), device=x.device))  # never waits
-    return x.T @ torch.cholesky_solve(y, factor) if is_wide else torch.cholesky_solve(x.T @ y, factor)
+    factor, info = torch.linalg.cholesky_ex(gram + penalty * torch.eye(len(gram), device=x.device))  # never waits
+    w = x.T @ torch.cholesky_solve(y, factor) if is_wide else torch.cholesky_solve(x.T @ y, factor)
+    return w.where(info == 0, 0)

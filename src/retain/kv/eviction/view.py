@@ -14,6 +14,8 @@ from retain.kernels.reference.softmax import adjust_scores, softmax
 from retain.kernels.rope import Rope
 from retain.types import Ints
 
+LOWEST = -1e30  # of a query that sees no slot, all of whose weights are 0
+SMALLEST = 1e-30
 Rotate = Callable[[Tensor, Tensor], Tensor]  # (keys [n, D], by how many positions [n]) -> keys [n, D]
 
 
@@ -46,6 +48,7 @@ class BlockQueries:
     pos: Tensor  # int64 [n]
     params: AttentionParams
     rope: Rope | None  # None for models without rotary positions
+    layer: int = 0  # the number of the cache
 
     @property
     def unrotated(self) -> Tensor:
@@ -121,6 +124,6 @@ class CacheView:
         x = x.view(G, R, *x.shape[1:]).add_(hidden)
         if params.sink_logits is not None:
             return softmax(x, params.sink_logits.view(G, R, 1, 1))
-        x -= x.amax(-1, keepdim=True)  # in place: this takes as long as it passes over memory
+        x -= x.amax(-1, keepdim=True).clamp_(min=LOWEST)  # in place: this takes as long as it passes over memory
         x.exp_()
-        return x.div_(x.sum(-1, keepdim=True))
+        return x.div_(x.sum(-1, keepdim=True).clamp_(min=SMALLEST))

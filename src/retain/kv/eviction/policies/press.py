@@ -58,8 +58,8 @@ class Policy(QueryScoredPolicy):
 
     def score_queries(self, view: CacheView) -> Tensor:
         """Return the scores of the press, less the lowest of the layer."""
-        self.scorer.compression_ratio = max(1 - self.budget_tokens / self.prompt_len, 0.0)
-        scores = call_press(self.scorer, view)  # [G, S]
+        ratio = max(1 - self.budget_tokens / self.prompt_len, 0.0)
+        scores = call_press(self.scorer, view, ratio)  # [G, S]
         is_used = view.pos[0] >= 0
         lowest = scores.where(is_used, float("inf")).amin()
         return (scores - lowest).where(is_used, 0)[:, None]
