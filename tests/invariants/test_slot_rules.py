@@ -74,7 +74,7 @@ def test_random_schedules(seed: int, num_compared: dict[str, int], tmp_path: Pat
     assert num_compared["all"] and (num_compared["holes"] or seed not in (12, 14))
 
 
-@pytest.mark.parametrize("seed", [4, *slow(*range(10, 20))])
+@pytest.mark.parametrize("seed", [4, *slow(*range(10, 17), *range(18, 21))])  # 17 compares nothing
 def test_random_schedules_with_states(seed: int, num_compared: dict[str, int], tmp_path: Path) -> None:
     run(seed, tmp_path, STATE_FAMILIES)
     assert num_compared["all"]

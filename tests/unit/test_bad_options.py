@@ -57,7 +57,7 @@ COMMANDS = [
     (f"run hello {TINY} --backend cpu --dtype float16", "choose dtype float32 or bfloat16"),
     ("run hello --model random:tiny --kv-memory 1KiB", "kv_memory"),
     # Policies, prefix caches and tiers
-    (f"{UNREAD} --kv-policy lru", "full, gate, h2o"),
+    (f"{UNREAD} --kv-policy lru", "full, gate, gate_replay, h2o"),
     (f"{UNREAD} --kv-policy h2o", "budget"),
     (f"{UNREAD} --kv-policy keyformer:budget=lots", "percentage"),
     (f"{UNREAD} --kv-policy keyformer:budget=25%,noise=white", "gumbel"),
