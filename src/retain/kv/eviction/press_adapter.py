@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ def half_split_order(rope: Rope | None, head_dim: int) -> Tensor:
     return torch.cat((first, rest[:middle], second, rest[middle:]))
 
 
+@lru_cache(maxsize=64)
+def warn_once(message: str) -> None:
+    """Log a warning, unless it is one of the last that were logged: each layer of a model has the same."""
+    log.warning(message)
+
+
 def call_press(press: Any, view: CacheView, compression_ratio: float) -> Tensor:
     """Return the scores of a press for the slots of a layer, [G, S], as of its `score`; those of holes are 0.
 
@@ -123,7 +130,7 @@ def call_press(press: Any, view: CacheView, compression_ratio: float) -> Tensor:
         if scores.shape != (1, G, n) or not scores.isfinite().all():
             raise ValueError(f"scores {tuple(scores.shape)} are not {(1, G, n)}, or not finite")
     except Exception as error:  # a press is a user's code, and other requests are computed in the same step
-        log.warning("%s cannot score a prompt of %d tokens: %s", type(press).__name__, n, shorten(error))
+        warn_once(f"{type(press).__name__} cannot score a prompt of {n} tokens: {shorten(error)}")
         return torch.zeros_like(pos, dtype=torch.float32)
     scores = scores[0].float()
     return torch.cat((scores, scores.new_zeros(G, 1)), 1).gather(1, torch.where(pos < 0, n, pos))
