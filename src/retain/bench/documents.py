@@ -42,16 +42,28 @@ class Document:
     questions: tuple[Question, ...]
 
 
+def mark_answer(answer: str, facts: Sequence[Sequence[str]]) -> float:
+    """Return the share of facts that an answer names in any of their forms, 0 to 100. Case and spaces do not count."""
+    words = f" {_normalize(answer)} "
+    return 100 * _mean([float(any(f" {_normalize(form)} " in words for form in forms)) for forms in facts])
+
+
+def name_strings(answer: str, facts: Sequence[Sequence[str]]) -> float:
+    """Return the share of facts that an answer contains as a string in one of their forms, in any case, 0 to 100."""
+    found = answer.casefold()
+    return 100 * _mean([float(any(form.casefold() in found for form in forms)) for forms in facts])
+
+
 def ask(
     llm: LLM,
     documents: Sequence[Document],
     policy_specs: Sequence[str],
     after_eviction: bool,
-    mark: Mark | None = None,
+    mark: Mark = mark_answer,
 ) -> list[ItemMetrics]:
     """Return the share of the facts that the answers name, 0 to 100, by kind of question and their `mean`.
 
-    `mark` returns that of an answer, `mark_answer` by default. There is one row for each policy and document, those of
+    `mark` returns that of an answer. There is one row for each policy and document, those of
     the first policy first. Budgets in percent are of the document without the question. Raises ValueError.
     """
     requests: list[GenerateRequest] = []
@@ -66,7 +78,7 @@ def ask(
     for request, question, output in zip(requests, questions, outputs, strict=True):
         answer = output.token_ids[len(request.forced_tokens) :]
         end = next((i for i, token in enumerate(answer) if token in question.end_ids), len(answer))
-        marks.append((mark or mark_answer)(llm.tokenizer.decode(answer[:end]), question.facts))
+        marks.append(mark(llm.tokenizer.decode(answer[:end]), question.facts))
     rows = []
     begin = 0
     for document in [*documents] * len(policy_specs):
@@ -86,22 +98,10 @@ def measure(
 
 
 def measure_later(
-    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any, mark: Mark | None = None
+    llm: LLM, items: Sequence[Document], policy_specs: Sequence[str], full_state: Any, mark: Mark = mark_answer
 ) -> tuple[list[ItemMetrics], None]:
     """Ask each question after its document was evicted to its budget (see retain.bench.tasks)."""
     return ask(llm, items, policy_specs, after_eviction=True, mark=mark), None
-
-
-def mark_answer(answer: str, facts: Sequence[Sequence[str]]) -> float:
-    """Return the share of facts that an answer names in any of their forms, 0 to 100. Case and spaces do not count."""
-    words = f" {_normalize(answer)} "
-    return 100 * _mean([float(any(f" {_normalize(form)} " in words for form in forms)) for forms in facts])
-
-
-def name_strings(answer: str, facts: Sequence[Sequence[str]]) -> float:
-    """Return the share of facts that an answer contains as a string in one of their forms, in any case, 0 to 100."""
-    found = answer.casefold()
-    return 100 * _mean([float(any(form.casefold() in found for form in forms)) for forms in facts])
 
 
 def _make_request(document: list[int], question: Question, policy: str, after_eviction: bool) -> GenerateRequest:

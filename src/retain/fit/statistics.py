@@ -137,7 +137,7 @@ class FirstReading:
         queries = BlockQueries(found.queries[:, :, :n].detach(), torch.arange(n), op.params, op.rope)
         pos = torch.arange(n, dtype=torch.int32).expand(1, len(k), n)
         view = CacheView(pos, torch.zeros(1, len(k), 1, n), n - 1, lambda: (k[None], v[None]), queries=queries)
-        return sum_squared_weights(view, queries.at(n), torch.tensor([n])).sum(1)
+        return sum_squared_weights(view, *view.queries_behind).sum(1)
 
     def read_answer(self, example: Example) -> list[Tensor]:
         """Compute prompt and answer. Returns what the answer attends to, and what its likelihood needs, [M, G, n]."""

@@ -37,7 +37,7 @@ class GateLoader:
         """
         file = file or self.default
         if file not in self._gates:
-            self._gates[file] = load_gate(Path(file).expanduser() if file else self._find(), self.shape)
+            self._gates[file] = load_gate(self._path_of(file), self.shape)
         return self._gates[file]
 
     @property
@@ -54,12 +54,14 @@ class GateLoader:
 
         Raises OSError.
         """
-        file = file or self.default
         try:
-            _, has_replayed = read_header(Path(file).expanduser() if file else self._find())
+            _, has_replayed = read_header(self._path_of(file or self.default))
         except ValueError:
             return ()
         return ("gate_replay", "gate") if has_replayed else ("gate",)
+
+    def _path_of(self, file: str) -> Path:
+        return Path(file).expanduser() if file else self._find()
 
     def _find(self) -> Path:
         """Return the gate beside the model, or the one of this package. Raises ValueError where there is none."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
@@ -47,16 +46,12 @@ class AutoPolicy:
         return f"{chosen}:{words}" if words else chosen
 
 
-def _names_of_any(names: Sequence[str], file: str) -> Sequence[str]:
-    return names
-
-
 def check_spec(spec: str) -> EvictionPolicy:
     """Return a policy that a spec stands for on some model. Raises ValueError for one that no model could have."""
     errors = []
-    for names in ((), ("gate_replay",), ("gate",)):
+    for auto in (AutoPolicy(), AutoPolicy(lambda file: ("gate_replay",)), AutoPolicy(lambda file: ("gate",))):
         try:
-            return policies.parse(AutoPolicy(partial(_names_of_any, names)).choose(spec))
+            return policies.parse(auto.choose(spec))
         except ValueError as error:
             errors.append(error)
     raise errors[0]

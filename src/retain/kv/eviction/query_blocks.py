@@ -126,7 +126,6 @@ class QueryBlocks:
             kv.mass[table].transpose(2, 3).flatten(-2),
             position,
             lambda: store.read(places.flatten(2)),
-            slice(m, m + 1),
             transform=self.transform,
             key_factors=factors,
             queries=BlockQueries(q, pos, *self.transform.attention[cache], layer=cache),

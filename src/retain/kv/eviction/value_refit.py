@@ -27,13 +27,10 @@ def fit_values(view: CacheView, kept: Tensor, is_used: Tensor) -> Tensor:
     Entries of `kept` that are not used [G, n] mean nothing. The view has the queries. A query's outputs are fitted as
     if it was at the view's position.
     """
-    assert view.queries
-    behind = view.query_position + 1
     v = view.values[0]
     fitted = v.gather(1, kept[..., None].expand(-1, -1, v.shape[-1]))
     places = [slots[used] for slots, used in zip(kept, is_used, strict=True)]
-    pos = torch.tensor([behind], device=view.pos.device)
-    parts = [_divide(weights, v, places) for weights in iter_weights(view, view.queries.at(behind), pos)]
+    parts = [_divide(weights, v, places) for weights in iter_weights(view, *view.queries_behind)]
     for g, of_head in enumerate(zip(*parts, strict=True)):
         x, missing = (torch.cat(pieces) for pieces in zip(*of_head, strict=True))
         fitted[g, is_used[g]] += solve_ridge(x, missing)

@@ -101,12 +101,25 @@ class CacheView:
 
     @property
     def unrotated_keys(self) -> Tensor:
-        """Keys before they were rotated, as the first layer rotates, float32 [M, G, S, D]; in `score_slots` only."""
-        if self.transform is None:
+        """Keys before they were rotated, float32 [M, G, S, D]; in `score_slots` as the first layer rotates.
+
+        Raises ValueError in `priority`.
+        """
+        rotate: Rotate | None
+        if self.queries:
+            rotate = self.queries.rope.shift if self.queries.rope else None
+        elif self.transform:
+            rotate = self.transform.rotate
+        else:
             raise ValueError("a policy reads unrotated keys in score_slots: priority is called with rotated ones")
-        if self.transform.rotate is None:
-            return self.keys
-        return self.transform.rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys)
+        return rotate(self.keys.flatten(0, 2), -self.pos.flatten()).view_as(self.keys) if rotate else self.keys
+
+    @property
+    def queries_behind(self) -> tuple[Tensor, Tensor]:
+        """The queries [G, R, n, D] as if all were at the position behind the newest one, and that position [1]."""
+        assert self.queries
+        behind = self.query_position + 1
+        return self.queries.at(behind), torch.tensor([behind], device=self.pos.device)
 
     def attention_weights(self, q: Tensor, pos: Tensor) -> Tensor:
         """Return the weights [G, R, n, S] of queries [G, R, n, D] at positions [n], or all at one [1].

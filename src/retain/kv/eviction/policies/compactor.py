@@ -80,11 +80,7 @@ class Policy(QueryScoredPolicy):
 
 def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:
     """Return the leverage of each key among those that take part, [G, S], from sketches of `size` numbers."""
-    assert view.queries
-    k = view.keys[0]  # [G, S, D]
-    if rope := view.queries.rope:
-        k = rope.shift(k.flatten(0, 1), -view.pos[0].flatten()).view_as(k)
-    k = k.where(takes_part[..., None], 0)
+    k = view.unrotated_keys[0].where(takes_part[..., None], 0)  # [G, S, D]
     k = k - k.sum(1, keepdim=True) / takes_part.sum(1)[:, None, None]
     generator = torch.Generator().manual_seed(0)
     sketch = torch.randn(len(k), k.shape[-1], size, generator=generator).to(k.device) / size**0.5

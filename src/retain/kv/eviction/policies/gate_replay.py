@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from typing import Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -58,9 +57,7 @@ class Policy(gate.Policy):
 
     def score_queries(self, view: CacheView) -> Tensor:
         """Return the squared weights of all queries of the block behind it."""
-        assert view.queries
-        behind = view.query_position + 1
-        return sum_squared_weights(view, view.queries.at(behind), torch.tensor([behind], device=view.pos.device))
+        return sum_squared_weights(view, *view.queries_behind)
 
     def priority(self, view: CacheView) -> Tensor:
         """Return the score of each slot, its mass divided by the number of queries that saw it."""

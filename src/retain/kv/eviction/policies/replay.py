@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from retain.kv.eviction.plan import REFITS, RowModes
@@ -34,6 +33,4 @@ class Policy(QueryScoredPolicy):
 
     def score_queries(self, view: CacheView) -> Tensor:
         """Return the squared changes of outputs, of all queries of the block behind it."""
-        assert view.queries
-        behind = view.query_position + 1
-        return sum_output_changes(view, view.queries.at(behind), torch.tensor([behind], device=view.pos.device))
+        return sum_output_changes(view, *view.queries_behind)
