@@ -101,7 +101,8 @@ def ask_chat(server: GracefulServer, stream: bool, **fields: Any) -> Answer:
 
 
 def ask_messages(server: GracefulServer, stream: bool, **fields: Any) -> Answer:
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": fields.pop("limit")}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}], "temperature": 0}
+    body["max_tokens"] = fields.pop("limit")
     if fields.pop("thinks"):
         body["thinking"] = {"type": "enabled", "budget_tokens": 1024}
     if schema := fields.pop("schema", None):
