@@ -162,6 +162,30 @@ def test_earlier_state_stays_while_a_later_one_is_not_loaded(tmp_path: Path, mon
     place.close()
 
 
+def test_pages_of_the_pool_stay_while_a_state_finds_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read a state the pool evicts the pages that the row begins with where the state finds no room."""
+    policy = "window:budget=25%"
+    options = options_of("llama", policy)
+    place = Place("folder after a restart", tmp_path, **options)
+    text = begin(policy, place)
+    engine = place.engine
+    ask(engine, text[: TURNS[0]], "full")
+    tree = engine.cache.prefix_cache.tree
+    wanted: list[int] = []  # pages of the state, of its copy, then of what the pool has
+
+    def ensure_free(n: int) -> bool:
+        tree.evict_holders(np.arange(1, engine.cache.pool.num_pages))
+        wanted.append(n)
+        return len(wanted) != 2
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.cache.pool, "ensure_free", ensure_free)
+        found = ask(engine, text, policy)
+    assert len(wanted) > 2 and TURNS[0] <= found.stats.num_cached_tokens <= TURNS[0] + 1  # the answer is cached, too
+    assert found.output_tokens == ask(make_engine(**options), text, policy).output_tokens
+    place.close()
+
+
 def test_computing_that_is_faster_reads_nothing(tmp_path: Path) -> None:
     place = Place("folder after a restart", tmp_path, **options_of("llama", H2O))
     text = begin(H2O, place)

@@ -67,6 +67,18 @@ class PagePool:
         self.num_free += len(freed)
 
     @contextmanager
+    def held(self, pages: Pages) -> Iterator[None]:
+        """Hold these pages for as long as the context lasts: they stay whole though their texts are evicted.
+
+        Each may be named once.
+        """
+        self.incref(pages)
+        try:
+            yield
+        finally:
+            self.free(pages)
+
+    @contextmanager
     def owned(self) -> Iterator[list[Pages]]:
         """Return a list for pages that the caller holds: those in it are freed if the block raises."""
         held: list[Pages] = []

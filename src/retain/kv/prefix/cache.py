@@ -266,14 +266,11 @@ class PrefixCache:
         seen = self._record_text(start.text, start.demand.policy)
         begun: Begun | None = None
         further = start.further
-        if further and not (was_preempted and further.is_selective) and self._should_load(start):
-            held = start.page_list
-            self.pool.incref(held)  # to make room for the load, they may be evicted
-            try:
-                begun = self._attach_further(row, further)
-            finally:
-                self.pool.free(held)
-        begun = begun or (self._attach(row, start) if start.position else None) or Begun()
+        with self.pool.held(start.page_list):  # to make room for what stores have, they may be evicted
+            if further and not (was_preempted and further.is_selective) and self._should_load(start):
+                with self.pool.held(further.page_list):
+                    begun = self._attach_further(row, further)
+            begun = begun or (self._attach(row, start) if start.position else None) or Begun()
         self.num_reused_tokens += begun.position
         branch_point = start.branch_point if start.branch_point > begun.position else 0
         return replace(begun, branch_point=branch_point, seen=seen)
@@ -317,12 +314,10 @@ class PrefixCache:
         incoming = self.tiers.prepare(start.stored, start.demand, position) if self.tiers and start.stored else []
         if incoming is None:
             return None
-        held = start.page_list
         num_own = num_own_pages(self.groups, self.layout, start)
         num_own += sum(c.kind.num_own_pages(row, position, c.checkpoint) for c in start.checkpoints)
         num_own += sum(sum(c.place.span.num_blocks) for c in start.stored)
-        self.pool.incref(held)  # before ensure_free, which may evict them
-        try:
+        with self.pool.held(start.page_list):  # before ensure_free, which may evict them
             if not self.pool.ensure_free(num_own):
                 return None
             jobs = attach_pages(self.groups, self.layout, row.index, start)
@@ -336,8 +331,6 @@ class PrefixCache:
                 assert self.tiers
                 for layer, further in self.tiers.attach(kind, numbered, place, row, position).items():
                     jobs.setdefault(layer, []).extend(further)
-        finally:
-            self.pool.free(held)
         self.tree.touch(start.nodes, [(c.node, c.key) for c in start.checkpoints])
         if not start.span_ranges and not start.stored:
             return Begun(position, due=due)
