@@ -302,3 +302,24 @@ def run_without_eviction(
 def test_a_ring_longer_than_the_text_equals_full(family: str) -> None:
     prompt = random_prompts(1, seed=6)[0]
     assert run_alone(family, prompt, policy="ring:window=400") == run_alone(family, prompt)
+
+
+@pytest.mark.parametrize("begun", [False, True], ids=["new prompt", "cached prompt"])
+@pytest.mark.parametrize("family", ["gemma3_text", *slow(*sorted(set(CACHE_KINDS) - {"gemma3_text"}))])
+def test_a_follower_may_have_more_to_compute_than_its_leader(family: str, begun: bool) -> None:
+    """It goes on with a copy of the leader's rings, which have room for what the leader had to compute."""
+    prompt, forced = [[*range(i, i + n)] for i, n in ((0, 16), (16, 60))]
+    params = SamplingParams(temperature=0.0, logprobs=1)
+
+    def follower() -> Request:
+        return make_request(prompt, 4, params=params, forced_tokens=forced)
+
+    alone = follower()
+    run_to_completion(make_engine(family), [alone])
+    engine = make_engine(family, prefix_cache="exact" if begun else "off")
+    if begun:
+        run_to_completion(engine, [make_request(prompt, 1)])
+    found = follower()
+    engine.add(make_request(prompt, 1, params=params), found)
+    run_to_completion(engine, [])
+    assert [x.logprob for x in found.logprobs] == pytest.approx([x.logprob for x in alone.logprobs], abs=1e-3)

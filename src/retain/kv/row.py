@@ -185,8 +185,7 @@ class Row:
         """
         if self._scoring:
             return position + self._scoring.chunk_left
-        is_shrunk = self.tables.rings[self.index].are_shrunk  # such a ring has room for one block
-        room = self.tables.block_size if is_shrunk else self.parts.slots.max_batched_tokens
+        room = self.tables.rings[self.index].room  # a fork has the rings of its leader, whatever it has to compute
         stops = [position + room, *self._due_positions, self.found.branch_point]
         if self.evictors:
             stops += [self.evictors[0].next_eviction, self.evictors[0].query_blocks.next_end]

@@ -33,6 +33,7 @@ EXTRA_TABLE_PAGES = 16  # a selective load begins with more pages than its text 
 class RowRings:
     """What is known of a row's rings: shrunk to their windows, and perhaps with pages that others hold, too."""
 
+    room: int = 0  # tokens that may be written in one step: more would overwrite what those before them see
     are_shrunk: bool = False
     are_shared: bool = False
     resumes_from: int = 0  # where a text could go on at the earliest with the rings that the row began with
@@ -113,14 +114,14 @@ class BlockTables:
         """Rows that belong to a request, ascending."""
         return sorted(set(range(len(self.allocated_upto))) - set(self.free_rows))
 
-    def open_row(self, windows: Ints, capacities: Ints) -> int:
-        """Take a free row and reset it: no pages, these windows and capacities, both [L]."""
+    def open_row(self, windows: Ints, capacities: Ints, room: int) -> int:
+        """Take a free row and reset it: no pages, these windows and capacities, both [L], and room in its rings."""
         row = self.free_rows.pop()
         self.window[row] = windows
         self.capacity[row] = capacities
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
         self.allocated_upto[row] = 0
-        self.rings[row] = RowRings()
+        self.rings[row] = RowRings(room)
         self.mark_dirty(row, dense=True)
         return row
 

@@ -17,6 +17,7 @@ prompt the pages with live tokens come first, the others are freed, and nothing 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -54,8 +55,9 @@ class KVCache:
     def open_row(self, windows: Ints, num_uncomputed: int) -> int:
         """Open a row of these windows [L] for a request with so many uncomputed tokens. It owns no pages yet."""
         t = self.tables
-        fresh = 1 if t.is_state else min(num_uncomputed, self.max_batched_tokens)
-        return t.open_row(windows, ring_capacities(windows, fresh, t.page_size, t.block_size))
+        fresh = min(num_uncomputed, self.max_batched_tokens)
+        capacities = ring_capacities(windows, 1 if t.is_state else fresh, t.page_size, t.block_size)
+        return t.open_row(windows, capacities, max(fresh, t.block_size))
 
     def own_pages(self, row: int, upto: int) -> None:
         """Own the pages of all positions below `upto`, which the pool has."""
@@ -151,8 +153,7 @@ class KVCache:
         rings = t.ring_layers(dst)
         t.capacity[dst, rings] = t.capacity[src, rings]
         t.ring_base[dst, rings] = t.ring_base[src, rings]
-        t.rings[dst].written_upto = t.rings[src].written_upto
-        t.rings[dst].resumes_from = t.rings[src].resumes_from
+        t.rings[dst] = replace(t.rings[src], are_shrunk=False, are_shared=False)
         num_shared = np.zeros_like(t.counts[src])  # [L, G]
         num_shared[rings] = t.counts[src, rings]
         if can_share:
@@ -179,6 +180,7 @@ class KVCache:
         if t.rings[row].are_shrunk:
             return
         t.rings[row].are_shrunk = True
+        t.rings[row].room = t.block_size
         capacity = ring_capacities(t.window[row], 1, S, t.block_size)
         freed = []
         for layer in np.flatnonzero((capacity < t.capacity[row]) & (t.window[row] < NO_WINDOW)):

@@ -21,7 +21,6 @@ class GroupedKVCache:
     def __init__(self, groups: Sequence[KVCache]):
         self.groups = groups
         self.pool = groups[0].tables.pool
-        self.max_batched_tokens = groups[0].max_batched_tokens
 
     @cached_property
     def tables(self) -> list[BlockTables]:
