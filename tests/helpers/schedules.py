@@ -363,7 +363,7 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         "interval": lambda: rng.randint(1, 20),
         "chunk": lambda: rng.randint(1, 60),
         "prefill": lambda: rng.choice(["stream", "stream", "exact"]),
-        "share": lambda: rng.choice(["none", "layer", "all"]),
+        "share": lambda: rng.choice(["none", "layer", "all", "fitted"]),
         "protect": lambda: "system",
         "shrink": lambda: rng.choice(["10%", rng.randint(1, 30)]),
         "demote": lambda: rng.choice(["int4", f"int4:{rng.randint(1, 50)}", "int4:30%"]),

@@ -47,7 +47,7 @@ def test_a_gate_is_fitted_on_the_numbers_that_a_cache_gives_it(family: str, monk
     model = dense_model(family)
     s = model.spec
     gate = random_gate(s.kv_cache)
-    assert gate.replayed
+    assert gate.attention and gate.replayed
     ranked: list[Tensor] = []
     priority = gate_policy.Policy.priority
 

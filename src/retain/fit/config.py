@@ -16,6 +16,7 @@ class FitConfig:
 
     data: Path = field(metadata={"help": "JSON lines with article and highlights, prompt and answer, or text"})
     out: Path = field(metadata={"help": "the gate's file, NAME.gate.safetensors"})
+    budgets: bool = option(False, "learn the shares of heads alone, for share=fitted, and keep the gates of the file")
     target: str = option(
         "both", "what to fit: reread (attention of a second reading), answers (what they need), or both"
     )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from retain.fit.dense import EVERY, DenseModel, Past
+from retain.kv.eviction.head_shares import HeadShares
 from retain.kv.eviction.operations import allocate_budgets
 from retain.processing.examples import Example
 
-BUDGETS = (0.5, 0.25, 0.125)
+Share = str | HeadShares
 
 
 @dataclass(frozen=True)
@@ -33,19 +34,29 @@ def hold_out(model: DenseModel, example: Example) -> HeldOut:
     return HeldOut(example, past, log_probs)
 
 
-def kl_divergence(model: DenseModel, held: HeldOut, scores: Tensor, budget: float, recent: float, share: str) -> float:
+def kl_divergence(
+    model: DenseModel, held: HeldOut, scores: Tensor, budget: float, recent: float, share: Share
+) -> float:
     """Return the mean KL divergence in nats a token, where heads keep the best of `scores` [M, G, n].
 
-    `budget` is a share of the prompt, `recent` the share of it for the newest tokens; see BudgetPolicy for `share`.
+    `budget` is a share of the prompt, `recent` the share of it for the newest tokens; see BudgetPolicy for `share`;
+    where it is fitted, the shares of heads are given.
     """
     M, G, n = scores.shape
     size = max(int(budget * n), 1)
     rank = scores.clone()
     rank[..., n - max(int(recent * size), 1) :] = torch.inf
-    sizes = torch.full((M, G), size) if share == "none" else allocate_budgets(rank, size, share)
+    sizes = _divide(rank, size, max(int(recent * size), 1), share)
     order = rank.argsort(-1, descending=True)
     kept = torch.zeros(M, G, n, dtype=torch.bool).scatter(-1, order, torch.arange(n) < sizes[..., None])
     masks = dict(zip(model.full_layers, kept, strict=True))
     found, _ = model.forward(held.example.answer[:-1], past=held.past, kept=masks, predicting=EVERY)
     divergence = held.log_probs.exp() * (held.log_probs - found)
     return float(divergence.sum(-1).mean())
+
+
+def _divide(rank: Tensor, size: int, recent: int, share: Share) -> Tensor:
+    """Return the tokens of each head, int64 [M, G], where they keep `size` on average, the `recent` ones always."""
+    if isinstance(share, HeadShares):
+        return recent + share.divide(size - recent, rank.shape[-1] - recent)
+    return torch.full(rank.shape[:2], size) if share == "none" else allocate_budgets(rank, size, share)

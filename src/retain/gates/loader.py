@@ -55,10 +55,9 @@ class GateLoader:
         Raises OSError.
         """
         try:
-            _, has_replayed = read_header(self._path_of(file or self.default))
+            return read_header(self._path_of(file or self.default))[1]
         except ValueError:
             return ()
-        return ("gate_replay", "gate") if has_replayed else ("gate",)
 
     def _path_of(self, file: str) -> Path:
         return Path(file).expanduser() if file else self._find()

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from retain.kernels.slots.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
+from retain.kv.eviction.head_shares import HeadShares
 from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.eviction.view import CacheView
@@ -41,17 +42,19 @@ class BudgetPolicy(EvictionPolicy):
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: NonNegativeInt = 0  # of them the first of the text
     interval: PositiveInt = 16
-    share: str = "none"  # or layer, or all: heads that divide the sum of their budgets, by priority
+    # or layer, or all: heads that divide the sum of their budgets, by priority; or fitted: as a model's file says
+    share: str = "none"
     modes: RowModes = field(default=DEFAULT_MODES, metadata=OPTION_GROUP)
     prompt_len: int = field(default=0, metadata=RESOLVED)
     instruction_ids: tuple[int, ...] = field(default=(), metadata=RESOLVED)
     special_ids: frozenset[int] = field(default=frozenset(), metadata=RESOLVED)
     resume_key: str = field(default="", repr=False, metadata=RESOLVED)
     streamed_key: str = field(default="", repr=False, metadata=RESOLVED)
+    head_shares: HeadShares | None = field(default=None, repr=False, metadata=RESOLVED)  # where share=fitted
 
     def __post_init__(self) -> None:
         check_bounds(self)
-        check_choice("share", self.share, "none", "layer", "all")
+        check_choice("share", self.share, "none", "layer", "all", "fitted")
         if self.share != "none" and self.modes.is_streamed:
             raise ValueError("share divides a whole prompt's budget: it does not go with prefill=stream")
 
@@ -79,11 +82,14 @@ class BudgetPolicy(EvictionPolicy):
         )
 
     def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
-        """Bound what no text can fill. See EvictionPolicy.fit."""
+        """Bound what no text can fill, and load the shares of heads. See EvictionPolicy.fit."""
+        shares = load_gate(self.gate_file).shares if self.share == "fitted" else None
+        if self.share == "fitted" and shares is None:
+            raise ValueError("share=fitted: the file of this model has no shares of heads: `retain fit` adds them")
         behind_prompt, beyond_budget = (max(max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
         demoted = Demotion(Amount(tokens=min(self.plan.demoted_tokens, beyond_budget)))
         modes = replace(self.modes, demote=demoted) if self.modes.demote else self.modes
-        return replace(self, interval=min(self.interval, behind_prompt), modes=modes)
+        return replace(self, interval=min(self.interval, behind_prompt), modes=modes, head_shares=shares)
 
     def with_instruction(self, token_ids: Sequence[int], special_ids: Set[int] = frozenset()) -> Self:
         """Return the policy with the ids of its instruction, and those that separate messages."""
@@ -170,9 +176,26 @@ class BudgetPolicy(EvictionPolicy):
         """
         raise NotImplementedError
 
-    def head_budgets(self, view: CacheView) -> Tensor:
-        """Return the tokens that each head keeps when the budget begins, int64 [M, G], where share=none."""
-        return torch.full(view.pos.shape[:2], self.budget_tokens)
+    @property
+    def gate_file(self) -> str:
+        """The file that was fitted for the model; "" is its own."""
+        return ""
+
+    @property
+    def weights_fingerprint(self) -> bytes:
+        """Identify the shares of heads; empty without them."""
+        return self.head_shares.fingerprint if self.head_shares else b""
+
+    def head_budgets(self, view: CacheView, budget: int) -> Tensor:
+        """Return the tokens that each head keeps, int64 [M, G], where priority does not divide their budgets.
+
+        With share=fitted these are the protected ones, and of the others as many as the head's share says.
+        """
+        if self.head_shares is None:
+            return torch.full(view.pos.shape[:2], budget)
+        protected = self.sinks + self.recent_tokens
+        others = self.head_shares.divide(budget - protected, view.query_position + 1 - protected)
+        return (protected + others).minimum((view.pos >= 0).sum(-1).cpu())
 
     @property
     def ragged(self) -> bool:
@@ -288,11 +311,11 @@ class AttentionScoredPolicy(BudgetPolicy):
         rank = mass.masked_fill(~free[:, :, None], -1).argsort(dim=-1, descending=True, stable=True).argsort(-1)
         return -rank.amin(2)
 
-    def head_budgets(self, view: CacheView) -> Tensor:
+    def head_budgets(self, view: CacheView, budget: int) -> Tensor:
         """With heads=union keep every slot that one of the query heads would keep, as far as holes fit behind them."""
         if self.heads != "union":
-            return super().head_budgets(view)
+            return super().head_budgets(view, budget)
         protected = (view.pos >= 0) & self.protected_mask(view.pos, view.query_position)
         stay = protected.sum(-1, keepdim=True)  # [M, G, 1]
-        kept = (-self.priority(view) < self.budget_tokens - stay).sum(-1) + stay[..., 0]
+        kept = (-self.priority(view) < budget - stay).sum(-1) + stay[..., 0]
         return kept.clamp(max=view.pos.shape[-1] - self.interval)  # a streamed prompt has few slots to spare

@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.kernels.transfers import to_device
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.budget_state import DemoterState, used_pages
-from retain.kv.eviction.operations import EvictingRow, RowTables, Victims, allocate_budgets, choose_budgets, rank_slots
+from retain.kv.eviction.operations import EvictingRow, RowTables, Victims, choose_budgets, rank_slots
 from retain.kv.eviction.shared_pages import SparePages
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.page_store import PageStore
@@ -117,10 +117,9 @@ class Demoter:
         row = tables.rows[0]
         most = policy.budget_tokens + policy.plan.demoted_tokens
         both = min(most, row.query_position + 1)
-        kept = choose_budgets(policy, rank, ranked.views[0]).cpu()  # the host waits where heads share budgets
-        upto = (
-            torch.full_like(kept, both) if policy.share == "none" else allocate_budgets(rank, both, policy.share).cpu()
-        )
+        view = ranked.views[0]
+        kept = choose_budgets(policy, rank, view, policy.budget_tokens).cpu()  # the host waits if heads share
+        upto = choose_budgets(policy, rank, view, both).cpu().maximum(kept)
         order = rank.topk(int(upto.max())).indices.flatten(0, 1)
         head, i = number_tokens(upto - kept, order.device)
         places = order[head, to_device(kept.flatten(), order.device)[head] + i]

@@ -8,6 +8,7 @@ with age = q + 1 - p, and k the key before it was rotated. All but the last two 
 written (`fixed_part`); they need K and V. The last two change with every query (`score`).
 
 A file may have a second gate, for the policy `gate_replay`: its mass is what the prompt's queries give from behind it.
+It may have the shares of heads (head_shares.py), or these alone.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from safetensors.torch import save
 from torch import Tensor
 
 from retain.files import atomic_write, quote, shorten
+from retain.kv.eviction.head_shares import BUDGETS, HeadShares
 
 FORMAT = "retain gate 1"
 REPLAYED = "replayed."  # before the names of the second gate's tensors
+SHARES = "shares"
 NUM_LOGS = 5
 # Beyond these a score is noise; of equal ones the oldest token goes first.
 LOWEST = -8.0
@@ -80,10 +83,11 @@ class GateWeights:
 
 @dataclass(frozen=True)
 class Gate:
-    """What a gate's file has: the numbers for `gate`, and for `gate_replay` where they rank better."""
+    """What a gate's file has: the numbers for `gate`, for `gate_replay` where they rank better, and heads' shares."""
 
-    attention: GateWeights
+    attention: GateWeights | None = None
     replayed: GateWeights | None = None
+    shares: HeadShares | None = None
 
 
 def fixed_logs(k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -106,12 +110,16 @@ def save_gate(path: Path, gate: Gate, shape: GateShape, notes: dict[str, str]) -
         for f in fields(GateWeights)
         if weights
     }
+    if gate.shares:
+        tensors[SHARES] = gate.shares.kept.contiguous()
     data = save(tensors, {**notes, "format": FORMAT, "fingerprint": shape.fingerprint})
     atomic_write(path, lambda file: file.write(data))
 
 
-def read_header(path: Path) -> tuple[str, bool]:
-    """Return the fingerprint of the model that a gate's file is for, and whether it has a second gate.
+def read_header(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the fingerprint of the model that a gate's file is for, and the policies that it has a gate for.
+
+    The best one is first.
 
     Raises ValueError where it is no gate.
     """
@@ -123,19 +131,33 @@ def read_header(path: Path) -> tuple[str, bool]:
         raise ValueError(f"{path}: cannot be read as a gate: {shorten(e)}") from e
     if metadata.get("format") != FORMAT:
         raise ValueError(f"{path}: not a gate, or of another version: `retain fit` writes them")
-    return metadata.get("fingerprint", ""), any(name.startswith(REPLAYED) for name in names)
+    found = ("gate_replay" if any(x.startswith(REPLAYED) for x in names) else "", "gate" if names - {SHARES} else "")
+    return metadata.get("fingerprint", ""), tuple(name for name in found if name)
 
 
 def load_gate(path: Path, shape: GateShape) -> Gate:
     """Read a gate's file. Raises ValueError where it is damaged or for another model."""
-    fingerprint, has_replayed = read_header(path)
+    fingerprint, policies = read_header(path)
     if fingerprint != shape.fingerprint:
         raise ValueError(f"{path}: this gate is for another model: fit one with `retain fit`")
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return Gate(
-        _take_weights(path, tensors, "", shape), _take_weights(path, tensors, REPLAYED, shape) if has_replayed else None
+        attention=_take_weights(path, tensors, "", shape) if "gate" in policies else None,
+        replayed=_take_weights(path, tensors, REPLAYED, shape) if "gate_replay" in policies else None,
+        shares=_take_shares(path, tensors, shape) if SHARES in tensors else None,
     )
+
+
+def _take_shares(path: Path, tensors: dict[str, Tensor], shape: GateShape) -> HeadShares:
+    """Return the shares of heads. Raises ValueError where they are damaged."""
+    size = len(BUDGETS), shape.num_layers, shape.kv_heads
+    kept = tensors[SHARES]
+    if tuple(kept.shape) != size or not kept.is_floating_point():
+        raise ValueError(f"{path}: damaged: {SHARES} is {kept.dtype} {quote(tuple(kept.shape))}, not of shape {size}")
+    if not ((kept >= 0) & (kept <= 1)).all():
+        raise ValueError(f"{path}: damaged: {SHARES} has numbers that are not between 0 and 1")
+    return HeadShares(kept.float())
 
 
 def _take_weights(path: Path, tensors: dict[str, Tensor], prefix: str, shape: GateShape) -> GateWeights:

@@ -176,7 +176,9 @@ def compact(
     rank = ranked.keys
     num_slots = rank.shape[-1]
     chosen = [
-        given if given is not None else choose_budgets(row.policy, rank[b, ..., : row.num_pages * S], ranked.views[b])
+        given
+        if given is not None
+        else choose_budgets(row.policy, rank[b, ..., : row.num_pages * S], ranked.views[b], row.policy.budget_tokens)
         for b, (given, row) in enumerate(zip(head_budgets, tables.rows, strict=True))
     ]
     budgets = torch.stack([x.cpu() for x in chosen])  # [B, M, G]
@@ -214,8 +216,8 @@ def write_values(store: PageStore, pages: Tensor, num_kept: Ints, values: Sequen
             kv.mass.transpose(1, 2)[page, place] = mass  # a backend writes fresh tokens, which have none
 
 
-def choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView) -> Tensor:
-    """Return the tokens that each head of one row keeps, int64 [M, G]."""
-    if policy.share == "none":
-        return policy.head_budgets(view)
-    return allocate_budgets(rank, policy.budget_tokens, policy.share)
+def choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView, budget: int) -> Tensor:
+    """Return the tokens that each head of one row keeps where their budget is so many, int64 [M, G]."""
+    if policy.share in ("layer", "all"):
+        return allocate_budgets(rank, budget, policy.share)
+    return policy.head_budgets(view, budget)

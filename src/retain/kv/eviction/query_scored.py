@@ -66,7 +66,7 @@ class QueryScoredPolicy(AttentionScoredPolicy):
 
     def _shares(self, x: Tensor, in_prompt: Tensor) -> Tensor:
         """Divide numbers of slots [M, G, S] by the sum over the prompt's, of all heads that share a budget."""
-        dims = {"none": (2,), "layer": (1, 2), "all": (0, 1, 2)}[self.share]
+        dims = {"layer": (1, 2), "all": (0, 1, 2)}.get(self.share, (2,))
         return x / x.where(in_prompt, 0).sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
 
 

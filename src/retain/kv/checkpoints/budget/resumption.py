@@ -48,6 +48,6 @@ def plan_resumption(checkpoint: BudgetCheckpoint, policy: BudgetPolicy) -> Resum
 
 def _mean_tokens(num_tokens: Ints, policy: BudgetPolicy) -> int:
     """Return the tokens of each head that may be kept: of those that share budgets the mean, else the fewest."""
-    if policy.share == "all":
+    if policy.share in ("all", "fitted"):
         return int(num_tokens.mean())
     return int(num_tokens.mean(axis=1).min()) if policy.share == "layer" else int(num_tokens.min())

@@ -45,12 +45,19 @@ class Policy(BudgetPolicy):
 
     @property
     def weights_fingerprint(self) -> bytes:
-        """Identify the numbers of the gate; empty without one."""
-        return self.weights.fingerprint if self.weights else b""
+        """Identify the numbers of the gate, and the shares of heads; empty without them."""
+        return super().weights_fingerprint + (self.weights.fingerprint if self.weights else b"")
+
+    @property
+    def gate_file(self) -> str:
+        """The file that the spec names."""
+        return self.file
 
     def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
         """Load the gate, too. Raises ValueError where there is none for this model."""
-        return replace(super().fit(max_model_len, load_gate), weights=load_gate(self.file).attention)
+        if (weights := load_gate(self.file).attention) is None:
+            raise ValueError("gate: the file of this model has shares of heads alone: `retain fit` adds a gate")
+        return replace(super().fit(max_model_len, load_gate), weights=weights)
 
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Let every query of the prompt count alike."""

@@ -30,7 +30,7 @@ class Policy(QueryScoredPolicy):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.share == "all":
-            raise ValueError("press: scores of a press are of one layer: share is none or layer")
+            raise ValueError("press: scores of a press are of one layer: share is none, fitted or layer")
         if self.heads != "kv-sum" or self.value != "none":
             raise ValueError("press: scores of a press are of a kv head: they go with heads=kv-sum and value=none")
         if not callable(getattr(self.scorer, "score", None)):
