@@ -21,13 +21,8 @@ from retain.kv.eviction.gate_weights import NUM_LOGS, Gate, GateWeights, save_ga
 from retain.kv.eviction.head_shares import BUDGETS
 from retain.processing.examples import Example
 
-RECENT = {
-    "gate": 0.15,
-    "gate_replay": 0.15,
-    "reread": 0.3,
-    "h2o": 0.3,
-    "h2o:share=fitted": 0.3,
-}  # the policies' own defaults
+# The policies' own defaults.
+RECENT = {"gate": 0.15, "gate_replay": 0.15, "reread": 0.3, "h2o": 0.3, "h2o:share=fitted": 0.3}
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,10 @@ def score_replayed(gate: GateWeights, found: Statistics) -> Tensor:
 
 
 def _compare(model: DenseModel, gate: Gate, held: list[tuple[HeldOut, Statistics]]) -> dict[str, list[float]]:
-    """Return mean KL divergences at each budget: of gates, reread (share=all, value=norm) and h2o (also share=fitted)."""
+    """Return mean KL divergences at each budget.
+
+    Of gates and reread with share=all, the latter with value=norm; of h2o alone and with share=fitted.
+    """
     attention = gate.attention
     replayed = gate.replayed
     shares = gate.shares
