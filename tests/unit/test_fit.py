@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from retain import LLM, SamplingParams
@@ -16,11 +19,13 @@ from retain.fit.dense import EVERY, DenseModel, LayerAttention
 from retain.fit.evaluation import hold_out, kl_divergence
 from retain.fit.gate import score_columns, score_replayed
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
+from retain.fit.shares import ShareCounter
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
 from retain.gates.loader import SUFFIX
 from retain.kernels import reference
 from retain.kernels.attention_params import AttentionParams
 from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS, GateWeights
+from retain.kv.eviction.head_shares import HeadShares
 from retain.kv.eviction.policies import gate as gate_policy
 from retain.kv.eviction.view import CacheView
 from retain.models.weights import Weights
@@ -188,6 +193,56 @@ def test_the_package_has_gates_of_the_bundled_models(model: str) -> None:
     assert gate != h2o
 
 
+def test_shares_are_added_to_a_gate_or_written_alone(
+    fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = fitted.with_name("data.jsonl")
+    arguments = ["fit", "--model", "random:tiny", "--data", data, "--budgets", "--out"]
+    alone = tmp_path / f"alone{SUFFIX}"
+    result = run_cli(capsys, *arguments, alone)
+    assert result.code == 0 and "h2o, share=fitted" in result.out and "use it:" in result.out
+    beside = tmp_path / f"beside{SUFFIX}"
+    beside.write_bytes(fitted.read_bytes())
+    assert run_cli(capsys, *arguments, beside).code == 0
+    before, added = (load_file(path) for path in (fitted, beside))
+    assert load_file(alone).keys() == {"shares"}
+    assert all(torch.equal(tensor, added[name]) for name, tensor in before.items())  # the texts are the same
+    assert torch.equal(load_file(alone)["shares"], added["shares"])
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "replay"])
+def test_heads_keep_what_their_shares_say(policy: str, fitted: Path) -> None:
+    """Also of a policy that divides by priority otherwise. The mean head keeps the budget, or a token less."""
+    shares = load_file(fitted)["shares"]
+    spec = f"{policy}:budget=40,recent=10,share=fitted"
+    llm = LLM("random:tiny", dtype="float32", kv_memory="16MiB", kv_policy=f"gate:budget=40,file={fitted}")
+    kept = llm.kept_positions([i % 100 + 3 for i in range(90)], spec)
+    found = torch.tensor([[len(head) for head in layer] for layer in kept])
+    assert torch.equal(found, 10 + HeadShares(shares).divide(30, 80))
+    assert 39 <= found.double().mean() <= 40
+
+
+def test_without_shares_a_share_of_them_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["run", "--model", "random:tiny", "--kv-memory", "16MiB", "--max-tokens", "2", "Hello", "--kv-policy"]
+    assert_one_line_error(run_cli(capsys, *arguments, "h2o:budget=9,share=fitted"), "`retain fit` makes one")
+
+
+@given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 1000))
+def test_shares_divide_every_budget(num_tokens: int, budget: int, seed: int) -> None:
+    """The mean head keeps at most the budget; none keeps more than there is, or fewer of a larger budget."""
+    budget = min(budget, num_tokens)
+    counter = ShareCounter()
+    for i in range(2):
+        generator = torch.Generator().manual_seed(seed + i)
+        scale = torch.rand(2, 3, 1, generator=generator)
+        counter.add(torch.rand(2, 3, 64, generator=generator) * scale)
+    shares = counter.solve()
+    found = shares.divide(budget, num_tokens)
+    assert int(found.sum()) <= budget * found.numel()
+    assert budget - 2 < found.double().mean() and int(found.max()) <= num_tokens
+    assert (shares.divide(budget + 1, num_tokens) >= found).all()
+
+
 def test_a_gate_for_one_policy_is_refused_by_the_other(
     fitted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -212,6 +267,10 @@ def test_a_gate_for_one_policy_is_refused_by_the_other(
         ("shape", "damaged: key is"),
         ("second", "damaged: replayed.key is missing"),
         ("nan", "not finite"),
+        ("shares", "shares has numbers that are not between 0 and 1"),
+        ("sizes of shares", "damaged: shares is"),
+        ("too much", "heads do not divide budgets of 50.0%, 25.0%, 12.5%"),
+        ("shares alone", "has shares of heads alone"),
         ("model", "another model"),
         ("none", "gate: none is fitted"),
     ],
@@ -237,6 +296,14 @@ def test_a_gate_that_does_not_fit_is_one_line(
         save_file({name: tensor for name, tensor in tensors.items() if name != "replayed.key"}, path, metadata)
     elif damage == "nan":
         save_file({**tensors, "bias": tensors["bias"] * torch.nan}, path, metadata)
+    elif damage == "shares":
+        save_file({**tensors, "shares": tensors["shares"] * torch.nan}, path, metadata)
+    elif damage == "sizes of shares":
+        save_file({**tensors, "shares": tensors["shares"][1:]}, path, metadata)
+    elif damage == "too much":
+        save_file({**tensors, "shares": torch.ones_like(tensors["shares"])}, path, metadata)
+    elif damage == "shares alone":
+        save_file({"shares": tensors["shares"]}, path, metadata)
     elif damage == "model":
         save_file(tensors, path, {**metadata, "fingerprint": "0" * 32})
     policy = "gate:budget=9" if damage == "none" else f"gate:budget=9,file={path}"

@@ -157,7 +157,10 @@ def _take_shares(path: Path, tensors: dict[str, Tensor], shape: GateShape) -> He
         raise ValueError(f"{path}: damaged: {SHARES} is {kept.dtype} {quote(tuple(kept.shape))}, not of shape {size}")
     if not ((kept >= 0) & (kept <= 1)).all():
         raise ValueError(f"{path}: damaged: {SHARES} has numbers that are not between 0 and 1")
-    return HeadShares(kept.float())
+    kept = kept.float()
+    if not (kept.mean((1, 2)) <= torch.tensor(BUDGETS) + 1e-4).all() or (kept.diff(dim=0) > 0).any():
+        raise ValueError(f"{path}: damaged: heads do not divide budgets of {', '.join(f'{b:.1%}' for b in BUDGETS)}")
+    return HeadShares(kept)
 
 
 def _take_weights(path: Path, tensors: dict[str, Tensor], prefix: str, shape: GateShape) -> GateWeights:
