@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -64,7 +64,8 @@ def fit_shares(path: Path, config: FitConfig) -> SharesReport:
         elif example.answer:
             held.append((hold_out(reading.model, example), found.mass))
     shares = counter.solve()
-    save_gate(config.out, Gate(before.attention, before.replayed, shares), reading.shape, reading.notes)
+    notes = {f"shares_{name}": note for name, note in reading.notes.items()}
+    save_gate(config.out, replace(before, shares=shares), reading.shape, before.notes | notes)
     kl: dict[str, list[float]] = {}
     ways: dict[str, Share] = {"none": "none", "fitted": shares} if held else {}
     for name, share in ways.items():

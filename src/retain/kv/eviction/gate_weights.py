@@ -13,7 +13,7 @@ It may have the shares of heads (head_shares.py), or these alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -88,6 +88,7 @@ class Gate:
     attention: GateWeights | None = None
     replayed: GateWeights | None = None
     shares: HeadShares | None = None
+    notes: dict[str, str] = field(default_factory=dict)  # on what they were fitted
 
 
 def fixed_logs(k: Tensor, v: Tensor, pos: Tensor) -> Tensor:
@@ -141,11 +142,13 @@ def load_gate(path: Path, shape: GateShape) -> Gate:
     if fingerprint != shape.fingerprint:
         raise ValueError(f"{path}: this gate is for another model: fit one with `retain fit`")
     with safe_open(path, "pt") as file:
+        notes = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return Gate(
         attention=_take_weights(path, tensors, "", shape) if "gate" in policies else None,
         replayed=_take_weights(path, tensors, REPLAYED, shape) if "gate_replay" in policies else None,
         shares=_take_shares(path, tensors, shape) if SHARES in tensors else None,
+        notes=notes,
     )
 
 
