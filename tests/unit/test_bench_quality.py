@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from retain.config import KV_DTYPES, Config
 from retain.factory import demoted_page_size
 from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.eviction import policies
-from tests.helpers.cli import run_cli
+from tests.helpers.cli import assert_one_line_error, run_cli
 
 pytestmark = pytest.mark.usefixtures("shared_engines")
 STORY = "The miller's son set out at dawn with a loaf and a lantern. He walked north, past the weir and the burnt oak. "
@@ -134,6 +135,31 @@ def test_json_is_written(data: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         values = [row[line["metric"]] for row in rows[line["policy"]]]
         assert line["items"] == 2 and line["mean"] == pytest.approx(np.mean(values), abs=1e-4)
         assert line["ci95"][0] - 1e-4 <= line["diff_from_full"] <= line["ci95"][1] + 1e-4
+
+
+def test_the_report_has_every_number_of_the_lines(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ("--data-dir", data, "--num-prompts", 2, "--json", "--policies", "h2o sinks", "--budgets", "50%,9")
+    result = run_cli(capsys, "bench", "quality", "--model", "random:tiny", *options, "--report", tmp_path / "page")
+    lines = [json.loads(line) for line in result.out.splitlines()]
+    page = (tmp_path / "page" / "report.md").read_text()
+    rows = {row.split("`")[1]: row for row in page.splitlines() if row.startswith("| `")}
+    assert len(rows) == 5 and len(lines) == 3 * len(rows)
+    for line in lines:
+        assert f"| {line['mean']:.3f}" in rows[line["policy"]] and line["tokens_per_second"] > 0
+        picture = f"{line['task']}-{line['metric'].replace(' ', '-')}.png"
+        assert f"({picture})" in page and (tmp_path / "page" / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_report_without_the_package_that_draws_is_one_line(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("retain.bench.report", "retain.bench.plots"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    options = ("--model", "random:tiny", "--data-dir", data, "--report", tmp_path / "page")
+    assert_one_line_error(run_cli(capsys, "bench", "quality", *options), "pip install 'retain[bench]'")
 
 
 def test_auto_is_measured_as_the_policy_that_it_stands_for(data: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,6 +74,7 @@ class QualityBenchConfig:
     num_prompts: PositiveInt = option(20, "items of each task")
     max_prompt_len: PositiveInt = option(900, "tokens of a prompt, at most")
     output_dir: Path | None = option(None, "write every number as JSON")
+    report: Path | None = option(None, "write a page of tables and pictures into this folder")
 
     def __post_init__(self) -> None:
         check_bounds(self)

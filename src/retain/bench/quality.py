@@ -10,8 +10,10 @@ Differences from the full cache are paired, item by item. Their 95 % intervals a
 from __future__ import annotations
 
 import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from time import perf_counter
 from types import ModuleType
 from typing import Any
 
@@ -43,6 +45,12 @@ class QualityResults:
     item_metrics: dict[str, list[ItemMetrics]] = field(default_factory=dict)
     slot_bytes: dict[str, float] = field(default_factory=dict)  # by dtype; "" is the first engine's
     demoted_slot_bytes: float = 0
+    num_tokens: Counter[str] = field(default_factory=Counter)  # computed, by column
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    def tokens_per_second(self, column: str) -> float:
+        """Return the computed tokens a second; columns that share the computation of prompts have one figure."""
+        return self.num_tokens[column] / max(self.seconds[column], 1e-9)
 
     def memory(self, column: str) -> float | None:
         """Return the bytes of K and V as a share of the full cache's, None for a budget in tokens."""
@@ -98,6 +106,7 @@ class QualityResults:
                             "mean": round(float(a.mean()), 4),
                             "diff_from_full": round(float((a - b).mean()), 4),
                             "ci95": [round(lo, 4), round(hi, 4)],
+                            "tokens_per_second": round(self.tokens_per_second(policy), 1),
                         }
                     )
         return lines
@@ -211,11 +220,16 @@ def run(
                 batch = items[start : start + batch_size]
                 full_state = None
                 for dtype, group in groups:
+                    started = perf_counter()
+                    num_before = llms[dtype].engine.num_computed_tokens
                     rows, state = task.measure(llms[dtype], batch, group, full_state)
+                    seconds = perf_counter() - started
                     full_state = full_state or state  # the first group is the full cache
                     for j, policy in enumerate(group):
                         column = f"{policy} {dtype}".rstrip()
                         results.item_metrics[column] += rows[j * len(batch) : (j + 1) * len(batch)]
+                        results.num_tokens[column] += llms[dtype].engine.num_computed_tokens - num_before
+                        results.seconds[column] += seconds
                     progress.update(len(rows))
                 if config.output_dir:
                     file = config.output_dir / f"{results.task}.json"

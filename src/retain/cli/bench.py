@@ -22,7 +22,7 @@ from retain.cli import loading
 from retain.cli.args import from_args
 from retain.config import Config
 from retain.llm import LLM
-from retain.plugins import check_known
+from retain.plugins import check_known, needs_extra
 
 Line = dict[str, Any]
 
@@ -91,6 +91,10 @@ def run_quality(args: Namespace) -> None:
     policies = quality.expand_policies(options.policies, options.budgets)
     if options.output_dir:
         options.output_dir.mkdir(parents=True, exist_ok=True)
+    if options.report:
+        options.report.mkdir(parents=True, exist_ok=True)
+        with needs_extra("--report", "bench"):
+            from retain.bench.report import write_report
     config = replace(config, allow_policy=tuple(policies))
     others = {  # raises before anything is loaded
         dtype: replace(config, kv_dtype=dtype, allow_policy=tuple(quality.possible_policies(policies, dtype)))
@@ -98,7 +102,11 @@ def run_quality(args: Namespace) -> None:
     }
     llm, *other_llms = (loading.load_llm(c) for c in (config, *others.values()))
     policies = quality.choose_policies(llm, policies)
+    done: list[quality.QualityResults] = []
     for results in quality.run(llm, options, tasks, policies, dict(zip(others, other_llms, strict=True))):
+        done.append(results)
+        if options.report:
+            write_report(options.report, config.model, done)
         print(*(map(json.dumps, results.summarize()) if args.json else [quality.format_table(results)]), sep="\n")
 
 

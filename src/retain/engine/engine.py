@@ -50,6 +50,7 @@ class Engine:
         self.scheduler = Scheduler(cache, self.sharing)
         self.depth = 1  # steps that `step` has pending before it waits for the oldest
         self.pending_steps: deque[PendingStep] = deque()
+        self.num_computed_tokens = 0  # since the start, of all requests
         self._collected_at = 0.0  # seconds, of perf_counter: when the last step was read
 
     def add(self, *requests: Request) -> None:
@@ -250,6 +251,7 @@ class Engine:
     def _commit_request(self, s: ScheduledRequest, num_tokens: int) -> None:
         """Count `num_tokens` of a running request as computed; its followers begin where its prompt ends."""
         request = s.request
+        self.num_computed_tokens += num_tokens
         request.advance(num_tokens)
         s.row.advance(request.num_computed_tokens, max(request.num_uncomputed_tokens, 0))
         if request.num_computed_tokens >= len(request.prompt) and not request.scoring:
