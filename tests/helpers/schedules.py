@@ -330,7 +330,7 @@ class PolicyLimits:
 
     def allow(self, name: str, policy: EvictionPolicy) -> bool:
         """Return whether the policy of this name is one of them."""
-        compares_layers = getattr(policy, "share", "") == "all" or getattr(policy, "scope", "") == "shared"
+        compares_layers = getattr(policy, "share", "") in ("all", "fitted") or getattr(policy, "scope", "") == "shared"
         return (self.can_demote or not policy.modes.demote) and (
             self.can_compare_layers or not (compares_layers or name in ("gate", "gate_replay"))
         )

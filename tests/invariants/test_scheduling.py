@@ -323,3 +323,10 @@ def test_a_follower_may_have_more_to_compute_than_its_leader(family: str, begun:
     engine.add(make_request(prompt, 1, params=params), found)
     run_to_completion(engine, [])
     assert [x.logprob for x in found.logprobs] == pytest.approx([x.logprob for x in alone.logprobs], abs=1e-3)
+
+
+def test_a_follower_without_rings_computes_as_much_in_a_step_as_alone() -> None:
+    prompt, forced = [*range(16)], [t % 128 for t in range(400)]
+    engine = make_engine("llama", max_batched_tokens=128)
+    engine.add(make_request(prompt, 1), make_request(prompt, 1, forced_tokens=forced))
+    assert sum(1 for _ in iter_steps(engine)) <= 5

@@ -171,8 +171,18 @@ def test_every_request_of_a_random_schedule_equals_itself_alone(unlike_family: s
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        ("h2o:budget=20,share=all", "share=all and scope=shared need layers without a window that are alike"),
-        ("h2o:budget=20,scope=shared", "share=all and scope=shared need layers without a window that are alike"),
+        (
+            "h2o:budget=20,share=all",
+            "share=all, share=fitted and scope=shared need layers without a window that are alike",
+        ),
+        (
+            "h2o:budget=20,share=fitted",
+            "share=all, share=fitted and scope=shared need layers without a window that are alike",
+        ),
+        (
+            "h2o:budget=20,scope=shared",
+            "share=all, share=fitted and scope=shared need layers without a window that are alike",
+        ),
         ("gate:budget=20,share=layer", "layers without a window must be alike here: they differ in heads or head dims"),
     ],
 )

@@ -152,7 +152,7 @@ def test_a_press_is_told_the_share_that_goes() -> None:
         ("press=Press", "press: Press cannot be used"),
         (f"press={HELPERS}.no_press", "has no attribute 'no_press'"),
         (f"press={HELPERS}.not_a_press", "press: tests.helpers.presses.not_a_press has no method `score`"),
-        (f"press={HELPERS}.KeyNorm,share=all", "share is none or layer"),
+        (f"press={HELPERS}.KeyNorm,share=all", "share is none, fitted or layer"),
         (f"press={HELPERS}.KeyNorm,value=norm", "value=none"),
         (f"press={HELPERS}.KeyNorm,prefill=stream", "prefill=stream"),
     ],

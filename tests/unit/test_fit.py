@@ -21,10 +21,11 @@ from retain.fit.gate import score_columns, score_replayed
 from retain.fit.ridge import LINEAR_PENALTY, LOG_PENALTY, Moments
 from retain.fit.shares import ShareCounter
 from retain.fit.statistics import TARGET_FLOOR, Collector, FirstReading, Statistics
-from retain.gates.loader import SUFFIX
+from retain.gates import loader as loader_module
+from retain.gates.loader import SUFFIX, GateLoader
 from retain.kernels import reference
 from retain.kernels.attention_params import AttentionParams
-from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS, GateWeights
+from retain.kv.eviction.gate_weights import HIGHEST, LOWEST, NUM_LOGS, Gate, GateWeights, save_gate
 from retain.kv.eviction.head_shares import HeadShares
 from retain.kv.eviction.policies import gate as gate_policy
 from retain.kv.eviction.view import CacheView
@@ -200,7 +201,7 @@ def test_shares_are_added_to_a_gate_or_written_alone(
     arguments = ["fit", "--model", "random:tiny", "--data", data, "--budgets", "--out"]
     alone = tmp_path / f"alone{SUFFIX}"
     result = run_cli(capsys, *arguments, alone)
-    assert result.code == 0 and "h2o, share=fitted" in result.out and "use it:" in result.out
+    assert result.code == 0 and "h2o, share=fitted" in result.out and "share=fitted" in result.out.splitlines()[-1]
     beside = tmp_path / f"beside{SUFFIX}"
     beside.write_bytes(fitted.read_bytes())
     assert run_cli(capsys, *arguments, beside).code == 0
@@ -222,9 +223,25 @@ def test_heads_keep_what_their_shares_say(policy: str, fitted: Path) -> None:
     assert 39 <= found.double().mean() <= 40
 
 
+def test_shares_alone_hide_no_gate_of_the_package(
+    fitted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (beside := tmp_path / "model").mkdir()
+    (package := tmp_path / "package").mkdir()
+    model = save_tiny_smollm2(beside, "llama")
+    loader = GateLoader(model, tiny_spec := dense_model("llama").spec.kv_cache)
+    weights = random_gate(tiny_spec)
+    save_gate(package / f"a{SUFFIX}", replace(weights, shares=None), loader.shape, {})
+    save_gate(beside / f"a{SUFFIX}", Gate(shares=weights.shares), loader.shape, {})
+    monkeypatch.setattr(loader_module, "PACKAGED", package)
+    found = loader("")
+    assert found.attention and found.replayed and found.shares
+    assert loader.policy_names("") == ("gate_replay", "gate")
+
+
 def test_without_shares_a_share_of_them_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["run", "--model", "random:tiny", "--kv-memory", "16MiB", "--max-tokens", "2", "Hello", "--kv-policy"]
-    assert_one_line_error(run_cli(capsys, *arguments, "h2o:budget=9,share=fitted"), "`retain fit` makes one")
+    assert_one_line_error(run_cli(capsys, *arguments, "h2o:budget=9,share=fitted"), "`retain fit` makes a file")
 
 
 @given(st.integers(1, 400), st.integers(0, 400), st.integers(0, 1000))
@@ -272,7 +289,7 @@ def test_a_gate_for_one_policy_is_refused_by_the_other(
         ("too much", "heads do not divide budgets of 50.0%, 25.0%, 12.5%"),
         ("shares alone", "has shares of heads alone"),
         ("model", "another model"),
-        ("none", "gate: none is fitted"),
+        ("none", "gate: nothing is fitted"),
     ],
 )
 def test_a_gate_that_does_not_fit_is_one_line(

@@ -17,6 +17,8 @@ def fit(args: Namespace) -> int:
     config = from_args(FitConfig, args)
     if not config.out.parent.is_dir():
         raise ValueError(f"{config.out.parent}: no such folder for --out")
+    if config.out.is_dir():
+        raise ValueError(f"{config.out}: --out is a folder")
     from retain.fit.gate import FitReport, fit_gate
     from retain.fit.shares import SharesReport, fit_shares
     from retain.kv.eviction.head_shares import BUDGETS
@@ -41,8 +43,10 @@ def fit(args: Namespace) -> int:
         print(f"{name:28}" + "".join(f"{value:>10.4f}" for value in values))
     if isinstance(report, FitReport):
         print(f"use it: --kv-policy {report.best}:budget=25%,file={config.out}")
-    else:
+    elif report.has_gained:
         print("use it: --kv-policy h2o:budget=25%,share=fitted, with the file beside the model")
+    else:
+        print("shares gain nothing on this model: leave share=fitted out")
     return 0
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from retain.fit.config import FitConfig
 from retain.fit.evaluation import HeldOut, Share, hold_out, kl_divergence
 from retain.fit.reading import HELD_OUT_EVERY, Reading
-from retain.kv.eviction.gate_weights import Gate, load_gate, save_gate
+from retain.kv.eviction.gate_weights import Gate, load_gate, read_header, save_gate
 from retain.kv.eviction.head_shares import BUDGETS, HeadShares
 from retain.kv.eviction.operations import allocate_budgets
 
@@ -28,6 +28,12 @@ class SharesReport:
     lowest: float  # share of the mean head that a head keeps at a quarter
     highest: float
     kl: dict[str, list[float]]
+
+    @property
+    def has_gained(self) -> bool:
+        """Whether h2o loses less with shares than without, or nobody knows."""
+        none, fitted = [*self.kl.values()] or ([1.0], [0.0])
+        return sum(fitted) < sum(none)
 
 
 class ShareCounter:
@@ -54,6 +60,8 @@ def fit_shares(path: Path, config: FitConfig) -> SharesReport:
 
     A file that is there keeps its gates.
     """
+    if config.out.exists():
+        read_header(config.out)  # raises before the model is loaded
     reading = Reading(path, config)
     before = load_gate(config.out, reading.shape) if config.out.exists() else Gate()
     counter = ShareCounter()

@@ -1,4 +1,4 @@
-"""Gates of the policy `gate`: find the file that was fitted for a model, and load it.
+"""What was fitted for a model, gates and shares of heads: find its files, and load them.
 
 The files in this folder come with the package; README.md says what they were fitted on. A gate belongs to a model's
 fingerprint: its norms, which quantization leaves alone, so that one gate serves every file of the model.
@@ -7,6 +7,7 @@ fingerprint: its norms, which quantization leaves alone, so that one gate serves
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,13 +32,17 @@ class GateLoader:
         self._gates: dict[str, Gate] = {}
 
     def __call__(self, file: str) -> Gate:
-        """Return the gate in a file; "" is the engine's own, or the first that is found.
+        """Return the gates and shares in a file; "" is the engine's own, or what is found.
 
-        Raises ValueError where there is none, or where it is damaged or for another model.
+        Found are those beside the model, then those of this package: the first file with gates, the first with shares.
+        Raises ValueError where there is none, or where one is damaged or for another model.
         """
         file = file or self.default
         if file not in self._gates:
-            self._gates[file] = load_gate(self._path_of(file), self.shape)
+            found = [load_gate(path, self.shape) for path in self._paths(file)]
+            with_gates = next((gate for gate in found if gate.attention), Gate())
+            shares = next((gate.shares for gate in found if gate.shares), None)
+            self._gates[file] = replace(with_gates, shares=shares)
         return self._gates[file]
 
     @property
@@ -55,19 +60,20 @@ class GateLoader:
         Raises OSError.
         """
         try:
-            return read_header(self._path_of(file or self.default))[1]
+            names = (read_header(path)[1] for path in self._paths(file or self.default))
+            return next(filter(None, names), ())
         except ValueError:
             return ()
 
-    def _path_of(self, file: str) -> Path:
-        return Path(file).expanduser() if file else self._find()
-
-    def _find(self) -> Path:
-        """Return the gate beside the model, or the one of this package. Raises ValueError where there is none."""
-        for candidate in gate_files(self.path):
-            if read_header(candidate)[0] == self.shape.fingerprint:
-                return candidate
-        raise ValueError(f"gate: none is fitted for {self.path.name}: `retain fit` makes one, gate:file=... names it")
+    def _paths(self, file: str) -> list[Path]:
+        """Return the file of this name, or all that are found for the model. Raises ValueError where there is none."""
+        if file:
+            return [Path(file).expanduser()]
+        found = [path for path in gate_files(self.path) if read_header(path)[0] == self.shape.fingerprint]
+        if not found:
+            name = self.path.name
+            raise ValueError(f"gate: nothing is fitted for {name}: `retain fit` makes a file, gate:file=... names one")
+        return found
 
 
 def gate_files(path: Path) -> Iterator[Path]:

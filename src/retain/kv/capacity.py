@@ -205,9 +205,11 @@ class CapacityPlanner:
         """
         if None not in self.spec.windows:
             return policies.parse("full")
-        compares_layers = getattr(policy, "share", "none") == "all" or getattr(policy, "scope", "") == "shared"
+        share = getattr(policy, "share", "none")
+        compares_layers = share in ("all", "fitted") or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
-            raise ValueError("share=all and scope=shared need layers without a window that are alike: use share=layer")
+            alike = "layers without a window that are alike: use share=layer"
+            raise ValueError(f"share=all, share=fitted and scope=shared need {alike}")
         if self.spec.has_shared_caches and isinstance(policy, BudgetPolicy) and policy.modes.refit:
             policy = replace(policy, modes=replace(policy.modes, refit=0))  # several layers read such values
         return policy.fit(self.config.max_model_len, self.load_gate)
@@ -216,10 +218,9 @@ class CapacityPlanner:
     def has_gate(self) -> bool:
         """Whether a gate is found for the model where no file is named."""
         try:
-            self.load_gate("")
+            return self.load_gate("").attention is not None
         except ValueError:
             return False
-        return True
 
     def pages_needed(self, policy: EvictionPolicy, length: int, num_uncomputed_tokens: int) -> int:
         """Return the pages that a request owns at most on the way to `length` tokens, in all layers."""

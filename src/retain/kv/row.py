@@ -185,7 +185,7 @@ class Row:
         """
         if self._scoring:
             return position + self._scoring.chunk_left
-        room = self.tables.rings[self.index].room  # a fork has the rings of its leader, whatever it has to compute
+        room = min(tables.rings[self.index].room for tables in self.groups)  # a fork has its leader's rings
         stops = [position + room, *self._due_positions, self.found.branch_point]
         if self.evictors:
             stops += [self.evictors[0].next_eviction, self.evictors[0].query_blocks.next_end]

@@ -42,8 +42,7 @@ class BudgetPolicy(EvictionPolicy):
     recent: Amount = DEFAULT_RECENT  # of them the newest, in tokens or as a percentage of the budget
     sinks: NonNegativeInt = 0  # of them the first of the text
     interval: PositiveInt = 16
-    # or layer, or all: heads that divide the sum of their budgets, by priority; or fitted: as a model's file says
-    share: str = "none"
+    share: str = "none"  # or layer, all: heads divide one budget by priority; or fitted: as a model's file says
     modes: RowModes = field(default=DEFAULT_MODES, metadata=OPTION_GROUP)
     prompt_len: int = field(default=0, metadata=RESOLVED)
     instruction_ids: tuple[int, ...] = field(default=(), metadata=RESOLVED)
@@ -85,7 +84,7 @@ class BudgetPolicy(EvictionPolicy):
         """Bound what no text can fill, and load the shares of heads. See EvictionPolicy.fit."""
         shares = load_gate(self.gate_file).shares if self.share == "fitted" else None
         if self.share == "fitted" and shares is None:
-            raise ValueError("share=fitted: the file of this model has no shares of heads: `retain fit` adds them")
+            raise ValueError("share=fitted: no file of this model has shares: `retain fit --budgets` adds them")
         behind_prompt, beyond_budget = (max(max_model_len - n, 1) for n in (self.prompt_len, self.budget_tokens))
         demoted = Demotion(Amount(tokens=min(self.plan.demoted_tokens, beyond_budget)))
         modes = replace(self.modes, demote=demoted) if self.modes.demote else self.modes

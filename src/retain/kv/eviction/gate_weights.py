@@ -161,7 +161,7 @@ def _take_shares(path: Path, tensors: dict[str, Tensor], shape: GateShape) -> He
     if not ((kept >= 0) & (kept <= 1)).all():
         raise ValueError(f"{path}: damaged: {SHARES} has numbers that are not between 0 and 1")
     kept = kept.float()
-    if not (kept.mean((1, 2)) <= torch.tensor(BUDGETS) + 1e-4).all() or (kept.diff(dim=0) > 0).any():
+    if not (kept.double().mean((1, 2)) <= torch.tensor(BUDGETS).double() + 1e-6).all() or (kept.diff(dim=0) > 0).any():
         raise ValueError(f"{path}: damaged: heads do not divide budgets of {', '.join(f'{b:.1%}' for b in BUDGETS)}")
     return HeadShares(kept)
 

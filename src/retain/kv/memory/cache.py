@@ -153,7 +153,8 @@ class KVCache:
         rings = t.ring_layers(dst)
         t.capacity[dst, rings] = t.capacity[src, rings]
         t.ring_base[dst, rings] = t.ring_base[src, rings]
-        t.rings[dst] = replace(t.rings[src], are_shrunk=False, are_shared=False)
+        room = t.rings[src].room if len(rings) else max(self.max_batched_tokens, t.block_size)
+        t.rings[dst] = replace(t.rings[src], room=room, are_shrunk=False, are_shared=False)
         num_shared = np.zeros_like(t.counts[src])  # [L, G]
         num_shared[rings] = t.counts[src, rings]
         if can_share:
