@@ -5,13 +5,14 @@ The answer is forced, its first token does not count, and no token of the answer
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from retain.fit.dense import EVERY, DenseModel, Past
-from retain.kv.eviction.head_shares import HeadShares
+from retain.kv.eviction.head_shares import BUDGETS, HeadShares
 from retain.kv.eviction.operations import allocate_budgets
 from retain.processing.examples import Example
 
@@ -45,14 +46,23 @@ def kl_divergence(
     M, G, n = scores.shape
     size = max(int(budget * n), 1)
     rank = scores.clone()
-    rank[..., n - max(int(recent * size), 1) :] = torch.inf
-    sizes = _divide(rank, size, max(int(recent * size), 1), share)
+    num_recent = max(int(recent * size), 1)
+    rank[..., n - num_recent :] = torch.inf
+    sizes = _divide(rank, size, num_recent, share)
     order = rank.argsort(-1, descending=True)
     kept = torch.zeros(M, G, n, dtype=torch.bool).scatter(-1, order, torch.arange(n) < sizes[..., None])
     masks = dict(zip(model.full_layers, kept, strict=True))
     found, _ = model.forward(held.example.answer[:-1], past=held.past, kept=masks, predicting=EVERY)
     divergence = held.log_probs.exp() * (held.log_probs - found)
     return float(divergence.sum(-1).mean())
+
+
+def mean_divergences(
+    model: DenseModel, held: Iterable[tuple[HeldOut, Tensor]], recent: float, share: Share
+) -> list[float]:
+    """Return the mean KL divergence of prompts with their scores [M, G, n] at each of BUDGETS."""
+    found = [[kl_divergence(model, item, scores, b, recent, share) for b in BUDGETS] for item, scores in held]
+    return [sum(column) / len(column) for column in zip(*found, strict=True)]
 
 
 def _divide(rank: Tensor, size: int, recent: int, share: Share) -> Tensor:

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from retain.fit.calibration import Calibration
 from retain.fit.config import FitConfig
 from retain.fit.dense import DenseModel
-from retain.fit.evaluation import HeldOut, Share, hold_out, kl_divergence
-from retain.fit.reading import HELD_OUT_EVERY, Reading
+from retain.fit.evaluation import HeldOut, Share, hold_out, mean_divergences
 from retain.fit.ridge import MASS_COLUMN, Moments, replayed_logs
 from retain.fit.shares import ShareCounter
 from retain.fit.statistics import Statistics, sum_rereads
 from retain.kv.eviction.gate_weights import NUM_LOGS, Gate, GateWeights, save_gate
-from retain.kv.eviction.head_shares import BUDGETS
 from retain.processing.examples import Example
 
 # The policies' own defaults.
@@ -40,17 +39,26 @@ class FitReport:
     kl: dict[str, list[float]]
     best: str
 
+    def describe(self, seconds: float) -> str:
+        """Return what was fitted, in lines."""
+        fitted = f"{self.num_weights} numbers fitted on {self.num_fitted} prompts in {seconds:.0f} s"
+        return f"{fitted}\nR2 on {self.num_held_out} other prompts: {self.r2:.3f}"
+
+    def advise(self, out: Path) -> str:
+        """Return how to use the file."""
+        return f"use it: --kv-policy {self.best}:budget=25%,file={out}"
+
 
 def fit_gate(path: Path, config: FitConfig) -> FitReport:
     """Fit a gate for the model at `path`, write it to `config.out`. Raises ValueError or OSError."""
-    reading = Reading(path, config)
-    model = reading.model
+    calibration = Calibration(path, config)
+    model = calibration.model
     k_dim = model.spec.kv_cache.full_attention_group.k_dim
     moments = Moments(k_dim)
     held_moments = Moments(k_dim)
     counter = ShareCounter()
     held: list[tuple[HeldOut, Statistics]] = []
-    for example, found, is_held_out in reading:
+    for example, found, is_held_out in calibration:
         (held_moments if is_held_out else moments).add(found)
         if not is_held_out:
             counter.add(found.target)
@@ -62,11 +70,10 @@ def fit_gate(path: Path, config: FitConfig) -> FitReport:
     kl = _compare(model, gate, held) if held else {}
     if not kl or sum(kl["gate"]) < sum(kl["gate_replay"]):
         gate = replace(gate, replayed=None)
-    save_gate(config.out, gate, reading.shape, {**reading.notes, "r2": f"{r2:.3f}"})
+    save_gate(config.out, gate, calibration.shape, {**calibration.notes, "r2": f"{r2:.3f}"})
     num_weights = sum(x.numel() for x in vars(attention).values()) * (2 if gate.replayed else 1)
     best = "gate_replay" if gate.replayed else "gate"
-    num_held_out = len(reading.examples) // HELD_OUT_EVERY
-    return FitReport(counter.num_texts, num_held_out, num_weights, r2, by_layer.tolist(), kl, best)
+    return FitReport(counter.num_texts, calibration.num_held_out, num_weights, r2, by_layer.tolist(), kl, best)
 
 
 def score_columns(gate: GateWeights, columns: Tensor) -> Tensor:
@@ -105,10 +112,8 @@ def _compare(model: DenseModel, gate: Gate, held: list[tuple[HeldOut, Statistics
         "h2o": ("none", lambda example, found: found.mass),
         "h2o:share=fitted": (shares, lambda example, found: found.mass),
     }
-    sums = {name: [0.0] * len(BUDGETS) for name in scorers}
-    for item, found in tqdm(held, desc="comparing", unit="prompt"):
-        for name, (share, scorer) in scorers.items():
-            scores = scorer(item.example, found)
-            for i, budget in enumerate(BUDGETS):
-                sums[name][i] += kl_divergence(model, item, scores, budget, RECENT[name], share) / len(held)
-    return sums
+    kl = {}
+    for name, (share, score) in scorers.items():
+        items = ((item, score(item.example, found)) for item, found in tqdm(held, desc=name, unit="prompt"))
+        kl[name] = mean_divergences(model, items, RECENT[name], share)
+    return kl

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from retain.fit.calibration import Calibration
 from retain.fit.config import FitConfig
-from retain.fit.evaluation import HeldOut, Share, hold_out, kl_divergence
-from retain.fit.reading import HELD_OUT_EVERY, Reading
+from retain.fit.evaluation import HeldOut, Share, hold_out, mean_divergences
 from retain.kv.eviction.gate_weights import Gate, load_gate, read_header, save_gate
 from retain.kv.eviction.head_shares import BUDGETS, HeadShares
 from retain.kv.eviction.operations import allocate_budgets
@@ -29,11 +29,16 @@ class SharesReport:
     highest: float
     kl: dict[str, list[float]]
 
-    @property
-    def has_gained(self) -> bool:
-        """Whether h2o loses less with shares than without, or nobody knows."""
+    def describe(self, seconds: float) -> str:
+        """Return what was learned, in a line."""
+        return f"shares of {self.lowest:.2f} to {self.highest:.2f} from {self.num_fitted} prompts, {seconds:.0f} s"
+
+    def advise(self, out: Path) -> str:
+        """Return how to use the file, where h2o loses less with its shares, or where there are no answers to tell."""
         none, fitted = [*self.kl.values()] or ([1.0], [0.0])
-        return sum(fitted) < sum(none)
+        if sum(fitted) < sum(none):
+            return f"use it: --kv-policy h2o:budget=25%,share=fitted, with {out.name} beside the model"
+        return "shares gain nothing on this model: leave share=fitted out"
 
 
 class ShareCounter:
@@ -62,24 +67,28 @@ def fit_shares(path: Path, config: FitConfig) -> SharesReport:
     """
     if config.out.exists():
         read_header(config.out)  # raises before the model is loaded
-    reading = Reading(path, config)
-    before = load_gate(config.out, reading.shape) if config.out.exists() else Gate()
+    calibration = Calibration(path, config)
+    before = load_gate(config.out, calibration.shape) if config.out.exists() else Gate()
     counter = ShareCounter()
     held: list[tuple[HeldOut, Tensor]] = []
-    for example, found, is_held_out in reading:
+    for example, found, is_held_out in calibration:
         if not is_held_out:
             counter.add(found.target)
         elif example.answer:
-            held.append((hold_out(reading.model, example), found.mass))
+            held.append((hold_out(calibration.model, example), found.mass))
     shares = counter.solve()
-    notes = {f"shares_{name}": note for name, note in reading.notes.items()}
-    save_gate(config.out, replace(before, shares=shares), reading.shape, before.notes | notes)
+    notes = {f"shares_{name}": note for name, note in calibration.notes.items()}
+    save_gate(config.out, replace(before, shares=shares), calibration.shape, before.notes | notes)
     kl: dict[str, list[float]] = {}
     ways: dict[str, Share] = {"none": "none", "fitted": shares} if held else {}
     for name, share in ways.items():
         items = tqdm(held, desc=f"share={name}", unit="prompt")
-        found_kl = [[kl_divergence(reading.model, x, mass, b, RECENT, share) for b in BUDGETS] for x, mass in items]
-        kl[f"h2o, share={name}"] = torch.tensor(found_kl).mean(0).tolist()
+        kl[f"h2o, share={name}"] = mean_divergences(calibration.model, items, RECENT, share)
     quarter = shares.kept[BUDGETS.index(0.25)] / 0.25
-    num_held_out = len(reading.examples) // HELD_OUT_EVERY
-    return SharesReport(counter.num_texts, num_held_out, float(quarter.min()), float(quarter.max()), kl)
+    return SharesReport(
+        num_fitted=counter.num_texts,
+        num_held_out=calibration.num_held_out,
+        lowest=float(quarter.min()),
+        highest=float(quarter.max()),
+        kl=kl,
+    )

@@ -39,7 +39,10 @@ class GateLoader:
         """
         file = file or self.default
         if file not in self._gates:
-            found = [load_gate(path, self.shape) for path in self._paths(file)]
+            found = [load_gate(path, self.shape) for path, _ in self._find(file)]
+            if not found:
+                message = "`retain fit` makes a file, gate:file=... names one"
+                raise ValueError(f"gate: nothing is fitted for {self.path.name}: {message}")
             with_gates = next((gate for gate in found if gate.attention), Gate())
             shares = next((gate.shares for gate in found if gate.shares), None)
             self._gates[file] = replace(with_gates, shares=shares)
@@ -60,20 +63,16 @@ class GateLoader:
         Raises OSError.
         """
         try:
-            names = (read_header(path)[1] for path in self._paths(file or self.default))
-            return next(filter(None, names), ())
+            return next((names for _, names in self._find(file or self.default) if names), ())
         except ValueError:
             return ()
 
-    def _paths(self, file: str) -> list[Path]:
-        """Return the file of this name, or all that are found for the model. Raises ValueError where there is none."""
-        if file:
-            return [Path(file).expanduser()]
-        found = [path for path in gate_files(self.path) if read_header(path)[0] == self.shape.fingerprint]
-        if not found:
-            name = self.path.name
-            raise ValueError(f"gate: nothing is fitted for {name}: `retain fit` makes a file, gate:file=... names one")
-        return found
+    def _find(self, file: str) -> Iterator[tuple[Path, Sequence[str]]]:
+        """Yield the file of this name, or all that are found for the model, with the policies that its gates serve."""
+        for path in [Path(file).expanduser()] if file else gate_files(self.path):
+            fingerprint, names = read_header(path)
+            if file or fingerprint == self.shape.fingerprint:
+                yield path, names
 
 
 def gate_files(path: Path) -> Iterator[Path]:

@@ -118,9 +118,7 @@ def save_gate(path: Path, gate: Gate, shape: GateShape, notes: dict[str, str]) -
 
 
 def read_header(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the fingerprint of the model that a gate's file is for, and the policies that it has a gate for.
-
-    The best one is first.
+    """Return the fingerprint of the model that a gate's file is for, and the policies of its gates, the best one first.
 
     Raises ValueError where it is no gate.
     """

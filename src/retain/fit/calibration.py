@@ -1,4 +1,4 @@
-"""Read texts with a dense model, for `retain fit`: what answers and second readings need of each token."""
+"""Read calibration texts with a dense model, for `retain fit`: what answers need of each token."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from tqdm import tqdm
 from retain.fit.config import FitConfig
 from retain.fit.dense import DenseModel
 from retain.fit.statistics import Collector, Statistics
-from retain.gates.loader import model_fingerprint
-from retain.kv.eviction.gate_weights import GateShape
+from retain.gates.loader import GateLoader
 from retain.kv.eviction.policies import reread
 from retain.models.weights import open_weights
 from retain.plugins import Amount
@@ -22,8 +21,8 @@ from retain.processing.tokenizer import Tokenizer
 HELD_OUT_EVERY = 7
 
 
-class Reading:
-    """Read the texts of `config` with the model at `path`, each once. Raises ValueError or OSError."""
+class Calibration:
+    """The calibration texts of `config`, which the model at `path` reads once each. Raises ValueError or OSError."""
 
     def __init__(self, path: Path, config: FitConfig):
         tokenizer = Tokenizer.open(path)
@@ -36,11 +35,14 @@ class Reading:
             raise ValueError(f"{path.name}: some layers cache states, with which no gate can be fitted")
         if caches.has_shared_caches:
             raise ValueError(f"{path.name}: some layers share a cache, for which no gate can be fitted")
-        group = caches.full_attention_group
-        fingerprint = model_fingerprint(path)
-        self.shape = GateShape(len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim, fingerprint)
+        self.shape = GateLoader(path, caches).shape
         self.notes = {"target": config.target, "data": config.data.name, "examples": str(len(self.examples))}
         self.collector = Collector(self.model, config.target, make_rereads(tokenizer))
+
+    @property
+    def num_held_out(self) -> int:
+        """The number of texts that test what the others fit."""
+        return len(self.examples) // HELD_OUT_EVERY
 
     def __iter__(self) -> Iterator[tuple[Example, Statistics, bool]]:
         """Yield each text, what was found, and whether it tests what the others fit."""
