@@ -10,7 +10,7 @@ from retain.kv.eviction.head_shares import BUDGETS, HeadShares
 
 
 def random_gate(spec: KVCacheSpec) -> Gate:
-    """Return both gates for the unwindowed layers of a model; equal models get equal numbers."""
+    """Return both gates and the shares of heads, of the unwindowed layers; equal models get equal numbers."""
     return Gate(random_weights(spec, 0), random_weights(spec, 1), random_shares(spec))
 
 
