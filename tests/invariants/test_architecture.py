@@ -92,7 +92,7 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1802, "cli": 1093, "engine": 1800, "formats": 2784, "kernels": 6608, "models": 3748},
+    **{"bench": 1906, "cli": 1093, "engine": 1800, "formats": 2784, "kernels": 6608, "models": 3748},
     **{"processing": 2905, "server": 8918, "top": 1180},
     **{"kv": 8931, "prefix": 1511, "checkpoints": 803, "stores": 2393, "eviction": 2349, "memory": 835},
 }

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from retain import LLM
 from retain.bench import budget, quality, tasks
 from retain.bench.config import QualityBenchConfig
-from retain.bench.tasks import ruler_4k
+from retain.bench.tasks import longbench, ruler_4k
 from retain.config import KV_DTYPES, Config
 from retain.factory import demoted_page_size
 from retain.kernels.slots.pool_dtypes import pool_dtype
@@ -63,6 +63,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
             }
             for task in ruler_4k.METRICS[1:]
         ],
+        "longbench": [
+            {
+                "context": STORY,
+                "question": "\nWho set out?",
+                "answer_prefix": " Answer:",
+                "answers": ["the miller 1"],
+                "all_classes": ["the miller 1"],
+                "task": task,
+                "max_new_tokens": 8,
+            }
+            for task in longbench.METRICS[1:]
+        ],
     }
     for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -71,7 +83,14 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 FAST_TASKS = ("choice", "summarize")  # they stand for the others
 DOCUMENTS = ("long_qa", "long_qa_ask_later", "ruler", "ruler_ask_later")  # each has five questions
-NUM_PROMPTS = {"choice": 7, "ruler_4k": 13, "perplexity": 2, **dict.fromkeys(DOCUMENTS, 1)}
+NUM_PROMPTS = {
+    "choice": 7,
+    "longbench": 16,
+    "needles": 4,
+    "ruler_4k": 13,
+    "perplexity": 2,
+    **dict.fromkeys(DOCUMENTS, 1),
+}
 
 
 @pytest.mark.slow

@@ -28,6 +28,16 @@ class RecallItem(ForcedItem):
     kind: str = ""
 
 
+@dataclass(frozen=True)
+class Puzzle:
+    """Facts to hide, a question about one of them, and its answer in two parts: how it begins, and the rest."""
+
+    facts: list[str]
+    question: str
+    begun: str
+    rest: str
+
+
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[RecallItem]:
     """Return questions, kinds in turn, in haystacks of about `max_prompt_len` tokens; facts lie at even depths."""
     essays = llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays", 12)))
@@ -35,35 +45,44 @@ def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> lis
     items = []
     for i in range(num_items):
         kind = KINDS[i % 3]
-        depth = (i // 3 % 9 + 0.5) / 9
-        facts, question, begun, rest = _make_puzzle(kind, rng)
-        room = max(max_prompt_len - 30 * len(facts) - 40, 1)
-        start = rng.randrange(max(len(essays) - room, 1))
-        sentences = llm.tokenizer.decode(essays[start : start + room]).split(". ")
-        for j, fact in enumerate(facts):
-            at = depth if len(facts) == 1 else (j + 0.5) / len(facts)
-            sentences.insert(round(at * len(sentences)), fact)
-        begun_ids, rest_ids = (llm.tokenizer.encode(text, add_special_tokens=False) for text in (begun, rest))
-        prompt = llm.encode(". ".join(sentences) + f".\n\n{question}\n")
-        items.append(RecallItem(prompt, begun_ids + rest_ids, num_scored_tokens=len(rest_ids), kind=kind))
+        puzzle = make_puzzle(kind, rng)
+        num_facts = len(puzzle.facts)
+        one_depth = [(i // 3 % 9 + 0.5) / 9]
+        depths = one_depth if num_facts == 1 else [(j + 0.5) / num_facts for j in range(num_facts)]
+        text = hide_facts(llm, essays, puzzle.facts, depths, max_prompt_len, rng)
+        begun, rest = (llm.tokenizer.encode(x, add_special_tokens=False) for x in (puzzle.begun, f" {puzzle.rest}"))
+        prompt = llm.encode(f"{text}\n\n{puzzle.question}\n")
+        items.append(RecallItem(prompt, begun + rest, num_scored_tokens=len(rest), kind=kind))
     return items
 
 
-def _make_puzzle(kind: str, rng: random.Random) -> tuple[list[str], str, str, str]:
-    """Return facts to hide, a question, how its answer begins, and the rest of the answer."""
+def hide_facts(
+    llm: LLM, essays: list[int], facts: list[str], depths: list[float], length: int, rng: random.Random
+) -> str:
+    """Return a part of essays with facts between its sentences, with room for a question in `length` tokens."""
+    room = max(length - 30 * len(facts) - 40, 1)
+    start = rng.randrange(max(len(essays) - room, 1))
+    sentences = llm.tokenizer.decode(essays[start : start + room]).split(". ")
+    for depth, fact in zip(depths, facts, strict=True):
+        sentences.insert(round(depth * len(sentences)), fact)
+    return ". ".join(sentences) + "."
+
+
+def make_puzzle(kind: str, rng: random.Random) -> Puzzle:
+    """Return facts of a kind to hide, and a question about them."""
     number = str(rng.randrange(10_000, 100_000))
     if kind == "passkey":
         fact = f"The pass key is {number}. Remember it. {number} is the pass key"
-        return [fact], "What is the pass key?", "The pass key is", f" {number}"
+        return Puzzle([fact], "What is the pass key?", "The pass key is", number)
     if kind == "needle":
         person = rng.choice(PEOPLE)
         place = rng.choice(PLACES)
         begun = f"{person} hid the silver coin behind the"
-        return [f"{begun} {place}"], f"Where did {person} hide the silver coin?", begun, f" {place}"
+        return Puzzle([f"{begun} {place}"], f"Where did {person} hide the silver coin?", begun, place)
     numbers = {person: str(rng.randrange(10_000, 100_000)) for person in PEOPLE[:4]}
     person = rng.choice(list(numbers))
     facts = [f"The key of {p} is {number}" for p, number in numbers.items()]
-    return facts, f"What is the key of {person}?", f"The key of {person} is", f" {numbers[person]}"
+    return Puzzle(facts, f"What is the key of {person}?", f"The key of {person} is", numbers[person])
 
 
 def measure(
