@@ -12,6 +12,7 @@ from torch import Tensor
 
 from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.slots.reinterpret import PageFormat
 from retain.kernels.slots.scoring import AttentionScoring
 
 UNDEFINED = 2**31 - 1  # fills the entries of a table that no kernel may read
@@ -38,6 +39,7 @@ class AttentionCase:
     softcap: float | None = None
     sinks: bool = False  # a sink logit for each query head
     shared_pages: bool = True  # requests share a third of their pages
+    looks: tuple[int, ...] | None = None  # [T]: the slots that each fresh token looks at
     seed: int = 0
 
     @property
@@ -64,6 +66,8 @@ class AttentionCase:
         x = _inputs(self)
         P, S = x.pos.shape
         kv: KV = backend.allocate(P + num_extra_pages, S, self.D, self.dtype, score_columns, v_dim=self.V)
+        format = PageFormat(S, self.dtype, self.D, self.V or self.D, has_key_copies=self.looks is not None)
+        kv = kv.with_key_copies(format.key_copy_bytes)
         backend.write(
             kv,
             x.slots[None].int(),
@@ -177,7 +181,8 @@ def _random_tables(case: AttentionCase) -> Tables:
     windows = torch.full((N,), case.window, dtype=torch.int32)
     if case.per_request_windows:
         windows = (windows - torch.arange(N) * 3).clamp(min=1).int()
-    return Tables(pages, counts, windows, rows.int(), starts.int())
+    looks = None if case.looks is None else torch.tensor(case.looks, dtype=torch.int32)
+    return Tables(pages, counts, windows, rows.int(), starts.int(), looks=looks)
 
 
 @contextmanager

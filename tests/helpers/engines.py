@@ -76,6 +76,7 @@ def make_engine(
     weights: str = "auto",
     kv_dtype: torch.dtype | None = None,
     demotes: bool = False,
+    looks: bool = False,
     snapshot_interval: int = 2048,
     prompt_activations: str = "int8",
 ) -> Engine:
@@ -92,9 +93,9 @@ def make_engine(
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
     demoted_page_size = slots_in_page(page_size, head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0
-    config = CacheConfig(*sizes, demoted_page_size, snapshot_interval)
+    config = CacheConfig(*sizes, demoted_page_size, snapshot_interval, looks)
     demoted_dtype = DEMOTED_DTYPE if demotes else None
-    page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype).page_bytes
+    page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype, looks).page_bytes
     cache = factory.build_cache(
         spec,
         config,

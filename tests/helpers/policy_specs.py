@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from retain.kv.eviction import policies
 
-NEEDED = {"ring": "window=64", "press": "press=tests.helpers.presses.ExpectedAttention"}
+NEEDED = {"ring": "window=64", "look": "slots=50%", "press": "press=tests.helpers.presses.ExpectedAttention"}
 
 
 def spec_of(name: str, options: str) -> str:
@@ -12,7 +12,7 @@ def spec_of(name: str, options: str) -> str:
     if name == "full":
         return name
     given = [NEEDED.get(name, "")]
-    if name != "ring":
+    if name not in ("ring", "look"):
         given.append(options)
     return f"{name}:{','.join(filter(None, given))}"
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+from retain import kernels
 from retain.config import PROMPT_ACTIVATIONS
 from retain.engine.request import Request, RequestInput
 from retain.kernels.slots.pool_dtypes import pool_dtype, slots_in_page
@@ -165,6 +166,7 @@ class Schedule:
             "max_model_len": MAX_MODEL_LEN,
             "score_columns": columns,
             "demotes": any(p.modes.demote for p in parsed),
+            "looks": any(p.looks for p in parsed),
         }
 
 
@@ -248,7 +250,8 @@ def policy_limits(schedule: Schedule) -> PolicyLimits:
     spec = model_spec(s.family).kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     can_demote = slots_in_page(s.page_size, head_dim, s.kv_dtype or s.dtype, DEMOTED_DTYPE) > s.page_size
-    return PolicyLimits(can_demote, spec.can_compare_layers)
+    can_look = kernels.import_backend(s.backend).CAN_LOOK
+    return PolicyLimits(can_demote, spec.can_compare_layers, can_look)
 
 
 def draw_dtypes(rng: random.Random, backend: str) -> tuple[torch.dtype, torch.dtype | None, str]:
@@ -327,12 +330,16 @@ class PolicyLimits:
 
     can_demote: bool = True
     can_compare_layers: bool = True  # see KVCacheSpec
+    can_look: bool = True
 
     def allow(self, name: str, policy: EvictionPolicy) -> bool:
         """Return whether the policy of this name is one of them."""
         compares_layers = getattr(policy, "share", "") in ("all", "fitted") or getattr(policy, "scope", "") == "shared"
-        return (self.can_demote or not policy.modes.demote) and (
-            self.can_compare_layers or not (compares_layers or name in ("gate", "gate_replay"))
+        needs_alike = compares_layers or name in ("gate", "gate_replay")
+        return (
+            (self.can_demote or not policy.modes.demote)
+            and (self.can_compare_layers or not needs_alike)
+            and (self.can_look or not policy.looks)
         )
 
 
@@ -356,6 +363,8 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         return {}
     if name == "ring":
         return {"window": rng.randint(1, 80)}
+    if name == "look":
+        return {"slots": rng.choice([f"{rng.randint(5, 100)}%", rng.randint(1, 120)]), "min": rng.randint(1, 64)}
     allowed = option_values(parse_policy(spec_of(name, "budget=1")))
     draws: dict[str, Callable[[], Any]] = {
         "recent": lambda: rng.choice(["10%", "50%", "100%", rng.randint(1, 20)]),

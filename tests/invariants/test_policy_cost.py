@@ -49,6 +49,7 @@ def test_what_a_request_may_choose_has_a_bounded_cost(seed):
         max_model_len=MAX_MODEL_LEN,
         score_columns=2,
         demotes=True,
+        looks=True,
     )
     num_accepted = 0
     while num_accepted < 8:

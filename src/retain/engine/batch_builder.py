@@ -32,6 +32,9 @@ def build_batch(
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
         num_logits=[s.num_logits for s in scheduled],
     )
+    if (looks := build_looks(scheduled)) is not None:
+        groups = [replace(group, tables=replace(group.tables, looks=looks)) for group in batch.groups]
+        batch = replace(batch, groups=groups)
     return replace(
         batch,
         scoring=build_attention_scoring(scheduled),
@@ -54,6 +57,21 @@ def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
             ranges.append((first, begin + min(n, s.num_tokens)))
         begin += s.num_tokens
     return ranges
+
+
+def build_looks(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+    """Return how many slots of a head each fresh token attends to, int32 [T], 0 for all; None where none looks.
+
+    As with `prompt_rows`, that depends on a token's request and position alone.
+    """
+    if not any(s.request.policy.looks for s in scheduled):
+        return None
+    counts = []
+    for s in scheduled:
+        positions = np.arange(s.request.next_position, s.request.next_position + s.num_tokens, dtype=np.int32)
+        slots = s.request.policy.looked_slots(positions + 1)
+        counts.append(np.where(positions < len(s.request.prompt), 0, slots).astype(np.int32))
+    return torch.from_numpy(np.concatenate(counts))
 
 
 def pack_tokens(

@@ -76,6 +76,14 @@ def check_prompt_activations(backend: Backend, activations: str) -> None:
         )
 
 
+def check_looks(backend: Backend) -> None:
+    """Raise ValueError for a backend whose tokens attend to all slots that they see."""
+    if not backend.CAN_LOOK:
+        names = " or ".join(name for name in backend_names() if import_backend(name).CAN_LOOK)
+        own = backend.__name__.rpartition(".")[2]
+        raise ValueError(f"the policy look is for the {names} backend: with {own}, tokens attend to all slots")
+
+
 def resolve_device(name: str) -> torch.device:
     """Return the device of that name; `auto` is a GPU if the triton backend can use one, else the CPU.
 

@@ -20,6 +20,12 @@ punches all slots of a page before the first use. Apart from that the content of
 
 Visibility. A query at position p sees slot s iff `0 <= pos[s] <= p and p - pos[s] < window`.
 
+Looks. Where `Tables.looks` gives a token n > 0, and its request has no window, it attends to n of the slots that it
+sees: those with the largest weights by copies of keys in 4 bits, the mean over the query heads of a kv head; of equal
+ones to the newest. A pool of 4 bits is its own copy; others hold one (`KV.key_copies`), which `write`, `requantize`,
+`copy` and `move` keep: the stored key, rounded as a pool of 4 bits rounds it. Tokens that see all slots are before
+those of their request that look at few. A request that looks adds no masses.
+
 Laws, which the tests state as equalities:
 
 1. Every backend and instruction set equals `reference`. Positions, copies, moves, victims and the rounding of stored
@@ -67,6 +73,7 @@ class KV:
     k_dim: int  # numbers of a key, and of a query
     v_dim: int  # numbers of a value, and of an output
     layout: str
+    key_copies: Tensor | None = None  # uint8 [P, n]: the same keys in 4 bits, by which looks choose slots
 
     @classmethod
     def over(cls, k: Tensor, v: Tensor, format: PageFormat) -> KV:
@@ -78,6 +85,13 @@ class KV:
         pos[0] = -1
         mass = torch.zeros(len(k), format.score_columns, format.page_size, device=k.device)
         return cls(k, v, pos, mass, format.page_size, format.k_dim, format.v_dim, "plain")
+
+    def with_key_copies(self, page_bytes: int) -> KV:
+        """Return the pool with copies of its keys, of so many bytes in a page; where they are 0, as it is."""
+        if not page_bytes:
+            return self
+        copies = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device)
+        return replace(self, key_copies=copies)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -128,6 +142,7 @@ class Tables:
     dense: Tensor | None = None  # [N]: 1 if slot i of every table without a window holds position i or is a hole
     max_pages: int | None = None  # an upper bound of `counts`, if known
     demoted: DemotedTables | None = None  # queries attend to these tokens too, behind the others
+    looks: Tensor | None = None  # host [T]: the slots of each head that a fresh token looks at; 0 for all
 
     def for_layer(self, layer: int) -> Tables:
         """Return the tables of one layer, given the tables of all layers."""
@@ -260,6 +275,7 @@ class Backend(Protocol):
     DTYPES: tuple[torch.dtype, ...]  # the dtypes that it computes in
     POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
     QUANTIZES_ACTIVATIONS: bool  # whether it rounds activations to 8 bits for quantized weights
+    CAN_LOOK: bool  # whether tokens may attend to few of the slots that they see: `Tables.looks`
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""

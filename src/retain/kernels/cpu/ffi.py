@@ -28,7 +28,7 @@ def to_c_pool(kv: KV) -> _C.Pool:
     return _C.Pool(
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
         kv.num_pages, kv.page_size, kv.k_dim, kv.v_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
-        kv.k.stride(0) * kv.k.itemsize, kv.v.stride(0) * kv.v.itemsize,
+        kv.k.stride(0) * kv.k.itemsize, kv.v.stride(0) * kv.v.itemsize, _address(kv.key_copies),
     )  # fmt: skip
 
 
@@ -41,7 +41,12 @@ def to_c_tables(t: Tables) -> _C.PageTables:
         t.pages.data_ptr(), page_row, page_head, t.counts.data_ptr(), *t.counts.stride()[-2:],
         t.windows.data_ptr(), t.windows.stride(-1), t.rows.data_ptr(), t.query_start_loc.data_ptr(),
         t.rows.shape[0], G, num_rows, n, *(x.stride(0) if len(t.pages.shape) == 4 else 0 for x in by_layer),
+        _address(t.looks),
     )  # fmt: skip
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
 
 
 def to_c_demoted(t: Tables) -> tuple[_C.Pool, _C.PageTables]:
@@ -115,6 +120,8 @@ def check_tables(t: Tables) -> None:
             raise TypeError(f"attend: tables.{name} must be int32, not {dtype}")
     if t.pages.stride(-1) != 1 and n > 1:
         raise ValueError("attend: the last dimension of tables.pages must be contiguous")
+    if t.looks is not None and (t.looks.dtype != torch.int32 or t.looks.dim() != 1 or not t.looks.is_contiguous()):
+        raise TypeError(f"attend: tables.looks must be int32 [T] and contiguous, not {t.looks.dtype}")
     if t.demoted:
         check_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts, demoted=None))
 

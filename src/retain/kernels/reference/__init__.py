@@ -11,6 +11,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.reference.looks import look, read_key_copies, split_copies
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.softmax import adjust_scores, softmax
@@ -23,6 +24,7 @@ from retain.kernels.slots.scoring import NO_NOISE, AttentionScoring
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
+CAN_LOOK = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
@@ -72,8 +74,12 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
     if kv.dtype in QUANTIZED_DTYPES:
         k = to_bytes(rotate(k), kv.k.dtype)
         v = to_bytes(v, kv.v.dtype)
-    kv.k[page, place] = k.to(kv.k.dtype)
+    k = k.to(kv.k.dtype)
+    kv.k[page, place] = k
     kv.v[page, place] = v.to(kv.v.dtype)
+    if kv.key_copies is not None:
+        rotated = from_bytes(k, kv.k_dim) if kv.dtype in QUANTIZED_DTYPES else rotate(k)
+        split_copies(kv)[page, place] = to_bytes(rotated, torch.uint8)
     kv.pos[page, place] = pos.expand(page.shape)
     kv.mass.transpose(1, 2)[page, place] = 0.0
 
@@ -108,6 +114,10 @@ def attend(
             )
             pos = torch.cat([part.pos[pages].flatten() for part, pages in parts])[None]  # [1, S]; k, v [S, D]
             visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
+            if tables.looks is not None and window == NO_WINDOW:
+                heads = slice(g * R, (g + 1) * R)
+                copies = read_key_copies(*parts[0]).flatten(0, 1)
+                visible = look(q[fresh, heads], copies, pos, p, visible, tables.looks[fresh], params, heads)
             if scored:
                 for part, pages in parts:
                     part.mass[pages] *= scored.decay[b]
@@ -157,7 +167,7 @@ def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy pages with positions and masses."""
-    for x in (kv.k, kv.v, kv.pos, kv.mass):
+    for x in (kv.k, kv.v, kv.pos, kv.mass, *([] if kv.key_copies is None else [kv.key_copies])):
         x[dst] = x[src]
 
 
@@ -166,7 +176,8 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     src_slots = src.long().flatten()
     dst_slots = dst.long().flatten()
     S = kv.page_size
-    for x in (kv.k, kv.v, kv.pos, kv.mass.transpose(1, 2)):  # [P, S, ...]
+    copies = [] if kv.key_copies is None else [split_copies(kv)]
+    for x in (kv.k, kv.v, kv.pos, kv.mass.transpose(1, 2), *copies):  # [P, S, ...]
         x[dst_slots // S, dst_slots % S] = x[src_slots // S, src_slots % S]
 
 

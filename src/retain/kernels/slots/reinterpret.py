@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from retain.kernels.slots.pool_dtypes import key_bytes, tensor_dtypes, value_bytes
+from retain.kernels.slots.pool_dtypes import INT4, key_bytes, tensor_dtypes, value_bytes
 
 PAGE_ALIGNMENT = 64  # bytes, of pages that slots of several kinds share
 
@@ -16,7 +16,7 @@ PAGE_ALIGNMENT = 64  # bytes, of pages that slots of several kinds share
 class PageFormat:
     """How a page is divided into slots: their number, the dtype of the pool, and the numbers of a key and of a value.
 
-    Masses have C = `score_columns`.
+    Masses have C = `score_columns`. With `has_key_copies` a page holds its keys in 4 bits, too.
     """
 
     page_size: int
@@ -24,6 +24,7 @@ class PageFormat:
     k_dim: int
     v_dim: int
     score_columns: int = 1
+    has_key_copies: bool = False
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -32,8 +33,14 @@ class PageFormat:
 
     @property
     def slot_state_bytes(self) -> int:
-        """The bytes of a page's positions and masses, which lie elsewhere."""
-        return self.page_size * (4 + 4 * self.score_columns)
+        """The bytes of a page's positions, masses and copies of keys, which lie elsewhere."""
+        return self.page_size * (4 + 4 * self.score_columns) + self.key_copy_bytes
+
+    @property
+    def key_copy_bytes(self) -> int:
+        """The bytes of a page's copies of keys; a pool of 4 bits needs none."""
+        needs_copies = self.has_key_copies and self.dtype != INT4
+        return self.page_size * key_bytes(self.k_dim, INT4) if needs_copies else 0
 
 
 def shared_page_bytes(formats: list[PageFormat]) -> tuple[int, int]:

@@ -39,6 +39,7 @@ MAX_K_DIM, MAX_V_DIM = 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
+CAN_LOOK = False
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 
@@ -127,6 +128,8 @@ def attend(
     if D != kv.k_dim or H % G or q_pos.shape != (T,):
         raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
     params.check(H, G, D)
+    if tables.looks is not None:
+        raise ValueError("attend: the triton backend has no looks")
     tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
     return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
 

@@ -53,6 +53,7 @@ class EvictionPolicy:
     resume_key = ""  # what requests have in common that may go on from each other's evicted states; "": from none
     streamed_key = ""  # the same of states inside a prompt; "" where what is kept there depends on more than the text
     modes = RowModes()  # the other options of its spec: how a row carries it out
+    looks = False  # whether tokens of the answer attend to few of the slots that they see
 
     @property
     def ring_window(self) -> int | None:
@@ -141,6 +142,10 @@ class EvictionPolicy:
         `expected_tokens`: length of the answer.
         """
         return None
+
+    def looked_slots(self, num_seen: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Return how many slots of a head tokens of the answer attend to that see `num_seen` [n]; 0: all of them."""
+        return np.zeros_like(num_seen)
 
     def priority(self, view: CacheView) -> Tensor:
         """Return a number for each slot, [M, G, S]; the lowest are evicted first. Those of holes mean nothing."""

@@ -393,7 +393,8 @@ class PrefixCache:
         if not self.config:
             return 0
         B = self.layout.block_size
-        end = moment.position if self.config.keep == "all" else min(moment.position, row.prompt_len)
+        keeps_answer = self.config.keep == "all" and not row.demand.policy.looks  # a prompt attends to everything
+        end = moment.position if keeps_answer else min(moment.position, row.prompt_len)
         end = end // B * B if moment.is_running else end
         moment = replace(moment, position=end, has_pages=moment.has_pages and end > 0)
         captured = row.unstored.copy()

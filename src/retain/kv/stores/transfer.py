@@ -24,13 +24,14 @@ from retain.types import Bytes, Ints
 class PageTransfer:
     """Copies pages of one pool within host memory.
 
-    The bytes of a page are its keys, its values, the positions of its slots and their masses. Each copy is of n bytes:
-    all of them, or the keys and values alone.
+    The bytes of a page are its keys, its values, copies of keys where there are some, the positions of its slots and
+    their masses. Each copy is of n bytes: all of them, or without positions and masses.
     """
 
     def __init__(self, kv: KV):
         self.kv = kv
-        views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, kv.pos, kv.mass)]
+        copies = [] if kv.key_copies is None else [kv.key_copies]
+        views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, *copies, kv.pos, kv.mass)]
         self.ends = list(accumulate(x.shape[1] for x in views))
         slices = [slice(end - x.shape[1], end) for x, end in zip(views, self.ends, strict=True)]
         parts = list(zip(map(self._to_view, views), slices, strict=True))
@@ -38,7 +39,7 @@ class PageTransfer:
 
     def page_bytes(self, kind: str) -> int:
         """Return the bytes of a page that spans of a kind hold: those of text have neither positions nor masses."""
-        return self.ends[1] if kind == TEXT else self.ends[-1]
+        return self.ends[-3] if kind == TEXT else self.ends[-1]
 
     def _to_view(self, x: Tensor) -> Any:
         """Return what copies go through: torch would start threads of its own in every thread that calls it."""

@@ -91,10 +91,29 @@ class MassAccumulator {
   std::mutex mutex_;                                    // of heads_, finished_ and spare_buffers_
 };
 
+// The slots that a tile of one token looks at, copied one behind the other (looked_slots.cpp). A thread reuses it.
+class LookedSlots {
+ public:
+  // Chooses the slots, and returns the arguments for attention to their copies.
+  AttentionArgs gather(const AttentionArgs&, const QueryTile&, float* scratch);
+
+ private:
+  void choose(const AttentionArgs&, const QueryTile&, float* scratch);
+  void copy(const Pool& kv, const int32_t* table);
+
+  AlignedVector<float> scores_, weights_;
+  std::vector<uint64_t> ranks_;
+  std::vector<int32_t> chosen_;  // places in the table, ascending
+  AlignedVector<char> keys_, values_;
+  std::vector<int32_t> positions_, pages_;
+  int32_t num_pages_;
+};
+
 // Memory of the `attend` kernel. Callers reuse it between calls.
 struct AttentionWorkspace {
   AttentionPlan plan;
   MassAccumulator mass;
+  std::vector<LookedSlots> looked;  // of each thread
   AlignedVector<float> partials;
   std::unique_ptr<std::atomic<int>[]> blocks_done;  // for each tile
   size_t max_tiles = 0;
@@ -109,6 +128,8 @@ void write(const WriteArgs&);
 // Reads K [n, k_dim] and V [n, v_dim] of n slots.
 void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
 void requantize(const RequantizeArgs&);
+// Copies K, V and the position of a slot to another pool whose slots and pages are alike.
+void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
 void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
 

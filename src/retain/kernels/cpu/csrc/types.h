@@ -50,6 +50,7 @@ struct Pool {
   int S, k_dim, v_dim, mass_columns;
   DType dtype;
   int64_t key_stride, value_stride;  // bytes between pages
+  uint8_t* key_copies;  // pages of the same keys in 4 bits, or null
 
   INLINE bool is_quantized() const { return dtype >= DType::int8; }
   // Elements of a slot's K and V, and its scales.
@@ -72,6 +73,13 @@ struct Pool {
     return reinterpret_cast<uint16_t*>(static_cast<char*>(value_page(page)) + int64_t(S) * value_width());
   }
   INLINE float* mass_page(int64_t page) const { return mass + page * mass_columns * S; }
+  // The copies of keys as a pool of 4 bits without values. A pool in 4 bits is its own copy.
+  INLINE Pool copies() const {
+    Pool c = *this;
+    c.dtype = DType::int4;
+    if (dtype != DType::int4) c.k = key_copies, c.key_stride = c.key_bytes();
+    return c;
+  }
 };
 
 // Fresh rows [T, heads, D] with any stride between tokens and heads; the last dimension is contiguous.
@@ -141,6 +149,7 @@ struct PageTables {
   int B, G;
   int64_t num_rows, max_pages;
   int64_t page_layer_stride, count_layer_stride, window_layer_stride;
+  const int32_t* looks;  // [T]: the slots of each head that a fresh token attends to, 0 for all; or null
 
   INLINE PageTables for_layer(int layer) const {
     PageTables t = *this;
@@ -152,6 +161,12 @@ struct PageTables {
   INLINE int num_pages(int b, int g) const { return page_counts[rows[b] * count_row_stride + g * count_head_stride]; }
   INLINE int32_t window_of(int b) const { return windows[rows[b] * window_row_stride]; }
   INLINE bool has_window(int b) const { return window_of(b) != INT32_MAX; }
+  // The first fresh token of request b that looks at few slots, counted from its first one. All behind it do, too.
+  INLINE int first_look(int b) const {
+    int t = looks && !has_window(b) ? 0 : num_fresh(b);
+    while (t < num_fresh(b) && !looks[query_start_loc[b] + t]) ++t;
+    return t;
+  }
   INLINE const int32_t* page_table(int b, int g) const {
     return pages + rows[b] * page_row_stride + g * page_head_stride;
   }
@@ -205,6 +220,7 @@ struct AttentionArgs {
 // Query rows begin .. end - 1 of request b and kv head g. Row i is query head g * R + i % R of fresh token i / R.
 struct QueryTile {
   int b, g, begin, end;
+  int look = 0;  // the slots that its only token attends to; 0: it may have several tokens, which see all slots
 
   INLINE int num_rows() const { return end - begin; }
 };
@@ -287,6 +303,9 @@ struct IsaKernels {
                       const MassBuffers* mass);
   // Merges the partial results of a block into those of the blocks before it.
   void (*merge_partials)(float* total, const float* next, int rows, int D);
+  // Adds the weights that the rows of a tile of one token give to the slots of its table, by copies of keys, to
+  // `weights` [slots]. Those of hidden slots mean nothing. `scores` has room for [rows, slots].
+  void (*add_look_weights)(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* weights);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);

@@ -53,6 +53,7 @@ static void clear_padding(const AttentionArgs& args) {
 void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
   plan.build(args, threads);
   mass.build(args, plan, threads);
+  looked.resize(threads);
   if (partials.size() < size_t(plan.num_partial_floats)) partials.resize(plan.num_partial_floats);
   if (max_tiles < plan.tiles.size()) {
     max_tiles = 2 * plan.tiles.size();
@@ -61,12 +62,13 @@ void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
   for (size_t i = 0; i < plan.tiles.size(); ++i) blocks_done[i].store(0, std::memory_order_relaxed);
 }
 
-static void run_job(const AttentionArgs& args, AttentionWorkspace& work, const AttentionJob& job, int thread) {
+static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const AttentionJob& job, int thread) {
   // On the stack: the first touch of fresh heap memory costs more than a short job takes.
   alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
-  const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = job.end - job.begin;
+  const AttentionArgs args = tile.look ? work.looked[thread].gather(whole, tile, scratch) : whole;
+  const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = tile.look ? blocks : job.end - job.begin;
   const int own_blocks = num_blocks(args.kv, args.tables, tile);
   const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);

@@ -34,6 +34,13 @@ void check(const AttentionArgs& args) {
     }
   }
   if (end > args.T) throw std::invalid_argument("tables.query_start_loc ends beyond the fresh tokens");
+  for (int b = 0; b < t.B; ++b) {
+    if (t.first_look(b) == t.num_fresh(b)) continue;
+    if (!args.kv.copies().k) throw std::invalid_argument("tables.looks: the pool has no copies of keys");
+    if (is_request_scored(args, b)) throw std::invalid_argument("tables.looks: a request that looks adds no masses");
+    for (int i = t.query_start_loc[b] + t.first_look(b); i < t.query_start_loc[b + 1]; ++i)
+      if (t.looks[i] <= 0) throw std::invalid_argument("tables.looks: tokens behind one that looks see all slots");
+  }
 }
 
 void AttentionPlan::build(const AttentionArgs& args, int threads) {
@@ -43,7 +50,15 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
   num_partial_floats = 0, multiply_adds = 0;
   int64_t split_blocks = 0;  // blocks of all tiles that may be split
   for (int b = tables.B - 1; b >= 0; --b) {
-    const int rows = tables.num_fresh(b) * args.R, n = (rows + tile_rows - 1) / tile_rows;
+    const int first_look = tables.first_look(b);
+    for (int token = tables.num_fresh(b) - 1; token >= first_look; --token)
+      for (int begin = token * args.R; begin < (token + 1) * args.R; begin += tile_rows)
+        for (int g = 0; g < tables.G; ++g) {
+          const int end = std::min(begin + tile_rows, (token + 1) * args.R);
+          tiles.push_back({b, g, begin, end, tables.looks[tables.query_start_loc[b] + token]});
+          multiply_adds += double(args.R) * tables.num_pages(b, g) * args.kv.S * args.kv.k_dim;
+        }
+    const int rows = first_look * args.R, n = (rows + tile_rows - 1) / tile_rows;
     const bool in_order = is_request_scored(args, b);  // see MassAccumulator
     for (int i = 0; i < n; ++i) {
       const int end = rows - (in_order ? n - 1 - i : i) * tile_rows;  // else last rows first: they take longest
@@ -59,9 +74,9 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
   const int job_blocks = int(std::max<int64_t>(1, split_blocks / (JOBS_PER_THREAD * threads)));
   for (int i = 0; i < int(tiles.size()); ++i) {
     const QueryTile& tile = tiles[i];
-    const int blocks = num_blocks(args, tile);
+    const int blocks = tile.look ? 1 : num_blocks(args, tile);  // of a look, known once its slots are chosen
     partial_offsets.push_back(num_partial_floats);
-    is_split.push_back(tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
+    is_split.push_back(!tile.look && tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
     if (!is_split.back()) {
       jobs.push_back({i, 0, blocks});
       continue;

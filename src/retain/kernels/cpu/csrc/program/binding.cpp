@@ -31,9 +31,9 @@ static void bind_structs(nb::module_& m) {
       .def("__init__", [](Pool* p) { new (p) Pool{}; })  // without memory
       .def("__init__",
            [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int k_dim,
-              int v_dim, int mass_columns, int dtype, int64_t key_stride, int64_t value_stride) {
+              int v_dim, int mass_columns, int dtype, int64_t key_stride, int64_t value_stride, Address key_copies) {
              new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, k_dim,
-                          v_dim, mass_columns, DType(dtype), key_stride, value_stride};
+                          v_dim, mass_columns, DType(dtype), key_stride, value_stride, ptr<uint8_t>(key_copies)};
            });
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes
@@ -76,11 +76,11 @@ static void bind_structs(nb::module_& m) {
            [](PageTables* t, Address pages, int64_t page_row_stride, int64_t page_head_stride, Address page_counts,
               int64_t count_row_stride, int64_t count_head_stride, Address windows, int64_t window_row_stride,
               Address rows, Address query_start_loc, int B, int G, int64_t num_rows, int64_t max_pages,
-              int64_t page_layer_stride, int64_t count_layer_stride, int64_t window_layer_stride) {
+              int64_t page_layer_stride, int64_t count_layer_stride, int64_t window_layer_stride, Address looks) {
              new (t) PageTables{ptr<int32_t>(pages), page_row_stride, page_head_stride, ptr<int32_t>(page_counts),
                                 count_row_stride, count_head_stride, ptr<int32_t>(windows), window_row_stride,
                                 ptr<int32_t>(rows), ptr<int32_t>(query_start_loc), B, G, num_rows, max_pages,
-                                page_layer_stride, count_layer_stride, window_layer_stride};
+                                page_layer_stride, count_layer_stride, window_layer_stride, ptr<int32_t>(looks)};
            });
 }
 

@@ -2,6 +2,7 @@
 // once for each set, beside isa_kernels.cpp.
 #include "attention/attention_mass.h"
 #include "attention/attention_tile.h"
+#include "attention/look_weights.h"
 #include "slots/slot_layout.h"
 
 namespace retain::RETAIN_ISA {
@@ -32,6 +33,10 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
 }
 
 void merge_partials(float* total, const float* next, int rows, int D) { merge_partials_impl(total, next, rows, D); }
+
+void add_look_weights(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores, float* weights) {
+  add_look_weights_impl(args, tile, scratch, scores, weights);
+}
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
                  float decay) {

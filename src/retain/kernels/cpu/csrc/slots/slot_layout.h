@@ -14,15 +14,30 @@ INLINE float bound_value(float x) {
   return y == y ? y : 0.0f;
 }
 
+// Writes a rotated key into the page of its copies in 4 bits. `rotated` has room for a vector behind it.
+INLINE void write_key_copy(const Pool& kv, int64_t page, int64_t offset, const float* rotated) {
+  const Pool copies = kv.copies();
+  const int S = kv.S, group = slot_group(kv.k_dim);
+  int8_t bytes[MAX_K_DIM / 2 + WIDTH];
+  for (int d = 0; d < kv.k_dim; d += group)
+    copies.key_scales(page)[d / group * S + offset] = round_to_nibbles(rotated + d, group, bytes + d / 2);
+  uint8_t* const keys = static_cast<uint8_t*>(copies.key_page(page)) + 4 * offset;
+  for (int d = 0; d < kv.k_dim / 2; d += 4) memcpy(keys + d * S, bytes + d, 4);
+}
+
 // A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
 template <class To>
-INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, const float* k, const float* v) {
+INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
   const int S = kv.S, D = kv.v_dim;
   constexpr int P = INTERLEAVE<To>;
   To* to_k = static_cast<To*>(kv.key_page(page)) + P * offset;
   To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
   for (int d = 0; d < kv.k_dim; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
   for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
+  if (!kv.key_copies) return;
+  for (int d = 0; d < kv.k_dim; ++d) k[d] = to_float(to_k[d / P * P * S + d % P]);
+  rotate(k, kv.k_dim);
+  write_key_copy(kv, page, offset, k);
 }
 
 INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
@@ -38,6 +53,11 @@ INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, f
   round(k, kv.k_dim, key_width, kv.key_scales(page));
   uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
   for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
+  if (kv.key_copies && key_width == kv.k_dim) {
+    const float scale = bf16_to_float(kv.key_scales(page)[offset]);
+    for (int d = 0; d < kv.k_dim; ++d) k[d] = scale * (uint8_t(bytes[d]) - 128);
+    write_key_copy(kv, page, offset, k);
+  }
   round(v, kv.v_dim, value_width, kv.value_scales(page));
   uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
   for (int d = 0; d < value_width; ++d) values[4 * d] = bytes[d];

@@ -60,30 +60,50 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     memcpy(kv.key_page(dst[i]), kv.key_page(src[i]), key_bytes);
     memcpy(kv.value_page(dst[i]), kv.value_page(src[i]), value_bytes);
+    if (kv.key_copies) memcpy(kv.copies().key_page(dst[i]), kv.copies().key_page(src[i]), kv.copies().key_bytes());
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
     memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.mass_columns) * kv.S * sizeof(float));
   }
 }
 
-// Copies slot i of page a to slot j of page b. INTERLEAVE dimensions of K, and slots of V, are interleaved (see Pool).
+// Copies K and V of a slot to a slot of another pool of such slots. INTERLEAVE dimensions of K, and slots of V, are
+// interleaved (see Pool).
 template <class T, int INTERLEAVE>
-static void move_slot(const Pool& kv, int64_t from, int64_t to) {
+static void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst) {
   constexpr int P = INTERLEAVE;
-  const int S = kv.S, value_width = kv.value_width();
-  const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
-  const T* k = static_cast<const T*>(kv.key_page(a)) + P * i;
-  const T* v = static_cast<const T*>(kv.value_page(a)) + i / P * P * value_width + i % P;
-  T* to_k = static_cast<T*>(kv.key_page(b)) + P * j;
-  T* to_v = static_cast<T*>(kv.value_page(b)) + j / P * P * value_width + j % P;
-  for (int d = 0; d < kv.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
+  const int S = from.S, value_width = from.value_width();
+  const int64_t a = src / S, b = dst / S, i = src % S, j = dst % S;
+  const T* k = static_cast<const T*>(from.key_page(a)) + P * i;
+  const T* v = static_cast<const T*>(from.value_page(a)) + i / P * P * value_width + i % P;
+  T* to_k = static_cast<T*>(to.key_page(b)) + P * j;
+  T* to_v = static_cast<T*>(to.value_page(b)) + j / P * P * value_width + j % P;
+  for (int d = 0; d < from.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
   for (int d = 0; d < value_width; ++d) to_v[P * d] = v[P * d];
-  if (kv.is_quantized()) {
-    const int key_scales = kv.num_key_scales(), value_scales = kv.num_value_scales();
-    for (int g = 0; g < key_scales; ++g) kv.key_scales(b)[g * S + j] = kv.key_scales(a)[g * S + i];
-    for (int g = 0; g < value_scales; ++g) kv.value_scales(b)[g * S + j] = kv.value_scales(a)[g * S + i];
+  if (from.is_quantized()) {
+    const int key_scales = from.num_key_scales(), value_scales = from.num_value_scales();
+    for (int g = 0; g < key_scales; ++g) to.key_scales(b)[g * S + j] = from.key_scales(a)[g * S + i];
+    for (int g = 0; g < value_scales; ++g) to.value_scales(b)[g * S + j] = from.value_scales(a)[g * S + i];
   }
-  kv.pos[to] = kv.pos[from];
-  for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(b)[c * S + j] = kv.mass_page(a)[c * S + i];
+}
+
+void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst) {
+  switch (from.dtype) {
+    case DType::float32: copy_slot<float, 1>(from, src, to, dst); break;
+    case DType::bfloat16: copy_slot<uint16_t, 2>(from, src, to, dst); break;
+    default: copy_slot<uint8_t, 4>(from, src, to, dst); break;
+  }
+  to.pos[dst] = from.pos[src];
+}
+
+// Copies the copy of a slot's key.
+static void copy_key_copy(const Pool& kv, int64_t from, int64_t to) {
+  const Pool c = kv.copies();
+  const int S = c.S;
+  const uint8_t* k = static_cast<const uint8_t*>(c.key_page(from / S)) + 4 * (from % S);
+  uint8_t* to_k = static_cast<uint8_t*>(c.key_page(to / S)) + 4 * (to % S);
+  for (int d = 0; d < c.key_width(); d += 4) memcpy(to_k + d * S, k + d * S, 4);
+  for (int g = 0; g < c.num_key_scales(); ++g)
+    c.key_scales(to / S)[g * S + to % S] = c.key_scales(from / S)[g * S + from % S];
 }
 
 void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n) {
@@ -93,12 +113,12 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
 #pragma omp parallel for schedule(dynamic) if (lists * n * kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t l = 0; l < lists; ++l)
     for (int64_t i = l * n; i < (l + 1) * n; ++i) {
-      if (src[i] == dst[i]) continue;
-      switch (kv.dtype) {
-        case DType::float32: move_slot<float, 1>(kv, src[i], dst[i]); break;
-        case DType::bfloat16: move_slot<uint16_t, 2>(kv, src[i], dst[i]); break;
-        default: move_slot<uint8_t, 4>(kv, src[i], dst[i]); break;
-      }
+      const int64_t from = src[i], to = dst[i];
+      if (from == to) continue;
+      copy_slot(kv, from, kv, to);
+      if (kv.key_copies) copy_key_copy(kv, from, to);
+      for (int c = 0; c < kv.mass_columns; ++c)
+        kv.mass_page(to / kv.S)[c * kv.S + to % kv.S] = kv.mass_page(from / kv.S)[c * kv.S + from % kv.S];
     }
 }
 

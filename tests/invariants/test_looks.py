@@ -1,0 +1,110 @@
+"""Laws of answers whose tokens look at few slots. Random schedules draw such requests, too.
+
+Which slots are looked at is tested in tests/kernels/test_looks.py.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain import LLM
+from retain.kernels.slots.pool_dtypes import INT4
+from retain.kv.memory.group_pages import divide_pages
+from tests.helpers.engines import make_engine, make_request, record_logits, run_alone, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.tiny_models import tiny_model
+
+FAMILIES = (
+    "llama",
+    "gemma3_text",
+    *slow("gpt2", "gpt_oss", "deepseek_v3", "mpt", "qwen3_next"),
+)  # full layers, and others
+FEW = "look:slots=20,min=1"
+PROMPT = [random.Random(0).randrange(128) for _ in range(100)]
+
+
+def logits(family: str, policy: str, backend: str = "cpu", kv_dtype: torch.dtype | None = None) -> Tensor:
+    """Return the logits of 20 tokens of an answer, [20, V]."""
+    engine = make_engine(family, backend=backend, looks=True, kv_dtype=kv_dtype)
+    forced = [7 * i % 128 for i in range(20)]
+    (found,) = record_logits(engine, [make_request(PROMPT, 20, policy, needs_logits=True, forced_tokens=forced)])
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_a_look_at_all_slots_is_the_full_cache(family: str, backend: str) -> None:
+    full = logits(family, "full", backend)
+    assert torch.equal(logits(family, "look:slots=100%", backend), full)
+    assert torch.equal(logits(family, "look:slots=200", backend), full)
+    assert torch.equal(logits(family, "look:slots=1%,min=500", backend), full)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kv_dtype", [None, *slow(torch.bfloat16, torch.int8, INT4)])
+def test_few_slots_change_what_follows_the_prompt(family: str, kv_dtype: torch.dtype | None) -> None:
+    full = logits(family, "full", kv_dtype=kv_dtype)
+    few = logits(family, FEW, kv_dtype=kv_dtype)
+    assert torch.equal(few[0], full[0])  # of the prompt's last token
+    has_full_layers = None in tiny_model(family).spec.kv_cache.windows
+    assert torch.equal(few[1:], full[1:]) != has_full_layers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_cpu_looks_where_the_reference_does(family: str) -> None:
+    """Up to slots of nearly equal weights, of which a random model has many."""
+    expected = logits(family, FEW, "reference")
+    few = "look:slots=10,min=1"
+    error, change = ((logits(family, p) - expected).abs().mean() for p in (FEW, few))
+    assert error < 0.4 * change
+
+
+@pytest.mark.parametrize("first", ["full", FEW])
+@pytest.mark.parametrize("second", ["full", FEW])
+def test_a_prompt_is_shared_whoever_computed_it_and_an_answer_that_looked_is_not(first: str, second: str) -> None:
+    engine = make_engine("llama", backend="cpu", looks=True, prefix_cache="exact")
+    one = make_request(PROMPT[:80], 40, first)
+    engine.add(one)
+    while engine.has_unfinished_requests:
+        engine.step()
+    text = [*PROMPT[:80], *one.output_tokens, 5]
+    two = make_request(text, 20, second)
+    engine.add(two)
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert two.stats.num_cached_tokens == (80 if first == FEW else 119)
+    assert two.output_tokens == run_alone("llama", text, 20, second, backend="cpu", looks=True)
+
+
+def test_recomputed_tokens_look_as_they_did() -> None:
+    """A preempted answer is computed again in one step: each token looks as its position says."""
+    policies = [FEW, "full", "look:slots=30%,min=9"]
+    alone = [run_alone("llama", PROMPT, 40, p, backend="cpu", looks=True) for p in policies]
+    engine = make_engine("llama", backend="cpu", looks=True)
+    requests = [make_request(PROMPT, 40, p) for p in policies]
+    engine.add(*requests)
+    for step in range(30):
+        engine.step()
+        if step % 9 == 8:
+            engine.scheduler.preempt(requests[step // 9 % 3])
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert [r.output_tokens for r in requests] == alone
+    assert any(r.stats.num_preemptions for r in requests)
+
+
+def test_slots_in_4_bits_need_no_copies_and_requests_need_those_that_the_pool_has() -> None:
+    spec = tiny_model("llama").spec.kv_cache
+    sizes = [
+        divide_pages(spec, 16, dtype, 1, None, looks).page_bytes for dtype in (torch.float32, INT4) for looks in (0, 1)
+    ]
+    assert sizes[0] < sizes[1] and sizes[2] == sizes[3]
+    with pytest.raises(ValueError, match=r"look:slots=12.5% needs copies of keys in 4 bits: start the engine with"):
+        LLM("random:tiny", kv_memory="32MiB").generate("a", kv_policy="look:slots=12.5%")
+    llm = LLM("random:tiny", kv_memory="32MiB", allow_policy="look:slots=50%")
+    assert llm.generate("a", kv_policy="look:slots=12.5%")
+    assert run_to_completion(make_engine("llama", looks=True), [make_request(PROMPT, 5, FEW)])

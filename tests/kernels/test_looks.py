@@ -1,0 +1,224 @@
+"""Tokens that look at few slots: which ones, on every backend and instruction set, and what they then attend to."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from retain.kernels import cpu, reference
+from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
+from retain.kernels.attention_params import AttentionParams
+from retain.kernels.slots.pool_dtypes import INT4, INT8, K8V4
+from retain.kernels.slots.reinterpret import PageFormat
+from tests.helpers.attention_case import AttentionCase, assert_close
+from tests.helpers.backend_variants import ISAS, VARIANTS, use_isa, use_variant
+
+F32, BF16 = torch.float32, torch.bfloat16
+POOL_DTYPES = [F32, BF16, INT8, K8V4, INT4]
+LEVELS = (0.0, 3.0, 6.0, 9.0)  # scores of slots: far enough apart for keys in 4 bits
+GROUPS = (37, 30, 20, 10)  # how many slots have each
+COUNTS = (10, 30, 60)  # of looks that take whole levels
+D = 64
+
+
+@pytest.fixture(params=["reference", *(v for v in VARIANTS if v != "triton")])
+def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
+    """Run the test on every backend and instruction set that can look."""
+    with use_variant(request.param) as backend:
+        assert backend.CAN_LOOK
+        yield backend
+
+
+def allocate(backend: Backend, num_pages: int, page_size: int, dtype: torch.dtype, v_dim: int = D) -> KV:
+    kv = backend.allocate(num_pages, page_size, D, dtype, v_dim=v_dim)
+    return kv.with_key_copies(PageFormat(page_size, dtype, D, v_dim, has_key_copies=True).key_copy_bytes)
+
+
+def tables_of(pages: Tensor, fresh: int, looks: list[int] | None, window: int = NO_WINDOW) -> Tables:
+    """Return the tables of one request, whose kv heads have these pages [G, n]."""
+    return Tables(
+        pages=pages[None].int(),
+        counts=torch.full((1, len(pages)), pages.shape[1], dtype=torch.int32),
+        windows=torch.tensor([window], dtype=torch.int32),
+        rows=torch.tensor([0], dtype=torch.int32),
+        query_start_loc=torch.tensor([0, fresh], dtype=torch.int32),
+        looks=None if looks is None else torch.tensor(looks, dtype=torch.int32),
+    )
+
+
+class Levels:
+    """A request of two kv heads whose slots have scores in levels, in random order and with holes between."""
+
+    def __init__(self, backend: Backend, dtype: torch.dtype, S: int = 16, R: int = 3, V: int = 48):
+        rng = torch.Generator().manual_seed(0)
+        G, N = 2, sum(GROUPS)
+        n = -(-(N + 15) // S)
+        self.levels = torch.stack(
+            [
+                torch.tensor(LEVELS).repeat_interleave(torch.tensor(GROUPS))[torch.randperm(N, generator=rng)]
+                for _ in range(G)
+            ]
+        )  # [G, N]
+        direction = torch.randn(G, D, generator=rng)
+        direction /= direction.norm(dim=-1, keepdim=True)
+        k = self.levels[..., None] * direction[:, None] + 0.02 * torch.randn(G, N, D, generator=rng)
+        self.v = torch.randn(G, N, V, generator=rng)
+        self.k = k
+        self.q = direction.repeat_interleave(R, 0).repeat(len(COUNTS), 1, 1)  # [T, H, D]
+        self.q = self.q + 0.02 * torch.randn(self.q.shape, generator=rng)
+        self.pages = 1 + torch.arange(G * n).view(G, n).flip(0)
+        self.kv = allocate(backend, 1 + G * n, S, dtype, V)
+        self.kv.pos.fill_(-1)
+        places = torch.randperm(n * S, generator=rng)[:N]
+        slots = (self.pages[:, places // S] * S + places % S).int()
+        backend.write(self.kv, slots, k.transpose(0, 1), self.v.transpose(0, 1), torch.arange(N).int())
+        self.q_pos = torch.full((len(COUNTS),), N - 1, dtype=torch.int32)
+
+    def expected(self, params: AttentionParams, counts: tuple[int, ...] = COUNTS) -> Tensor:
+        """Attend in plain torch to the slots of the highest levels."""
+        T, H, _ = self.q.shape
+        G = len(self.k)
+        o = torch.empty(T, H, self.v.shape[-1])
+        for t, count in enumerate(counts):
+            for h in range(H):
+                g = h // (H // G)
+                chosen = self.levels[g].argsort(descending=True, stable=True)[:count]
+                x = params.scale * self.k[g, chosen] @ self.q[t, h]
+                if params.softcap:
+                    x = params.softcap * torch.tanh(x / params.softcap)
+                if params.sink_logits is not None:
+                    x = torch.cat((x, params.sink_logits[h : h + 1]))
+                o[t, h] = x.softmax(0)[:count] @ self.v[g, chosen]
+        return o
+
+
+PARAMS = {
+    "plain": AttentionParams(1.0),
+    "softcap": AttentionParams(1.0, softcap=20.0),
+    "sink logits": AttentionParams(1.0, sink_logits=torch.tensor([1.0, 5.0, 9.0, 2.0, 0.0, 4.0])),
+}
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("params", PARAMS)
+def test_a_token_attends_to_the_slots_with_the_largest_weights(
+    backend: Backend, dtype: torch.dtype, params: str
+) -> None:
+    case = Levels(backend, dtype)
+    p = PARAMS[params]
+    o = backend.attend(case.q, case.kv, tables_of(case.pages, 3, list(COUNTS)), case.q_pos, p)
+    exact = 1e-5 if dtype == F32 else 2**-6 if dtype == BF16 else 2**-2 if dtype == INT4 else 0.1
+    assert_close(o, case.expected(p), exact)
+
+
+@pytest.mark.parametrize("R", [1, 50])
+def test_all_query_heads_of_a_kv_head_choose_together(backend: Backend, R: int) -> None:
+    """Also where they are more than a tile has rows: one that has no preference attends to what the others choose."""
+    case = Levels(backend, F32, S=32, R=R)
+    p = PARAMS["plain"]
+    if R > 1:
+        case.q[:, 7] = 0  # of 50
+    o = backend.attend(case.q, case.kv, tables_of(case.pages, 3, list(COUNTS)), case.q_pos, p)
+    assert_close(o, case.expected(p), 1e-4)
+
+
+def test_of_equal_weights_the_newest_are_chosen(backend: Backend) -> None:
+    S, G, n = 16, 2, 4
+    kv = allocate(backend, 1 + G * n, S, F32)
+    kv.pos.fill_(-1)
+    pages = 1 + torch.arange(G * n).view(G, n)
+    N = n * S
+    places = torch.randperm(N, generator=torch.Generator().manual_seed(1))
+    slots = (pages[:, places // S] * S + places % S).int()
+    v = torch.eye(N)[:, None].expand(N, G, N)
+    kv = allocate(backend, 1 + G * n, S, F32, N)
+    kv.pos.fill_(-1)
+    backend.write(kv, slots, torch.ones(N, G, D), v.contiguous(), torch.arange(N).int())
+    q_pos = torch.tensor([N - 1, N - 9], dtype=torch.int32)
+    o = backend.attend(torch.ones(2, G, D), kv, tables_of(pages, 2, [5, 7]), q_pos, AttentionParams(0.1))
+    for t, (count, last) in enumerate([(5, N - 1), (7, N - 9)]):
+        expected = torch.zeros(N)
+        expected[last - count + 1 : last + 1] = 1 / count
+        assert torch.allclose(o[t], expected.expand(G, N), atol=1e-6)
+
+
+def test_a_look_at_no_fewer_slots_than_there_are_is_attention(backend: Backend) -> None:
+    case = Levels(backend, F32)
+    t = tables_of(case.pages, 3, [96, 97, 1000])
+    dense = backend.attend(case.q, case.kv, replace(t, looks=None), case.q_pos, PARAMS["plain"])
+    none = backend.attend(case.q, case.kv, replace(t, looks=torch.zeros(3).int()), case.q_pos, PARAMS["plain"])
+    all_slots = backend.attend(case.q, case.kv, t, case.q_pos, PARAMS["plain"])
+    assert torch.equal(none, dense)
+    assert_close(all_slots[1:], dense[1:])
+    assert not torch.equal(all_slots[0], dense[0])
+
+
+def test_windows_are_seen_whole(backend: Backend) -> None:
+    case = Levels(backend, F32)
+    t = tables_of(case.pages, 3, list(COUNTS), window=50)
+    dense = backend.attend(case.q, case.kv, replace(t, looks=None), case.q_pos, PARAMS["plain"])
+    assert torch.equal(backend.attend(case.q, case.kv, t, case.q_pos, PARAMS["plain"]), dense)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_the_bits_of_a_token_depend_on_itself_alone(isa: str, dtype: torch.dtype) -> None:
+    """Neither on other requests, nor on how its text is divided into steps, nor on those that see all slots."""
+    looks = (0, 0, 40, 41, 42, 30, 0, 20, 21, 22, 23, 24, 25)
+    case = AttentionCase(fresh=(5, 1, 7), pages=((9, 7), (3, 5), (6, 6)), D=D, dtype=dtype, looks=looks)
+    q, q_pos = case.build_queries()
+    t = case.build_tables()
+    starts = t.query_start_loc.tolist()
+    with use_isa(isa):
+        kv = case.build_cache(cpu)
+        together = cpu.attend(q, kv, t, q_pos, case.params)
+        for b, (begin, end) in enumerate(itertools.pairwise(starts)):
+            for i in range(begin, end):
+                one = torch.tensor([0, 1], dtype=torch.int32)
+                own = torch.tensor(looks[i : i + 1], dtype=torch.int32)
+                alone = replace(t, rows=t.rows[b : b + 1], query_start_loc=one, looks=own)
+                assert torch.equal(cpu.attend(q[i : i + 1], kv, alone, q_pos[i : i + 1], case.params)[0], together[i])
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_copies_of_keys_are_those_of_a_pool_of_4_bits(backend: Backend, dtype: torch.dtype) -> None:
+    """Written with a key, moved with a slot, copied with a page, and made anew for other slots."""
+    S, N = 32, 96
+    rng = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(N, 1, D, generator=rng).to(dtype).float() for _ in "kv")
+    kv = allocate(backend, 9, S, dtype)
+    four = backend.allocate(9, S, D, INT4)
+    first = torch.randperm(3 * S, generator=rng)[:N][None].int() + S
+    for pool in (kv, four):
+        backend.write(pool, first, k, v, torch.arange(N).int())
+        backend.copy(pool, torch.tensor([1, 2]), torch.tensor([4, 5]))
+        backend.move(pool, torch.arange(3 * S, 4 * S)[None].int(), torch.arange(6 * S, 7 * S)[None].int())
+    src, dst = torch.arange(S, 2 * S), torch.arange(7 * S, 8 * S)
+    backend.requantize(kv, src, kv, dst, torch.arange(S).int())
+    assert kv.key_copies is not None
+    ours = kv.key_copies.view(9, -1)
+    assert torch.equal(ours[1:7], four.k.view(9, -1).view(torch.uint8)[1:7])
+    assert torch.equal(ours[7], ours[1])
+
+
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+def test_backends_agree_about_random_slots(backend: Backend, dtype: torch.dtype) -> None:
+    """Up to slots whose weights by copies are nearly equal: each has a small part in the output."""
+    case = AttentionCase(fresh=(1, 3), pages=((20, 18), (15, 20)), D=D, dtype=dtype, looks=(60, 50, 70, 100))
+    expected = case.attend(reference)
+    error = (case.attend(backend) - expected).abs().mean() / expected.abs().mean()
+    dense = case.with_changes(looks=(0,) * 4).attend(reference)
+    assert error < 0.05 < (expected - dense).abs().mean() / expected.abs().mean()
+
+
+def test_looks_that_cannot_be_had_are_refused(backend: Backend) -> None:
+    case = Levels(backend, F32)
+    t = tables_of(case.pages, 3, list(COUNTS))
+    without = replace(case.kv, key_copies=None)
+    with pytest.raises(ValueError, match="no copies of keys"):
+        backend.attend(case.q, without, t, case.q_pos, PARAMS["plain"])
