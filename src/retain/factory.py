@@ -125,7 +125,7 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
         c.snapshot_interval,
         any(p.looks for p in allowed),
     )
-    if cache_config.has_key_copies:
+    if cache_config.has_sketches:
         kernels.check_looks(backend)
     cache = build_cache(
         spec.kv_cache,
@@ -246,7 +246,7 @@ def build_target(
         loaded = load(model, weights)
         spec = loaded.spec
         kv_dtype = pool_dtype(c.slot_dtype)
-        config = replace(cache_config, score_columns=1, has_key_copies=False)
+        config = replace(cache_config, score_columns=1, has_sketches=False)
         block = cache.planner.block_size
         num_tokens = ((cache.total_pages + 1) // cache.planner.pages_of_text(block) + 1) * block
         draft_cache = build_cache(
@@ -330,7 +330,7 @@ def build_cache(
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
     demoted_dtype = DEMOTED_DTYPE if config.demoted_page_size else None
     spec = fold_states(spec, config.page_size, dtype)
-    pages = divide_pages(spec, config.page_size, dtype, config.score_columns, demoted_dtype, config.has_key_copies)
+    pages = divide_pages(spec, config.page_size, dtype, config.score_columns, demoted_dtype, config.has_sketches)
     planner = CapacityPlanner(spec, config, load_gate, pages=pages)
     size = pages.page_bytes
     most = config.max_running_requests * planner.max_pages
@@ -338,7 +338,7 @@ def build_cache(
     f = pages.formats[first_attention_group(spec)]
     kv = backend.allocate(
         pool.num_pages, f.page_size, f.k_dim, f.dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
-    ).with_key_copies(f.key_copy_bytes)
+    ).with_sketches(f.sketch_bytes)
     slots = ", ".join(str(f.page_size) for f in pages.formats)
     log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)
     if any(pages.unused_bytes):
@@ -349,7 +349,7 @@ def build_cache(
 def text_bytes(config: CacheConfig, spec: ModelSpec, dtype: torch.dtype, num_tokens: int) -> int:
     """Return the bytes of the pages that keep a text whole."""
     layers = fold_states(spec.kv_cache, config.page_size, dtype)
-    pages = divide_pages(layers, config.page_size, dtype, config.score_columns, None, config.has_key_copies)
+    pages = divide_pages(layers, config.page_size, dtype, config.score_columns, None, config.has_sketches)
     return CapacityPlanner(layers, config, pages=pages).pages_of_text(num_tokens) * pages.page_bytes
 
 
@@ -386,8 +386,8 @@ def build_offload(
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
     if config.prompt_activations != "int8":
         dtype += f", activations of prompts {config.prompt_activations}"
-    if kv.key_copies is not None:
-        dtype += ", copies of keys in 4 bits"
+    if kv.sketches is not None:
+        dtype += ", with sketches"
     format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""

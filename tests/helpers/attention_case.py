@@ -66,8 +66,8 @@ class AttentionCase:
         x = _inputs(self)
         P, S = x.pos.shape
         kv: KV = backend.allocate(P + num_extra_pages, S, self.D, self.dtype, score_columns, v_dim=self.V)
-        format = PageFormat(S, self.dtype, self.D, self.V or self.D, has_key_copies=self.looks is not None)
-        kv = kv.with_key_copies(format.key_copy_bytes)
+        format = PageFormat(S, self.dtype, self.D, self.V or self.D, has_sketches=self.looks is not None)
+        kv = kv.with_sketches(format.sketch_bytes)
         backend.write(
             kv,
             x.slots[None].int(),

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from retain import LLM
+from retain.kernels import check_looks, import_backend
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.kv.memory.group_pages import divide_pages
-from tests.helpers.engines import make_engine, make_request, record_logits, run_alone, run_to_completion
+from tests.helpers.engines import make_engine, make_request, record_logits, run_alone
 from tests.helpers.marks import slow
 from tests.helpers.tiny_models import tiny_model
 
@@ -97,14 +98,17 @@ def test_recomputed_tokens_look_as_they_did() -> None:
     assert any(r.stats.num_preemptions for r in requests)
 
 
-def test_slots_in_4_bits_need_no_copies_and_requests_need_those_that_the_pool_has() -> None:
-    spec = tiny_model("llama").spec.kv_cache
-    sizes = [
-        divide_pages(spec, 16, dtype, 1, None, looks).page_bytes for dtype in (torch.float32, INT4) for looks in (0, 1)
+def test_pages_have_sketches_where_a_policy_looks() -> None:
+    """Slots of 4 bits need no keys beside their own; a request may only look where the engine was built for it."""
+    spec = tiny_model("llama").spec.kv_cache  # of 16 numbers a head
+    added = [
+        divide_pages(spec, 16, dtype, 1, None, True).page_bytes - divide_pages(spec, 16, dtype).page_bytes
+        for dtype in (torch.float32, INT4)
     ]
-    assert sizes[0] < sizes[1] and sizes[2] == sizes[3]
-    with pytest.raises(ValueError, match=r"look:slots=12.5% needs copies of keys in 4 bits: start the engine with"):
+    assert added == [16 * (8 + 2) + 2 * (16 + 16), 2 * (16 + 16)]
+    with pytest.raises(ValueError, match=r"look:slots=12.5% looks at few slots: start the engine with such a policy"):
         LLM("random:tiny", kv_memory="32MiB").generate("a", kv_policy="look:slots=12.5%")
     llm = LLM("random:tiny", kv_memory="32MiB", allow_policy="look:slots=50%")
     assert llm.generate("a", kv_policy="look:slots=12.5%")
-    assert run_to_completion(make_engine("llama", looks=True), [make_request(PROMPT, 5, FEW)])
+    with pytest.raises(ValueError, match="the policy look is for the cpu or reference backend: with triton"):
+        check_looks(import_backend("triton"))

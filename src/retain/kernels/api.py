@@ -20,11 +20,17 @@ punches all slots of a page before the first use. Apart from that the content of
 
 Visibility. A query at position p sees slot s iff `0 <= pos[s] <= p and p - pos[s] < window`.
 
-Looks. Where `Tables.looks` gives a token n > 0, and its request has no window, it attends to n of the slots that it
-sees: those with the largest weights by copies of keys in 4 bits, the mean over the query heads of a kv head; of equal
-ones to the newest. A pool of 4 bits is its own copy; others hold one (`KV.key_copies`), which `write`, `requantize`,
-`copy` and `move` keep: the stored key, rounded as a pool of 4 bits rounds it. Tokens that see all slots are before
-those of their request that look at few. A request that looks adds no masses.
+Looks. Where `Tables.looks` gives a token n > 0, and its request has no window, it attends to few of the slots that it
+sees. Slots 16 i to 16 i + 15 of a page are a group. A group that the token does not see whole is attended to. Of the
+slots of the others the token chooses n: those with the largest product of weight and deviation, of equal ones the
+newest. A weight is that of attention to the keys in 4 bits, the mean over the query heads of a kv head; a deviation is
+the distance of a value from the mean of its group. For the slots of a group that it does not choose, it attends to that
+mean, with the sum of their weights (as SparQ, arXiv 2312.04985, does with one mean of all values).
+
+`KV.sketches` has what that needs. A page has S keys in 4 bits as a pool of that dtype has them (which needs no others),
+rounded from the keys that it stores; then S / 16 means and S deviations in bfloat16. `write` and `move` compute those
+of a group when they write its last slot; `copy` copies them. Tokens that see all slots are before those of their
+request that look at few. A request that looks changes no masses.
 
 Laws, which the tests state as equalities:
 
@@ -73,7 +79,7 @@ class KV:
     k_dim: int  # numbers of a key, and of a query
     v_dim: int  # numbers of a value, and of an output
     layout: str
-    key_copies: Tensor | None = None  # uint8 [P, n]: the same keys in 4 bits, by which looks choose slots
+    sketches: Tensor | None = None  # uint8 [P, n]: what looks choose slots by, in the backend's own layout
 
     @classmethod
     def over(cls, k: Tensor, v: Tensor, format: PageFormat) -> KV:
@@ -86,12 +92,11 @@ class KV:
         mass = torch.zeros(len(k), format.score_columns, format.page_size, device=k.device)
         return cls(k, v, pos, mass, format.page_size, format.k_dim, format.v_dim, "plain")
 
-    def with_key_copies(self, page_bytes: int) -> KV:
-        """Return the pool with copies of its keys, of so many bytes in a page; where they are 0, as it is."""
+    def with_sketches(self, page_bytes: int) -> KV:
+        """Return the pool with sketches of so many bytes in a page; where they are 0, as it is."""
         if not page_bytes:
             return self
-        copies = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device)
-        return replace(self, key_copies=copies)
+        return replace(self, sketches=torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device))
 
     @property
     def dtype(self) -> torch.dtype:

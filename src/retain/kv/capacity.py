@@ -28,7 +28,7 @@ class CacheConfig:
     `page_size` is of the layers whose slots take the most bytes. `score_columns`: masses of a slot, one for each query
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
     demote. `snapshot_interval`: tokens between the rungs of a long text, where checkpoints stay; 0: none.
-    `has_key_copies`: whether slots hold their keys in 4 bits, too, for policies that look at few slots.
+    `has_sketches`: whether pages have what policies need that look at few slots.
     """
 
     page_size: int
@@ -38,7 +38,7 @@ class CacheConfig:
     score_columns: int = 1
     demoted_page_size: int = 0
     snapshot_interval: int = 2048
-    has_key_copies: bool = False
+    has_sketches: bool = False
 
 
 def refuse_gates(file: str) -> Gate:

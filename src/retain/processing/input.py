@@ -237,8 +237,8 @@ class InputProcessor:
             lacks = "needs the masses of every query head"
         elif policy.modes.demote and not c.demoted_page_size:
             lacks = "demotes tokens"
-        elif policy.looks and not c.has_key_copies:
-            lacks = "needs copies of keys in 4 bits"
+        elif policy.looks and not c.has_sketches:
+            lacks = "looks at few slots"
         if lacks:
             remedy = "start the engine with such a policy, or allow it (--allow-policy)"
             raise ValueError(f"{policies.to_spec(policy)} {lacks}: {remedy}")

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.reference.looks import look, read_key_copies, split_copies
+from retain.kernels.reference.looks import look, read_sketches, sketch_slots
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
 from retain.kernels.reference.program import ReferenceProgram
+from retain.kernels.reference.slots import read_slots
 from retain.kernels.reference.softmax import adjust_scores, softmax
 from retain.kernels.slots.eviction_order import eviction_key, sum_columns
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, bound_values
-from retain.kernels.slots.quantized_slots import from_bytes, rotate, to_bytes
+from retain.kernels.slots.quantized_slots import rotate, to_bytes
 from retain.kernels.slots.reinterpret import PageFormat, view_pages
 from retain.kernels.slots.scoring import NO_NOISE, AttentionScoring
 
@@ -74,12 +75,10 @@ def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> No
     if kv.dtype in QUANTIZED_DTYPES:
         k = to_bytes(rotate(k), kv.k.dtype)
         v = to_bytes(v, kv.v.dtype)
-    k = k.to(kv.k.dtype)
-    kv.k[page, place] = k
+    kv.k[page, place] = k.to(kv.k.dtype)
     kv.v[page, place] = v.to(kv.v.dtype)
-    if kv.key_copies is not None:
-        rotated = from_bytes(k, kv.k_dim) if kv.dtype in QUANTIZED_DTYPES else rotate(k)
-        split_copies(kv)[page, place] = to_bytes(rotated, torch.uint8)
+    if kv.sketches is not None:
+        sketch_slots(kv, slot_mapping.long().flatten())
     kv.pos[page, place] = pos.expand(page.shape)
     kv.mass.transpose(1, 2)[page, place] = 0.0
 
@@ -114,10 +113,12 @@ def attend(
             )
             pos = torch.cat([part.pos[pages].flatten() for part, pages in parts])[None]  # [1, S]; k, v [S, D]
             visible = (pos >= 0) & (pos <= p) & (p - pos < window)  # [t, S]
-            if tables.looks is not None and window == NO_WINDOW:
+            found = None
+            if tables.looks is not None and window == NO_WINDOW and tables.looks[fresh].any():
+                sketches = read_sketches(*parts[0])
                 heads = slice(g * R, (g + 1) * R)
-                copies = read_key_copies(*parts[0]).flatten(0, 1)
-                visible = look(q[fresh, heads], copies, pos, p, visible, tables.looks[fresh], params, heads)
+                found = look(q[fresh, heads], sketches, pos, p, visible, tables.looks[fresh], params, heads)
+                visible = found.attended
             if scored:
                 for part, pages in parts:
                     part.mass[pages] *= scored.decay[b]
@@ -130,8 +131,8 @@ def attend(
                 x = adjust_scores(x[None], pos - p, params, slice(h, h + 1))[0]
                 x = x.masked_fill(~visible, -torch.inf)
                 sink = None if params.sink_logits is None else params.sink_logits[h].view(1, 1)
-                w = softmax(x, sink)
-                o[fresh, h] = (w @ v).to(q.dtype)
+                scores, values = found.add_means(x, v, h - g * R) if found else (x, v)
+                o[fresh, h] = (softmax(scores, sink) @ values).to(q.dtype)
                 if scored:
                     tau = scored.temperature[fresh, None]  # [t, 1]
                     mean_noise = 0.0 if kind == NO_NOISE else GUMBEL_MEAN
@@ -146,17 +147,6 @@ def attend(
     return o
 
 
-def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Return K and V of slots in float32."""
-    page = slots // kv.page_size
-    place = slots % kv.page_size
-    k = kv.k[page, place]
-    v = kv.v[page, place]
-    if kv.dtype in QUANTIZED_DTYPES:
-        return rotate(from_bytes(k, kv.k_dim)), from_bytes(v, kv.v_dim)
-    return k.float(), v.float()
-
-
 def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
     """Copy slots to slots of another pool, with masses."""
     k, v = read_slots(kv, src)
@@ -167,7 +157,7 @@ def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy pages with positions and masses."""
-    for x in (kv.k, kv.v, kv.pos, kv.mass, *([] if kv.key_copies is None else [kv.key_copies])):
+    for x in (kv.k, kv.v, kv.pos, kv.mass, *([] if kv.sketches is None else [kv.sketches])):
         x[dst] = x[src]
 
 
@@ -176,9 +166,10 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     src_slots = src.long().flatten()
     dst_slots = dst.long().flatten()
     S = kv.page_size
-    copies = [] if kv.key_copies is None else [split_copies(kv)]
-    for x in (kv.k, kv.v, kv.pos, kv.mass.transpose(1, 2), *copies):  # [P, S, ...]
+    for x in (kv.k, kv.v, kv.pos, kv.mass.transpose(1, 2)):  # [P, S, ...]
         x[dst_slots // S, dst_slots % S] = x[src_slots // S, src_slots % S]
+    if kv.sketches is not None:
+        sketch_slots(kv, dst_slots)
 
 
 def select_victims(

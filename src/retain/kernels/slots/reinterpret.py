@@ -10,13 +10,14 @@ from torch import Tensor
 from retain.kernels.slots.pool_dtypes import INT4, key_bytes, tensor_dtypes, value_bytes
 
 PAGE_ALIGNMENT = 64  # bytes, of pages that slots of several kinds share
+SKETCH_GROUP = 16  # slots whose values have one mean
 
 
 @dataclass(frozen=True)
 class PageFormat:
     """How a page is divided into slots: their number, the dtype of the pool, and the numbers of a key and of a value.
 
-    Masses have C = `score_columns`. With `has_key_copies` a page holds its keys in 4 bits, too.
+    Masses have C = `score_columns`. With `has_sketches` a page has sketches, too: see "Looks" in kernels/api.py.
     """
 
     page_size: int
@@ -24,7 +25,7 @@ class PageFormat:
     k_dim: int
     v_dim: int
     score_columns: int = 1
-    has_key_copies: bool = False
+    has_sketches: bool = False
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -33,14 +34,16 @@ class PageFormat:
 
     @property
     def slot_state_bytes(self) -> int:
-        """The bytes of a page's positions, masses and copies of keys, which lie elsewhere."""
-        return self.page_size * (4 + 4 * self.score_columns) + self.key_copy_bytes
+        """The bytes of a page's positions, masses and sketches, which lie elsewhere."""
+        return self.page_size * (4 + 4 * self.score_columns) + self.sketch_bytes
 
     @property
-    def key_copy_bytes(self) -> int:
-        """The bytes of a page's copies of keys; a pool of 4 bits needs none."""
-        needs_copies = self.has_key_copies and self.dtype != INT4
-        return self.page_size * key_bytes(self.k_dim, INT4) if needs_copies else 0
+    def sketch_bytes(self) -> int:
+        """The bytes of a page's sketches: keys in 4 bits, means of values, and how far values are from them."""
+        if not self.has_sketches:
+            return 0
+        copies = 0 if self.dtype == INT4 else self.page_size * key_bytes(self.k_dim, INT4)
+        return copies + 2 * (self.page_size // SKETCH_GROUP * self.v_dim + self.page_size)
 
 
 def shared_page_bytes(formats: list[PageFormat]) -> tuple[int, int]:

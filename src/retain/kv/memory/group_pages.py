@@ -51,12 +51,12 @@ def divide_pages(
     dtype: torch.dtype,
     score_columns: int = 1,
     demoted_dtype: torch.dtype | None = None,
-    has_key_copies: bool = False,
+    has_sketches: bool = False,
 ) -> GroupPages:
     """Divide KV memory into pages for the groups of a model's caches.
 
     A slot has masses for each of up to `score_columns` query heads of a kv head; where it is 1, one for all of them.
-    With `has_key_copies` groups with a layer that sees all tokens hold their keys in 4 bits, too.
+    With `has_sketches` pages of groups with a layer that sees all tokens have sketches.
     """
     # Where each query head has a mass, these are the query heads of the model.
     num_heads = score_columns * min((g.num_kv_heads for g in spec.groups if not g.is_state), default=1)
@@ -67,8 +67,9 @@ def divide_pages(
         most = max(LARGEST_PAGE // page_size, 1)
         slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), int(log2(most)))
         columns = num_heads // g.num_kv_heads if score_columns > 1 and not g.is_state else 1
-        copies = has_key_copies and None in g.windows
-        formats.append(PageFormat(slots, _slot_dtype(g, dtype), g.k_dim, g.v_dim, columns, copies))
+        formats.append(
+            PageFormat(slots, _slot_dtype(g, dtype), g.k_dim, g.v_dim, columns, has_sketches and None in g.windows)
+        )
         if demoted_dtype and g.is_state:
             demoted.append(None)
         elif demoted_dtype:

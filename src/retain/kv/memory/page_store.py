@@ -45,7 +45,7 @@ class PageStore:
         Its positions and masses are allocated at the first call.
         """
         if format not in self.others:
-            kv = self.backend.reinterpret(self.kv, format).with_key_copies(format.key_copy_bytes)
+            kv = self.backend.reinterpret(self.kv, format).with_sketches(format.sketch_bytes)
             kind = 1 + len(self.others)
             self.others[format] = PageStore(self.pool, kv, self.backend, self.page_bytes, kind, self.others)
         return self.others[format]

@@ -24,14 +24,14 @@ from retain.types import Bytes, Ints
 class PageTransfer:
     """Copies pages of one pool within host memory.
 
-    The bytes of a page are its keys, its values, copies of keys where there are some, the positions of its slots and
-    their masses. Each copy is of n bytes: all of them, or without positions and masses.
+    The bytes of a page are its keys, its values, its sketches if it has some, the positions of its slots and their
+    masses. Each copy is of n bytes: all of them, or without positions and masses.
     """
 
     def __init__(self, kv: KV):
         self.kv = kv
-        copies = [] if kv.key_copies is None else [kv.key_copies]
-        views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, *copies, kv.pos, kv.mass)]
+        sketches = [] if kv.sketches is None else [kv.sketches]
+        views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, *sketches, kv.pos, kv.mass)]
         self.ends = list(accumulate(x.shape[1] for x in views))
         slices = [slice(end - x.shape[1], end) for x, end in zip(views, self.ends, strict=True)]
         parts = list(zip(map(self._to_view, views), slices, strict=True))

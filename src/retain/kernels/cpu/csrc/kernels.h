@@ -91,19 +91,22 @@ class MassAccumulator {
   std::mutex mutex_;                                    // of heads_, finished_ and spare_buffers_
 };
 
-// The slots that a tile of one token looks at, copied one behind the other (looked_slots.cpp). A thread reuses it.
+// What a tile of one token looks at (looked_slots.cpp). A thread reuses it.
 class LookedSlots {
  public:
-  // Chooses the slots, and returns the arguments for attention to their copies.
+  // Chooses slots and copies them one behind the other. Returns the arguments for attention to the copies.
   AttentionArgs gather(const AttentionArgs&, const QueryTile&, float* scratch);
+  // Computes partial results of attention to the means that stand for the others.
+  void attend_to_means(const AttentionArgs&, const QueryTile&, float* partials) const;
 
  private:
   void choose(const AttentionArgs&, const QueryTile&, float* scratch);
   void copy(const Pool& kv, const int32_t* table);
 
-  AlignedVector<float> scores_, weights_;
+  AlignedVector<float> scores_, weights_;  // [R, slots], [slots]
+  std::vector<float> maxima_;              // [R]
   std::vector<uint64_t> ranks_;
-  std::vector<int32_t> chosen_;  // places in the table, ascending
+  std::vector<int32_t> attended_;  // places in the table, ascending
   AlignedVector<char> keys_, values_;
   std::vector<int32_t> positions_, pages_;
   int32_t num_pages_;
@@ -125,6 +128,8 @@ void attend(const AttentionArgs&, AttentionWorkspace&, ThreadTeam::Member&);
 
 void attend(const AttentionArgs&);
 void write(const WriteArgs&);
+// Computes the sketches of the values of groups whose last slot fresh token t was written into.
+void sketch_values(const WriteArgs&, int t);
 // Reads K [n, k_dim] and V [n, v_dim] of n slots.
 void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
 void requantize(const RequantizeArgs&);

@@ -27,6 +27,8 @@ INLINE int slot_group(int D) {
   return block < 32 ? block : 32;
 }
 
+constexpr int SKETCH_GROUP = 16;  // slots whose values have one mean
+
 constexpr int MAX_K_DIM = 576, MAX_V_DIM = 512, MAX_PAGE_SIZE = 512;  // scratch memory is sized for these
 
 // Slots that one pass of softmax accumulates; a larger page is a block of its own. A row is always summed slot by slot
@@ -50,7 +52,8 @@ struct Pool {
   int S, k_dim, v_dim, mass_columns;
   DType dtype;
   int64_t key_stride, value_stride;  // bytes between pages
-  uint8_t* key_copies;  // pages of the same keys in 4 bits, or null
+  uint8_t* sketches;  // [P, sketch_stride]: keys in 4 bits, means of values, deviations (kernels/api.py); or null
+  int64_t sketch_stride;
 
   INLINE bool is_quantized() const { return dtype >= DType::int8; }
   // Elements of a slot's K and V, and its scales.
@@ -73,13 +76,19 @@ struct Pool {
     return reinterpret_cast<uint16_t*>(static_cast<char*>(value_page(page)) + int64_t(S) * value_width());
   }
   INLINE float* mass_page(int64_t page) const { return mass + page * mass_columns * S; }
-  // The copies of keys as a pool of 4 bits without values. A pool in 4 bits is its own copy.
-  INLINE Pool copies() const {
-    Pool c = *this;
-    c.dtype = DType::int4;
-    if (dtype != DType::int4) c.k = key_copies, c.key_stride = c.key_bytes();
-    return c;
+  // The keys in 4 bits as a pool without values. A pool in 4 bits has no others.
+  INLINE Pool sketched_keys() const {
+    Pool p = *this;
+    p.dtype = DType::int4;
+    if (dtype != DType::int4) p.k = sketches, p.key_stride = sketch_stride;
+    return p;
   }
+  // In bfloat16: the means [S / SKETCH_GROUP, v_dim] of a page's values, and the deviations [S] behind them.
+  INLINE uint16_t* value_means(int64_t page) const {
+    const int64_t keys = dtype == DType::int4 ? 0 : sketched_keys().key_bytes();
+    return reinterpret_cast<uint16_t*>(sketches + page * sketch_stride + keys);
+  }
+  INLINE uint16_t* deviations(int64_t page) const { return value_means(page) + S / SKETCH_GROUP * v_dim; }
 };
 
 // Fresh rows [T, heads, D] with any stride between tokens and heads; the last dimension is contiguous.
@@ -303,14 +312,19 @@ struct IsaKernels {
                       const MassBuffers* mass);
   // Merges the partial results of a block into those of the blocks before it.
   void (*merge_partials)(float* total, const float* next, int rows, int D);
-  // Adds the weights that the rows of a tile of one token give to the slots of its table, by copies of keys, to
-  // `weights` [slots]. Those of hidden slots mean nothing. `scores` has room for [rows, slots].
-  void (*add_look_weights)(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* weights);
+  // Computes e^(score - maximum) [rows, slots] of a tile of one token by keys in 4 bits, for the slots of its table, and
+  // the maxima [rows]. Adds their softmax to `weights` [slots]. Hidden slots have no valid numbers.
+  void (*look_weights)(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,
+                       float* weights);
+  // Sums the means of values of a table, times the sums of a row's scores over their groups, into a partial result.
+  void (*sum_means)(const AttentionArgs&, const QueryTile&, const float* scores, float maximum, float* partial);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);
   // Writes fresh tokens begin .. end - 1 of kv head g into their slots.
   void (*write)(const WriteArgs&, int g, int begin, int end);
+  // Computes the sketch of the values of a slot's group. Of a slot that is not the last one of its group: nothing.
+  void (*sketch_values)(const Pool&, int64_t slot);
   // Reads K [n, k_dim] and V [n, v_dim] of n slots.
   void (*read_slots)(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
   // Copies slots begin .. end - 1 to another pool.

@@ -86,6 +86,10 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
   };
   if (job_blocks == blocks) {
     clear(total, tile.num_rows(), D);
+    if (tile.look) {
+      work.looked[thread].attend_to_means(whole, tile, partials);
+      isa.merge_partials(total, partials, tile.num_rows(), D);
+    }
     for (int block = 0; block < blocks; ++block)
       if (attend_block(block, partials)) isa.merge_partials(total, partials, tile.num_rows(), D);
   } else {

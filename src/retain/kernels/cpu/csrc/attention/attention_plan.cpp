@@ -36,7 +36,7 @@ void check(const AttentionArgs& args) {
   if (end > args.T) throw std::invalid_argument("tables.query_start_loc ends beyond the fresh tokens");
   for (int b = 0; b < t.B; ++b) {
     if (t.first_look(b) == t.num_fresh(b)) continue;
-    if (!args.kv.copies().k) throw std::invalid_argument("tables.looks: the pool has no copies of keys");
+    if (!args.kv.sketches) throw std::invalid_argument("tables.looks: the pool has no sketches");
     if (is_request_scored(args, b)) throw std::invalid_argument("tables.looks: a request that looks adds no masses");
     for (int i = t.query_start_loc[b] + t.first_look(b); i < t.query_start_loc[b + 1]; ++i)
       if (t.looks[i] <= 0) throw std::invalid_argument("tables.looks: tokens behind one that looks see all slots");

@@ -1,4 +1,4 @@
-// The weights by which a token that looks at few slots chooses them: those of its attention to copies of keys in 4 bits.
+// The weights by which a token that looks at few slots chooses them, and what stands for those that it does not choose.
 #pragma once
 
 #include "attention/attention_tile.h"
@@ -7,7 +7,7 @@ namespace retain::RETAIN_ISA {
 
 // Computes the scores [rows, num_slots] of a tile of one token, slot by slot of its page table. Hidden slots have
 // NEG_INF.
-INLINE void score_copies(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores,
+INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores,
                          int64_t num_slots) {
   const Pool& kv = args.kv;
   const int S = kv.S, rows = tile.num_rows();
@@ -33,16 +33,16 @@ INLINE void score_copies(const AttentionArgs& args, const QueryTile& tile, float
   }
 }
 
-INLINE void add_look_weights_impl(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores,
-                                  float* weights) {
+INLINE void look_weights_impl(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores,
+                              float* maxima, float* weights) {
   const int64_t num_slots = int64_t(args.tables.num_pages(tile.b, tile.g)) * args.kv.S;
   gather_queries_impl<uint8_t>(args, tile, scratch);
-  score_copies(args, tile, scratch, scores, num_slots);
+  score_sketches(args, tile, scratch, scores, num_slots);
   for (int r = 0; r < tile.num_rows(); ++r) {
     float* x = scores + r * num_slots;
-    F maxima = splat(NEG_INF), total = {};
-    for (int64_t s = 0; s < num_slots; s += WIDTH) maxima = max(maxima, load<WIDTH>(x + s));
-    const float maximum = reduce_max<WIDTH>(maxima);
+    F highest = splat(NEG_INF), total = {};
+    for (int64_t s = 0; s < num_slots; s += WIDTH) highest = max(highest, load<WIDTH>(x + s));
+    const float maximum = maxima[r] = reduce_max<WIDTH>(highest);
     if (maximum == NEG_INF) continue;  // it sees no slot
     for (int64_t s = 0; s < num_slots; s += WIDTH) {
       const F w = exp<float>(load<WIDTH>(x + s) - maximum);
@@ -56,6 +56,28 @@ INLINE void add_look_weights_impl(const AttentionArgs& args, const QueryTile& ti
     for (int64_t s = 0; s < num_slots; s += WIDTH)
       store<WIDTH>(weights + s, load<WIDTH>(weights + s) + factor * load<WIDTH>(x + s));
   }
+}
+
+INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum,
+                           float* partial) {
+  const Pool& kv = args.kv;
+  const int D = kv.v_dim, groups = kv.S / SKETCH_GROUP;
+  const int32_t* table = args.tables.page_table(tile.b, tile.g);
+  float sum = 0;
+  for (int d = 0; d < partial_size(D); ++d) partial[d] = 0;
+  for (int64_t i = 0; i < args.tables.num_pages(tile.b, tile.g); ++i) {
+    const bf16* mean = reinterpret_cast<const bf16*>(kv.value_means(table[i]));
+    for (int j = 0; j < groups; ++j, mean += D, scores += SKETCH_GROUP) {
+      F total = {};
+      for (int s = 0; s < SKETCH_GROUP; s += WIDTH) total += load<WIDTH>(scores + s);
+      const float weight = reduce_sum<WIDTH>(total);
+      if (weight == 0) continue;
+      sum += weight;
+      for (int d = 0; d < D; d += WIDTH)  // the last vector may reach into the maximum and the sum
+        store<WIDTH>(partial + d, load<WIDTH>(partial + d) + weight * load<WIDTH>(mean + d));
+    }
+  }
+  partial_max(partial, D) = sum > 0 ? maximum : NEG_INF, partial_sum(partial, D) = sum;
 }
 
 }  // namespace retain::RETAIN_ISA

@@ -14,9 +14,12 @@ namespace retain {
   bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
                    const MassBuffers*);                                                                               \
   void merge_partials(float* total, const float* next, int rows, int D);                                              \
-  void add_look_weights(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* weights);       \
+  void look_weights(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,             \
+                    float* weights);                                                                                  \
+  void sum_means(const AttentionArgs&, const QueryTile&, const float* scores, float maximum, float* partial);         \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
+  void sketch_values(const Pool&, int64_t slot);                                                                      \
   void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);                                  \
   void requantize(const RequantizeArgs&, int64_t begin, int64_t end);                                                 \
   int64_t activation_bytes(const PackedWeight&);                                                                      \
@@ -38,10 +41,10 @@ static constexpr int max_tile_rows(std::string_view isa) { return isa.substr(0, 
 
 static const IsaKernels built[] = {
 #define ISA(isa)                                                                                                   \
-  {#isa, max_tile_rows(#isa), isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::add_look_weights,    \
-   isa::reduce_mass, isa::write, isa::read_slots, isa::requantize, isa::activation_bytes, isa::prepare_activations, \
-   isa::packed_gemm, isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve,    \
-   isa::attend_linearly},
+  {#isa, max_tile_rows(#isa), isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::look_weights,        \
+   isa::sum_means, isa::reduce_mass, isa::write, isa::sketch_values, isa::read_slots, isa::requantize,              \
+   isa::activation_bytes, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, isa::pack_blocks,            \
+   isa::normalize, isa::activate, isa::rope, isa::convolve, isa::attend_linearly},
     RETAIN_BUILT_ISAS
 };
 

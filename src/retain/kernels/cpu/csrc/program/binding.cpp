@@ -31,9 +31,11 @@ static void bind_structs(nb::module_& m) {
       .def("__init__", [](Pool* p) { new (p) Pool{}; })  // without memory
       .def("__init__",
            [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int k_dim,
-              int v_dim, int mass_columns, int dtype, int64_t key_stride, int64_t value_stride, Address key_copies) {
+              int v_dim, int mass_columns, int dtype, int64_t key_stride, int64_t value_stride, Address sketches,
+              int64_t sketch_stride) {
              new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, k_dim,
-                          v_dim, mass_columns, DType(dtype), key_stride, value_stride, ptr<uint8_t>(key_copies)};
+                          v_dim, mass_columns, DType(dtype), key_stride, value_stride, ptr<uint8_t>(sketches),
+                          sketch_stride};
            });
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes

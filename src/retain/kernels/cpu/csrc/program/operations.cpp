@@ -263,6 +263,13 @@ struct AttentionOp {
       });
     }
     member.barrier();
+    if (layout.has_kv && args.kv.sketches) {
+      const WriteArgs write = write_args(state);
+      member.parallel_for(write.T, [&](int begin, int end) {
+        for (int t = begin; t < end; ++t) sketch_values(write, t);
+      });
+      member.barrier();
+    }
     retain::attend(args, state.program.attention(), member);
   }
 

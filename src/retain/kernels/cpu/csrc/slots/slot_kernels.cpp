@@ -34,8 +34,13 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
 
 void merge_partials(float* total, const float* next, int rows, int D) { merge_partials_impl(total, next, rows, D); }
 
-void add_look_weights(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores, float* weights) {
-  add_look_weights_impl(args, tile, scratch, scores, weights);
+void look_weights(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores, float* maxima,
+                  float* weights) {
+  look_weights_impl(args, tile, scratch, scores, maxima, weights);
+}
+
+void sum_means(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum, float* partial) {
+  sum_means_impl(args, tile, scores, maximum, partial);
 }
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
@@ -61,6 +66,10 @@ static void write_rows(const WriteArgs& w, int g, int begin, int end) {
 
 void write(const WriteArgs& w, int g, int begin, int end) {
   w.k.dtype == DType::float32 ? write_rows<float>(w, g, begin, end) : write_rows<bf16>(w, g, begin, end);
+}
+
+void sketch_values(const Pool& kv, int64_t slot) {
+  if (slot % SKETCH_GROUP == SKETCH_GROUP - 1) sketch_group(kv, slot / kv.S, slot % kv.S / SKETCH_GROUP);
 }
 
 void read_slots(const Pool& kv, const int64_t* slots, int64_t n, float* k, float* v) {

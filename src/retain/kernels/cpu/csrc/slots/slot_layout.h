@@ -14,14 +14,14 @@ INLINE float bound_value(float x) {
   return y == y ? y : 0.0f;
 }
 
-// Writes a rotated key into the page of its copies in 4 bits. `rotated` has room for a vector behind it.
-INLINE void write_key_copy(const Pool& kv, int64_t page, int64_t offset, const float* rotated) {
-  const Pool copies = kv.copies();
+// Writes a rotated key into its page of keys in 4 bits. `rotated` has room for a vector behind it.
+INLINE void sketch_key(const Pool& kv, int64_t page, int64_t offset, const float* rotated) {
+  const Pool to = kv.sketched_keys();
   const int S = kv.S, group = slot_group(kv.k_dim);
   int8_t bytes[MAX_K_DIM / 2 + WIDTH];
   for (int d = 0; d < kv.k_dim; d += group)
-    copies.key_scales(page)[d / group * S + offset] = round_to_nibbles(rotated + d, group, bytes + d / 2);
-  uint8_t* const keys = static_cast<uint8_t*>(copies.key_page(page)) + 4 * offset;
+    to.key_scales(page)[d / group * S + offset] = round_to_nibbles(rotated + d, group, bytes + d / 2);
+  uint8_t* const keys = static_cast<uint8_t*>(to.key_page(page)) + 4 * offset;
   for (int d = 0; d < kv.k_dim / 2; d += 4) memcpy(keys + d * S, bytes + d, 4);
 }
 
@@ -34,10 +34,10 @@ INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, float* k, c
   To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
   for (int d = 0; d < kv.k_dim; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
   for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
-  if (!kv.key_copies) return;
+  if (!kv.sketches) return;
   for (int d = 0; d < kv.k_dim; ++d) k[d] = to_float(to_k[d / P * P * S + d % P]);
   rotate(k, kv.k_dim);
-  write_key_copy(kv, page, offset, k);
+  sketch_key(kv, page, offset, k);
 }
 
 INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
@@ -53,10 +53,10 @@ INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, f
   round(k, kv.k_dim, key_width, kv.key_scales(page));
   uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
   for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
-  if (kv.key_copies && key_width == kv.k_dim) {
+  if (kv.sketches && key_width == kv.k_dim) {
     const float scale = bf16_to_float(kv.key_scales(page)[offset]);
     for (int d = 0; d < kv.k_dim; ++d) k[d] = scale * (uint8_t(bytes[d]) - 128);
-    write_key_copy(kv, page, offset, k);
+    sketch_key(kv, page, offset, k);
   }
   round(v, kv.v_dim, value_width, kv.value_scales(page));
   uint8_t* const values = static_cast<uint8_t*>(kv.value_page(page)) + offset / 4 * 4 * value_width + offset % 4;
@@ -116,6 +116,27 @@ INLINE void read_token(const Pool& kv, int64_t slot, float* k, float* v) {
     case DType::float32: read_slot<float>(kv, page, offset, k, v); break;
     case DType::bfloat16: read_slot<bf16>(kv, page, offset, k, v); break;
     default: read_quantized_slot(kv, page, offset, k, v); break;
+  }
+}
+
+// Computes the mean of the values of a group of slots, and how far each is from it.
+INLINE void sketch_group(const Pool& kv, int64_t page, int group) {
+  const int D = kv.v_dim;
+  const int64_t first = page * kv.S + group * SKETCH_GROUP;
+  float k[MAX_K_DIM], v[SKETCH_GROUP][MAX_V_DIM], mean[MAX_V_DIM] = {};
+  for (int i = 0; i < SKETCH_GROUP; ++i) {
+    read_token(kv, first + i, k, v[i]);
+    for (int d = 0; d < D; ++d) mean[d] += v[i][d];
+  }
+  uint16_t* const to = kv.value_means(page) + group * D;
+  for (int d = 0; d < D; ++d) {
+    to[d] = float_to_bf16(mean[d] / SKETCH_GROUP);
+    mean[d] = bf16_to_float(to[d]);
+  }
+  for (int i = 0; i < SKETCH_GROUP; ++i) {
+    float squares = 0;
+    for (int d = 0; d < D; ++d) squares += (v[i][d] - mean[d]) * (v[i][d] - mean[d]);
+    kv.deviations(page)[group * SKETCH_GROUP + i] = float_to_bf16(__builtin_sqrtf(squares));
   }
 }
 

@@ -28,6 +28,11 @@ void write(const WriteArgs& w) {
     const int begin = i % chunks * CHUNK;
     isa.write(w, i / chunks, begin, std::min(w.T, begin + CHUNK));
   }
+  for (int t = 0; t < w.T && w.kv.sketches; ++t) sketch_values(w, t);
+}
+
+void sketch_values(const WriteArgs& w, int t) {
+  for (int g = 0; g < w.G; ++g) selected_isa().sketch_values(w.kv, w.slots[g * w.slot_head_stride + t * w.slot_token_stride]);
 }
 
 static void check(const Pool& kv, const int64_t* slots, int64_t n) {
@@ -49,6 +54,7 @@ void requantize(const RequantizeArgs& r) {
   const IsaKernels& isa = selected_isa();
 #pragma omp parallel for schedule(dynamic) if (r.n * r.kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < r.n; i += CHUNK) isa.requantize(r, i, std::min(r.n, i + CHUNK));
+  for (int64_t i = 0; i < r.n && r.to.sketches; ++i) isa.sketch_values(r.to, r.dst[i]);
 }
 
 void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
@@ -60,7 +66,8 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     memcpy(kv.key_page(dst[i]), kv.key_page(src[i]), key_bytes);
     memcpy(kv.value_page(dst[i]), kv.value_page(src[i]), value_bytes);
-    if (kv.key_copies) memcpy(kv.copies().key_page(dst[i]), kv.copies().key_page(src[i]), kv.copies().key_bytes());
+    if (kv.sketches)
+      memcpy(kv.sketches + dst[i] * kv.sketch_stride, kv.sketches + src[i] * kv.sketch_stride, kv.sketch_stride);
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
     memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.mass_columns) * kv.S * sizeof(float));
   }
@@ -95,15 +102,14 @@ void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst) {
   to.pos[dst] = from.pos[src];
 }
 
-// Copies the copy of a slot's key.
-static void copy_key_copy(const Pool& kv, int64_t from, int64_t to) {
-  const Pool c = kv.copies();
-  const int S = c.S;
-  const uint8_t* k = static_cast<const uint8_t*>(c.key_page(from / S)) + 4 * (from % S);
-  uint8_t* to_k = static_cast<uint8_t*>(c.key_page(to / S)) + 4 * (to % S);
-  for (int d = 0; d < c.key_width(); d += 4) memcpy(to_k + d * S, k + d * S, 4);
-  for (int g = 0; g < c.num_key_scales(); ++g)
-    c.key_scales(to / S)[g * S + to % S] = c.key_scales(from / S)[g * S + from % S];
+static void copy_sketched_key(const Pool& kv, int64_t from, int64_t to) {
+  const Pool p = kv.sketched_keys();
+  const int S = p.S;
+  const uint8_t* k = static_cast<const uint8_t*>(p.key_page(from / S)) + 4 * (from % S);
+  uint8_t* to_k = static_cast<uint8_t*>(p.key_page(to / S)) + 4 * (to % S);
+  for (int d = 0; d < p.key_width(); d += 4) memcpy(to_k + d * S, k + d * S, 4);
+  for (int g = 0; g < p.num_key_scales(); ++g)
+    p.key_scales(to / S)[g * S + to % S] = p.key_scales(from / S)[g * S + from % S];
 }
 
 void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n) {
@@ -116,7 +122,10 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
       const int64_t from = src[i], to = dst[i];
       if (from == to) continue;
       copy_slot(kv, from, kv, to);
-      if (kv.key_copies) copy_key_copy(kv, from, to);
+      if (kv.sketches) {
+        if (kv.dtype != DType::int4) copy_sketched_key(kv, from, to);
+        selected_isa().sketch_values(kv, to);
+      }
       for (int c = 0; c < kv.mass_columns; ++c)
         kv.mass_page(to / kv.S)[c * kv.S + to % kv.S] = kv.mass_page(from / kv.S)[c * kv.S + from % kv.S];
     }
