@@ -102,7 +102,7 @@ struct Pages {
   Pool pool;
 
   Pages(DType dtype, int64_t num_pages, int S, int D) : pos(num_pages * S, -1), mass(num_pages * S) {
-    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, D, 1, dtype, 0, 0};
+    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, D, 1, dtype, 0, 0, nullptr, 0};
     pool.key_stride = pool.key_bytes(), pool.value_stride = pool.value_bytes();
     k.resize(num_pages * pool.key_stride + 64), v.resize(num_pages * pool.value_stride + 64);
     pool.k = k.data(), pool.v = v.data();
@@ -161,7 +161,7 @@ static void check_attention(const char* isa) {
         std::vector<float> o(size_t(count) * G * R * D);
         start = {0, count};
         const PageTables t = {tables.data(), G * PAGES, PAGES, counts.data(), G, 1, window.data(), 1, rows.data(),
-                              start.data(), 1, G, 1, PAGES, 0, 0, 0};
+                              start.data(), 1, G, 1, PAGES, 0, 0, 0, nullptr};
         const StridedRows queries = {q.data() + first * G * R * D, G * R * D, D, DType::float32};
         const AttentionParams params = {0.125f, nullptr, nullptr, 0, nullptr};
         attend({pool, t, {}, {}, queries, o.data(), q_pos.data() + first, count, R, params, {}});

@@ -121,7 +121,7 @@ def test_every_option_is_drawn_with_several_values() -> None:
     classes = {name: getattr(import_module(f"{p.__name__}.{name}"), c) for p, c in plugins for name in p.names()}
     classes |= {"exact": PrefixConfig, "selective": SelectiveConfig}
     classes |= {c.__name__: c for c in (Config, SamplingParams, RequestInput)}
-    for seed in range(250):
+    for seed in range(330):
         schedule = draw_schedule(seed)
         for name, value in drawn_objects(schedule):
             for option in option_values(classes[name]):

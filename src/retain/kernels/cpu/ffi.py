@@ -54,7 +54,8 @@ def to_c_demoted(t: Tables) -> tuple[_C.Pool, _C.PageTables]:
     """Convert the pool and the tables of demoted tokens; without them, C++ gets a pool without memory."""
     if t.demoted is None:
         return _C.Pool(), _C.PageTables()
-    return to_c_pool(t.demoted.kv), to_c_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts))
+    tables = replace(t, pages=t.demoted.pages, counts=t.demoted.counts, looks=None)  # who demotes does not look
+    return to_c_pool(t.demoted.kv), to_c_tables(tables)
 
 
 def to_c_group(group: GroupInputs) -> _C.GroupArgs:
