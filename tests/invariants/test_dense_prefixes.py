@@ -153,7 +153,7 @@ def test_a_prompt_that_fits_into_a_step_is_found_again(family: str, name: str) -
     """
     spec = spec_of(name, "budget=50%")
     num_needed = max(policies.parse(spec).modes.refit, 1)
-    engine = make_engine(family, backend="cpu", prefix_cache="exact", max_batched_tokens=512)
+    engine = make_engine(family, backend="cpu", prefix_cache="exact", max_batched_tokens=512, looks=name == "look")
     requests = [make_request([7 * i % 97 for i in range(400)], 8, spec) for _ in range(2)]
     first, second = (run_checked(engine, [request]) for request in requests)
     assert [r.stats.num_cached_tokens for r in requests] == [

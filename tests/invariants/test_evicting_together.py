@@ -50,7 +50,7 @@ SPECS = [
     spec_of(name, options)
     for name in policies.names()
     for options in OPTIONS.get(name, [""])
-    if name not in ("full", "ring")
+    if name not in ("full", "look", "ring")
 ]
 
 

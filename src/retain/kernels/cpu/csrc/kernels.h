@@ -100,13 +100,16 @@ class LookedSlots {
   void attend_to_means(const AttentionArgs&, const QueryTile&, float* partials) const;
 
  private:
-  void choose(const AttentionArgs&, const QueryTile&, float* scratch);
+  void rank(const AttentionArgs&, const QueryTile&, float* scratch);
+  void choose(const AttentionArgs&, const QueryTile&);
+  uint32_t find_nth(size_t n);
   void copy(const Pool& kv, const int32_t* table);
 
-  AlignedVector<float> scores_, weights_;  // [R, slots], [slots]
-  std::vector<float> maxima_;              // [R]
-  std::vector<uint64_t> ranks_;
-  std::vector<int32_t> attended_;  // places in the table, ascending
+  AlignedVector<float> scores_, priorities_;  // [R, slots], [slots]
+  std::vector<float> maxima_;                 // [R]
+  float highest_;                             // priority of a slot that is not attended to
+  std::vector<int32_t> counts_, ties_, attended_;  // attended_: places in the table, ascending
+  std::vector<uint32_t> ranks_;
   AlignedVector<char> keys_, values_;
   std::vector<int32_t> positions_, pages_;
   int32_t num_pages_;
@@ -133,8 +136,6 @@ void sketch_values(const WriteArgs&, int t);
 // Reads K [n, k_dim] and V [n, v_dim] of n slots.
 void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
 void requantize(const RequantizeArgs&);
-// Copies K, V and the position of a slot to another pool whose slots and pages are alike.
-void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst);
 void copy(const Pool&, const int64_t* src, const int64_t* dst, int64_t n);
 void move(const Pool&, const int32_t* src, const int32_t* dst, int64_t lists, int64_t n);
 

@@ -36,6 +36,8 @@ constexpr int MAX_K_DIM = 576, MAX_V_DIM = 512, MAX_PAGE_SIZE = 512;  // scratch
 // chunk size or on how threads share the work.
 constexpr int ACC_BLOCK = 512;
 
+constexpr float ATTENDED = __builtin_inff(), HIDDEN = -1;  // as priorities of slots
+
 constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and the maximum of no scores
 
 // The memory of the KV cache, in pages. A page of K is [D, S], so that one load reads many slots of one dimension.
@@ -316,8 +318,15 @@ struct IsaKernels {
   // the maxima [rows]. Adds their softmax to `weights` [slots]. Hidden slots have no valid numbers.
   void (*look_weights)(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,
                        float* weights);
-  // Sums the means of values of a table, times the sums of a row's scores over their groups, into a partial result.
-  void (*sum_means)(const AttentionArgs&, const QueryTile&, const float* scores, float maximum, float* partial);
+  // Multiplies weights by deviations: priorities of the slots of groups that a tile's only token sees whole. Of other
+  // groups, visible slots get ATTENDED and hidden ones HIDDEN.
+  void (*look_priorities)(const AttentionArgs&, const QueryTile&, float* weights);
+  // Copies n slots, by their ascending places in a table, one behind the other to a pool whose pages follow each other.
+  void (*gather_slots)(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);
+  // Sums the means of values of a table into a partial result: times the sums of a row's scores over those slots of a
+  // group whose priority is 0 to `highest`.
+  void (*sum_means)(const AttentionArgs&, const QueryTile&, const float* scores, float maximum,
+                    const float* priorities, float highest, float* partial);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);

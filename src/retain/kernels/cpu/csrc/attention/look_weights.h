@@ -58,8 +58,81 @@ INLINE void look_weights_impl(const AttentionArgs& args, const QueryTile& tile, 
   }
 }
 
+INLINE void look_priorities_impl(const AttentionArgs& args, const QueryTile& tile, float* weights) {
+  const Pool& kv = args.kv;
+  const int32_t* table = args.tables.page_table(tile.b, tile.g);
+  const int32_t p = args.q_pos[args.tables.query_start_loc[tile.b] + tile.begin / args.R];
+  for (int64_t i = 0; i < args.tables.num_pages(tile.b, tile.g); ++i) {
+    const int32_t* pos = kv.pos + int64_t(table[i]) * kv.S;
+    const bf16* deviations = reinterpret_cast<const bf16*>(kv.deviations(table[i]));
+    for (int first = 0; first < kv.S; first += SKETCH_GROUP, weights += SKETCH_GROUP) {
+      I hidden = {};
+      for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
+        const I x = load_ints(pos + first + s);
+        hidden |= (x < 0) | (x > p);
+      }
+      const bool is_whole = !reduce_or<WIDTH>(hidden);
+      for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
+        const I x = load_ints(pos + first + s);
+        const F other = ((x < 0) | (x > p)) ? splat(HIDDEN) : splat(ATTENDED);
+        store<WIDTH>(weights + s, is_whole ? load<WIDTH>(weights + s) * load<WIDTH>(deviations + first + s) : other);
+      }
+    }
+  }
+}
+
+// P numbers of 4 bytes together are interleaved: dimensions of K, and slots of V (see Pool).
+template <int P>
+INLINE void gather_slots_impl(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to) {
+  constexpr int BITS = 32 / P;
+  constexpr uint32_t MASK = P == 1 ? ~0u : (1u << BITS % 32) - 1;
+  const int S = from.S, key_words = from.key_width() / P, value_words = from.value_width();
+  int64_t page[MAX_PAGE_SIZE];
+  int offset[MAX_PAGE_SIZE];
+  for (int64_t first = 0; first < n; first += S) {
+    const int m = n - first < S ? int(n - first) : S;
+    const int64_t to_page = first / S;
+    for (int j = 0; j < m; ++j) {
+      const int32_t i = places[first + j] / S;
+      page[j] = table[i], offset[j] = places[first + j] - i * S;
+      to.pos[first + j] = from.pos[page[j] * S + offset[j]];
+    }
+    uint32_t* to_k = static_cast<uint32_t*>(to.key_page(to_page));
+    for (int begin = 0, end; begin < m; begin = end) {  // slots of one page
+      for (end = begin + 1; end < m && page[end] == page[begin];) ++end;
+      const uint32_t* k = static_cast<const uint32_t*>(from.key_page(page[begin]));
+      for (int d = 0; d < key_words; ++d)
+        for (int j = begin; j < end; ++j) to_k[d * S + j] = k[d * S + offset[j]];
+    }
+    for (int j = 0; j < m; j += P) {
+      uint32_t* to_v = static_cast<uint32_t*>(to.value_page(to_page)) + j / P * value_words;
+      const uint32_t* v[P];
+      int shift[P];
+      uint32_t mask[P];
+      for (int i = 0; i < P; ++i) {
+        const int slot = j + i < m ? j + i : j;
+        v[i] = static_cast<const uint32_t*>(from.value_page(page[slot])) + offset[slot] / P * value_words;
+        shift[i] = offset[slot] % P * BITS;
+        mask[i] = j + i < m ? MASK : 0;
+      }
+      for (int d = 0; d < value_words; ++d) {
+        uint32_t word = 0;
+        for (int i = 0; i < P; ++i) word |= (v[i][d] >> shift[i] & mask[i]) << i * BITS % 32;
+        to_v[d] = word;
+      }
+    }
+    if (!from.is_quantized()) continue;
+    for (int j = 0; j < m; ++j) {
+      for (int g = 0; g < from.num_key_scales(); ++g)
+        to.key_scales(to_page)[g * S + j] = from.key_scales(page[j])[g * S + offset[j]];
+      for (int g = 0; g < from.num_value_scales(); ++g)
+        to.value_scales(to_page)[g * S + j] = from.value_scales(page[j])[g * S + offset[j]];
+    }
+  }
+}
+
 INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum,
-                           float* partial) {
+                           const float* priorities, float highest, float* partial) {
   const Pool& kv = args.kv;
   const int D = kv.v_dim, groups = kv.S / SKETCH_GROUP;
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
@@ -67,9 +140,12 @@ INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, con
   for (int d = 0; d < partial_size(D); ++d) partial[d] = 0;
   for (int64_t i = 0; i < args.tables.num_pages(tile.b, tile.g); ++i) {
     const bf16* mean = reinterpret_cast<const bf16*>(kv.value_means(table[i]));
-    for (int j = 0; j < groups; ++j, mean += D, scores += SKETCH_GROUP) {
+    for (int j = 0; j < groups; ++j, mean += D, scores += SKETCH_GROUP, priorities += SKETCH_GROUP) {
       F total = {};
-      for (int s = 0; s < SKETCH_GROUP; s += WIDTH) total += load<WIDTH>(scores + s);
+      for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
+        const F x = load<WIDTH>(priorities + s);
+        total += (x >= 0.0f) & (x <= highest) ? load<WIDTH>(scores + s) : F{};
+      }
       const float weight = reduce_sum<WIDTH>(total);
       if (weight == 0) continue;
       sum += weight;

@@ -10,83 +10,91 @@
 
 namespace retain {
 
-// All query heads of the kv head are asked, not only those of the tile: with many of them, several tiles of a token make
-// the same choice.
-void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
+static uint32_t bits_of(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof bits);
+  return bits;
+}
+
+// Computes the priorities of all slots of a table. All query heads of the kv head are asked, not only those of the tile:
+// with many of them, several tiles of a token make the same choice.
+void LookedSlots::rank(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
   const IsaKernels& isa = selected_isa();
-  const Pool& kv = args.kv;
-  const int32_t* table = args.tables.page_table(tile.b, tile.g);
-  const int64_t num_slots = int64_t(args.tables.num_pages(tile.b, tile.g)) * kv.S;
+  const int64_t num_slots = int64_t(args.tables.num_pages(tile.b, tile.g)) * args.kv.S;
   const int first_row = tile.begin / args.R * args.R, end_row = first_row + args.R;
-  const int32_t p = args.q_pos[args.tables.query_start_loc[tile.b] + first_row / args.R];
-  weights_.assign(num_slots, 0.0f);
-  scores_.resize(size_t(args.R) * num_slots);
+  priorities_.assign(num_slots, 0.0f);
+  if (scores_.size() < size_t(args.R) * num_slots) scores_.resize(size_t(args.R) * num_slots);
   maxima_.resize(args.R);
   AttentionArgs by_sketches = args;
-  by_sketches.kv = kv.sketched_keys();
+  by_sketches.kv = args.kv.sketched_keys();
   for (int row = first_row; row < end_row; row += isa.max_tile_rows) {
     const QueryTile part = {tile.b, tile.g, row, std::min(row + isa.max_tile_rows, end_row)};
     const int r = row - first_row;
-    isa.look_weights(by_sketches, part, scratch, &scores_[r * num_slots], &maxima_[r], weights_.data());
+    isa.look_weights(by_sketches, part, scratch, &scores_[r * num_slots], &maxima_[r], priorities_.data());
   }
-
-  // Of groups that are seen whole, slots are ranked by the bits of what is not negative, then by their positions.
-  ranks_.clear(), attended_.clear();
-  auto slot = [&](int64_t i) { return int64_t(table[i / kv.S]) * kv.S + i % kv.S; };
-  auto is_visible = [&](int64_t i) { return kv.pos[slot(i)] >= 0 && kv.pos[slot(i)] <= p; };
-  auto rank = [&](int64_t i) {
-    const float priority = weights_[i] * bf16_to_float(kv.deviations(table[i / kv.S])[i % kv.S]);
-    uint32_t bits;
-    memcpy(&bits, &priority, sizeof bits);
-    return uint64_t(bits) << 32 | uint32_t(kv.pos[slot(i)]);
-  };
-  auto sees_whole = [&](int64_t begin) {
-    int n = 0;
-    for (int64_t i = begin; i < begin + SKETCH_GROUP; ++i) n += is_visible(i);
-    return n == SKETCH_GROUP;
-  };
-  std::vector<char> is_whole(num_slots / SKETCH_GROUP);
-  for (int64_t j = 0; j < int64_t(is_whole.size()); ++j) {
-    is_whole[j] = sees_whole(j * SKETCH_GROUP);
-    for (int64_t i = j * SKETCH_GROUP; is_whole[j] && i < (j + 1) * SKETCH_GROUP; ++i) ranks_.push_back(rank(i));
-  }
-  uint64_t lowest = 0;
-  if (ranks_.size() > size_t(tile.look)) {
-    const auto nth = ranks_.end() - tile.look;
-    std::nth_element(ranks_.begin(), nth, ranks_.end());
-    lowest = *nth;
-  }
-  for (int64_t i = 0; i < num_slots; ++i) {
-    const bool whole = is_whole[i / SKETCH_GROUP];
-    if (whole ? rank(i) < lowest : false) continue;
-    if (is_visible(i)) attended_.push_back(int32_t(i));
-    for (int r = 0; r < args.R; ++r) scores_[r * num_slots + i] = 0;  // means stand for the other slots
-  }
+  isa.look_priorities(args, tile, priorities_.data());
 }
 
-void LookedSlots::copy(const Pool& kv, const int32_t* table) {
-  const int64_t n = attended_.size(), S = kv.S;
-  num_pages_ = int32_t((n + S - 1) / S);
-  keys_.resize(num_pages_ * kv.key_bytes()), values_.resize(num_pages_ * kv.value_bytes());
-  positions_.assign(num_pages_ * S, -1), pages_.resize(num_pages_);
-  std::iota(pages_.begin(), pages_.end(), 0);
-  Pool to = kv;
-  to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
-  to.key_stride = kv.key_bytes(), to.value_stride = kv.value_bytes();
-  if (n % S) {  // holes hold finite numbers
-    memset(to.key_page(num_pages_ - 1), 0, kv.key_bytes());
-    memset(to.value_page(num_pages_ - 1), 0, kv.value_bytes());
+// Returns the bits of the n-th largest priority of those that compete. The bits of positive numbers ascend as they do: a
+// histogram of the first ones leaves few to be sorted.
+uint32_t LookedSlots::find_nth(size_t n) {
+  constexpr int SHIFT = 20;
+  counts_.assign(1 << (31 - SHIFT), 0);
+  for (float x : priorities_)
+    if (x >= 0 && x < ATTENDED) ++counts_[bits_of(x) >> SHIFT];
+  uint32_t bin = counts_.size() - 1;
+  for (; counts_[bin] < int32_t(n); --bin) n -= counts_[bin];
+  ranks_.clear();
+  for (float x : priorities_)
+    if (x >= 0 && x < ATTENDED && bits_of(x) >> SHIFT == bin) ranks_.push_back(bits_of(x));
+  const auto nth = ranks_.end() - n;
+  std::nth_element(ranks_.begin(), nth, ranks_.end());
+  return *nth;
+}
+
+// Chooses the slots with the highest priorities, of equal ones the newest.
+void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
+  const int64_t num_slots = priorities_.size();
+  size_t num_competing = 0;
+  for (float x : priorities_) num_competing += x >= 0 && x < ATTENDED;
+  highest_ = HIDDEN;  // all are attended to
+  if (num_competing > size_t(tile.look)) {
+    const uint32_t lowest = find_nth(tile.look);
+    memcpy(&highest_, &lowest, sizeof lowest);
+    size_t num_above = 0;
+    ties_.clear();
+    for (int64_t i = 0; i < num_slots; ++i) {
+      num_above += priorities_[i] > highest_ && priorities_[i] < ATTENDED;
+      if (priorities_[i] == highest_) ties_.push_back(int32_t(i));
+    }
+    const int32_t* table = args.tables.page_table(tile.b, tile.g);
+    const int S = args.kv.S;
+    auto position = [&](int32_t i) { return args.kv.pos[int64_t(table[i / S]) * S + i % S]; };
+    std::sort(ties_.begin(), ties_.end(), [&](int32_t a, int32_t b) { return position(a) > position(b); });
+    for (size_t i = 0; i < tile.look - num_above; ++i) priorities_[ties_[i]] = ATTENDED;
   }
-  for (int64_t i = 0; i < n; ++i)
-    copy_slot(kv, int64_t(table[attended_[i] / S]) * S + attended_[i] % S, to, i);
+  attended_.clear();
+  for (int64_t i = 0; i < num_slots; ++i)
+    if (priorities_[i] > highest_) attended_.push_back(int32_t(i));
 }
 
 AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
-  choose(args, tile, scratch);
-  copy(args.kv, args.tables.page_table(tile.b, tile.g));
+  rank(args, tile, scratch);
+  choose(args, tile);
+  const int64_t n = attended_.size(), S = args.kv.S;
+  num_pages_ = int32_t((n + S - 1) / S);
+  keys_.resize(num_pages_ * args.kv.key_bytes()), values_.resize(num_pages_ * args.kv.value_bytes());
+  positions_.assign(num_pages_ * S, -1), pages_.resize(num_pages_);
+  std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;
-  own.kv.k = keys_.data(), own.kv.v = values_.data(), own.kv.pos = positions_.data();
-  own.kv.num_pages = num_pages_, own.kv.key_stride = args.kv.key_bytes(), own.kv.value_stride = args.kv.value_bytes();
+  Pool& to = own.kv;
+  to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
+  to.key_stride = to.key_bytes(), to.value_stride = to.value_bytes();
+  if (n % S) {  // holes hold finite numbers
+    memset(to.key_page(num_pages_ - 1), 0, to.key_bytes());
+    memset(to.value_page(num_pages_ - 1), 0, to.value_bytes());
+  }
+  selected_isa().gather_slots(args.kv, args.tables.page_table(tile.b, tile.g), attended_.data(), n, to);
   own.demoted_kv.k = nullptr;
   PageTables& t = own.tables;
   t.pages = pages_.data(), t.page_row_stride = t.page_head_stride = 0;
@@ -95,10 +103,10 @@ AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& ti
 }
 
 void LookedSlots::attend_to_means(const AttentionArgs& args, const QueryTile& tile, float* partials) const {
-  const int64_t num_slots = weights_.size();
+  const int64_t num_slots = priorities_.size();
   for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(args.kv.v_dim)) {
     const int r = i % args.R;
-    selected_isa().sum_means(args, tile, &scores_[r * num_slots], maxima_[r], partials);
+    selected_isa().sum_means(args, tile, &scores_[r * num_slots], maxima_[r], priorities_.data(), highest_, partials);
   }
 }
 

@@ -16,7 +16,10 @@ namespace retain {
   void merge_partials(float* total, const float* next, int rows, int D);                                              \
   void look_weights(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,             \
                     float* weights);                                                                                  \
-  void sum_means(const AttentionArgs&, const QueryTile&, const float* scores, float maximum, float* partial);         \
+  void look_priorities(const AttentionArgs&, const QueryTile&, float* weights);                                       \
+  void gather_slots(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);        \
+  void sum_means(const AttentionArgs&, const QueryTile&, const float* scores, float maximum,                          \
+                 const float* priorities, float highest, float* partial);                                             \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
   void sketch_values(const Pool&, int64_t slot);                                                                      \
@@ -42,9 +45,10 @@ static constexpr int max_tile_rows(std::string_view isa) { return isa.substr(0, 
 static const IsaKernels built[] = {
 #define ISA(isa)                                                                                                   \
   {#isa, max_tile_rows(#isa), isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::look_weights,        \
-   isa::sum_means, isa::reduce_mass, isa::write, isa::sketch_values, isa::read_slots, isa::requantize,              \
-   isa::activation_bytes, isa::prepare_activations, isa::packed_gemm, isa::unpack_row, isa::pack_blocks,            \
-   isa::normalize, isa::activate, isa::rope, isa::convolve, isa::attend_linearly},
+   isa::look_priorities, isa::gather_slots, isa::sum_means, isa::reduce_mass, isa::write, isa::sketch_values,       \
+   isa::read_slots, isa::requantize, isa::activation_bytes, isa::prepare_activations, isa::packed_gemm,             \
+   isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve,                      \
+   isa::attend_linearly},
     RETAIN_BUILT_ISAS
 };
 

@@ -39,8 +39,21 @@ void look_weights(const AttentionArgs& args, const QueryTile& tile, float* scrat
   look_weights_impl(args, tile, scratch, scores, maxima, weights);
 }
 
-void sum_means(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum, float* partial) {
-  sum_means_impl(args, tile, scores, maximum, partial);
+void look_priorities(const AttentionArgs& args, const QueryTile& tile, float* weights) {
+  look_priorities_impl(args, tile, weights);
+}
+
+void gather_slots(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to) {
+  switch (from.dtype) {
+    case DType::float32: return gather_slots_impl<1>(from, table, places, n, to);
+    case DType::bfloat16: return gather_slots_impl<2>(from, table, places, n, to);
+    default: return gather_slots_impl<4>(from, table, places, n, to);
+  }
+}
+
+void sum_means(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum,
+               const float* priorities, float highest, float* partial) {
+  sum_means_impl(args, tile, scores, maximum, priorities, highest, partial);
 }
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,

@@ -73,33 +73,25 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
   }
 }
 
-// Copies K and V of a slot to a slot of another pool of such slots. INTERLEAVE dimensions of K, and slots of V, are
-// interleaved (see Pool).
+// Copies slot i of page a to slot j of page b. INTERLEAVE dimensions of K, and slots of V, are interleaved (see Pool).
 template <class T, int INTERLEAVE>
-static void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst) {
+static void move_slot(const Pool& kv, int64_t from, int64_t to) {
   constexpr int P = INTERLEAVE;
-  const int S = from.S, value_width = from.value_width();
-  const int64_t a = src / S, b = dst / S, i = src % S, j = dst % S;
-  const T* k = static_cast<const T*>(from.key_page(a)) + P * i;
-  const T* v = static_cast<const T*>(from.value_page(a)) + i / P * P * value_width + i % P;
-  T* to_k = static_cast<T*>(to.key_page(b)) + P * j;
-  T* to_v = static_cast<T*>(to.value_page(b)) + j / P * P * value_width + j % P;
-  for (int d = 0; d < from.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
+  const int S = kv.S, value_width = kv.value_width();
+  const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
+  const T* k = static_cast<const T*>(kv.key_page(a)) + P * i;
+  const T* v = static_cast<const T*>(kv.value_page(a)) + i / P * P * value_width + i % P;
+  T* to_k = static_cast<T*>(kv.key_page(b)) + P * j;
+  T* to_v = static_cast<T*>(kv.value_page(b)) + j / P * P * value_width + j % P;
+  for (int d = 0; d < kv.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
   for (int d = 0; d < value_width; ++d) to_v[P * d] = v[P * d];
-  if (from.is_quantized()) {
-    const int key_scales = from.num_key_scales(), value_scales = from.num_value_scales();
-    for (int g = 0; g < key_scales; ++g) to.key_scales(b)[g * S + j] = from.key_scales(a)[g * S + i];
-    for (int g = 0; g < value_scales; ++g) to.value_scales(b)[g * S + j] = from.value_scales(a)[g * S + i];
+  if (kv.is_quantized()) {
+    const int key_scales = kv.num_key_scales(), value_scales = kv.num_value_scales();
+    for (int g = 0; g < key_scales; ++g) kv.key_scales(b)[g * S + j] = kv.key_scales(a)[g * S + i];
+    for (int g = 0; g < value_scales; ++g) kv.value_scales(b)[g * S + j] = kv.value_scales(a)[g * S + i];
   }
-}
-
-void copy_slot(const Pool& from, int64_t src, const Pool& to, int64_t dst) {
-  switch (from.dtype) {
-    case DType::float32: copy_slot<float, 1>(from, src, to, dst); break;
-    case DType::bfloat16: copy_slot<uint16_t, 2>(from, src, to, dst); break;
-    default: copy_slot<uint8_t, 4>(from, src, to, dst); break;
-  }
-  to.pos[dst] = from.pos[src];
+  kv.pos[to] = kv.pos[from];
+  for (int c = 0; c < kv.mass_columns; ++c) kv.mass_page(b)[c * S + j] = kv.mass_page(a)[c * S + i];
 }
 
 static void copy_sketched_key(const Pool& kv, int64_t from, int64_t to) {
@@ -119,15 +111,15 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
 #pragma omp parallel for schedule(dynamic) if (lists * n * kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t l = 0; l < lists; ++l)
     for (int64_t i = l * n; i < (l + 1) * n; ++i) {
-      const int64_t from = src[i], to = dst[i];
-      if (from == to) continue;
-      copy_slot(kv, from, kv, to);
-      if (kv.sketches) {
-        if (kv.dtype != DType::int4) copy_sketched_key(kv, from, to);
-        selected_isa().sketch_values(kv, to);
+      if (src[i] == dst[i]) continue;
+      switch (kv.dtype) {
+        case DType::float32: move_slot<float, 1>(kv, src[i], dst[i]); break;
+        case DType::bfloat16: move_slot<uint16_t, 2>(kv, src[i], dst[i]); break;
+        default: move_slot<uint8_t, 4>(kv, src[i], dst[i]); break;
       }
-      for (int c = 0; c < kv.mass_columns; ++c)
-        kv.mass_page(to / kv.S)[c * kv.S + to % kv.S] = kv.mass_page(from / kv.S)[c * kv.S + from % kv.S];
+      if (!kv.sketches) continue;
+      if (kv.dtype != DType::int4) copy_sketched_key(kv, src[i], dst[i]);
+      selected_isa().sketch_values(kv, dst[i]);
     }
 }
 
