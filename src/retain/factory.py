@@ -386,7 +386,7 @@ def build_offload(
     dtype = config.dtype if config.kv_dtype == "auto" else f"{config.dtype}, kv {config.kv_dtype}"
     if config.prompt_activations != "int8":
         dtype += f", activations of prompts {config.prompt_activations}"
-    if kv.sketches is not None:
+    if cache.config.has_sketches:
         dtype += ", with sketches"
     format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint)
     # Another processor, GPU or version of this package computes keys and values with other last bits.

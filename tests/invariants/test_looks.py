@@ -12,10 +12,13 @@ import torch
 from torch import Tensor
 
 from retain import LLM
+from retain.engine.request import Request
 from retain.kernels import check_looks, import_backend
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.kv.memory.group_pages import divide_pages
-from tests.helpers.engines import make_engine, make_request, record_logits, run_alone
+from retain.kv.stats.attention_trace import AttentionTrace
+from retain.sampling_params import SamplingParams
+from tests.helpers.engines import make_engine, make_request, record_logits, run_alone, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.tiny_models import tiny_model
 
@@ -79,6 +82,44 @@ def test_a_prompt_is_shared_whoever_computed_it_and_an_answer_that_looked_is_not
         engine.step()
     assert two.stats.num_cached_tokens == (80 if first == FEW else 119)
     assert two.output_tokens == run_alone("llama", text, 20, second, backend="cpu", looks=True)
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text", "deepseek_v3")])
+def test_an_answer_that_looks_never_begins_with_what_others_computed_of_its_text(family: str) -> None:
+    """As a prompt, or as an answer that attended to everything; also where it was preempted."""
+    forced = [7 * i % 128 for i in range(60)]
+
+    def ask(policy: str, prompt: list[int], max_tokens: int, forced_tokens: list[int]) -> Request:
+        return make_request(prompt, max_tokens, policy, forced_tokens=forced_tokens)
+
+    alone = run_to_completion(make_engine(family, backend="cpu", looks=True), [ask(FEW, PROMPT, 90, forced)])
+    engine = make_engine(family, backend="cpu", looks=True, prefix_cache="exact")
+    for first in (ask("full", PROMPT, 90, forced), ask("full", [*PROMPT, *forced], 5, [])):
+        engine.add(first)
+        while engine.has_unfinished_requests:
+            engine.step()
+    one = ask(FEW, PROMPT, 90, forced)
+    engine.add(one)
+    for step in range(70):
+        engine.step()
+        if step == 65:
+            engine.scheduler.preempt(one)
+    while engine.has_unfinished_requests:
+        engine.step()
+    assert one.stats.num_cached_tokens <= len(PROMPT) and one.stats.num_preemptions
+    assert [one.output_tokens] == alone
+
+
+def test_answers_that_look_add_no_masses() -> None:
+    """Drafters and the inspector ask for them: they get those of the prompt."""
+    llm = LLM("random:tiny", kv_memory="64MiB", kv_policy=FEW, speculate="self:budget=64", max_model_len=1024)
+    prompt = [i % 250 for i in range(600)]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    plain = LLM("random:tiny", kv_memory="64MiB", kv_policy=FEW, max_model_len=1024)
+    assert llm.generate([prompt], params)[0].token_ids == plain.generate([prompt], params)[0].token_ids
+    request = make_request(PROMPT, 20, FEW)
+    request.attention_trace = AttentionTrace(3, 8)
+    assert run_to_completion(make_engine("llama", backend="cpu", looks=True), [request])
 
 
 def test_recomputed_tokens_look_as_they_did() -> None:

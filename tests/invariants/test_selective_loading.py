@@ -40,12 +40,13 @@ def finish_repacking(engine: Engine) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_loading_everything_changes_no_token(family: str, backend: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("looks", [False, *slow(True)])
+def test_loading_everything_changes_no_token(family: str, backend: str, looks: bool, tmp_path: Path) -> None:
     """Before and after spans are reordered, alone and together, and after a restart."""
     prompts, max_tokens = related_prompts(4), 12 if backend == "cpu" else 6
     expected = run_to_completion(make_engine(family, backend=backend), [make_request(t, max_tokens) for t in prompts])
     for _ in range(2):
-        engine = make_selective_engine(family, tmp_path, 1.0, backend=backend)
+        engine = make_selective_engine(family, tmp_path, 1.0, backend=backend, looks=looks)
         for _ in range(2):
             clear_pool(engine)
             assert [run_to_completion(engine, [make_request(t, max_tokens)])[0] for t in prompts] == expected

@@ -229,9 +229,40 @@ def test_backends_agree_about_random_slots(backend: Backend, dtype: torch.dtype)
     assert error < 0.05 < (expected - dense).abs().mean() / expected.abs().mean()
 
 
+@pytest.mark.parametrize("dtype", [F32, INT4])
+def test_slots_that_move_in_any_order_are_sketched_once_all_are_there(backend: Backend, dtype: torch.dtype) -> None:
+    kv = allocate(backend, 4, 16, dtype)
+    rng = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(16, 1, D, generator=rng) for _ in "kv")
+    backend.write(kv, torch.arange(16, 32)[None].int(), k, v, torch.arange(16).int())
+    src = torch.arange(16, 32).flip(0)[None].int()
+    backend.move(kv, src, src + 16)
+    assert kv.sketches is not None and torch.equal(kv.sketches[2], kv.sketches[1])
+
+
+def test_values_of_any_size_are_ranked(backend: Backend) -> None:
+    """A distance that is no finite number counts as the largest one."""
+    case = Levels(backend, F32)
+    slots = torch.cat([p * 16 + torch.arange(16) for p in case.pages[0]])
+    backend.write(
+        case.kv,
+        slots[None].int(),
+        torch.zeros(len(slots), 1, D),
+        torch.full((len(slots), 1, 48), 1e25),
+        case.kv.pos[case.pages[0]].flatten(),
+    )
+    case.kv.pos[case.pages[0][-1], 9:] = -1
+    o = backend.attend(case.q, case.kv, tables_of(case.pages, 3, list(COUNTS)), case.q_pos, PARAMS["plain"])
+    assert o.isfinite().all()
+
+
 def test_looks_that_cannot_be_had_are_refused(backend: Backend) -> None:
     case = Levels(backend, F32)
     t = tables_of(case.pages, 3, list(COUNTS))
     without = replace(case.kv, sketches=None)
     with pytest.raises(ValueError, match="no sketches"):
         backend.attend(case.q, without, t, case.q_pos, PARAMS["plain"])
+    if backend is cpu:
+        for looks in (torch.tensor([60]).int(), torch.tensor([1, 2, 3])):
+            with pytest.raises((ValueError, TypeError), match=r"tables.looks must be"):
+                backend.attend(case.q, case.kv, replace(t, looks=looks), case.q_pos, PARAMS["plain"])

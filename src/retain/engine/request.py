@@ -235,11 +235,14 @@ class Request:
     def row_task(self, stops_at_prompt_end: bool = False) -> RowTask:
         """Return what a row is to compute.
 
-        It begins with as much as leaves one token to compute, and the logits that are needed. `stops_at_prompt_end`:
+        It begins with as much as leaves one token to compute, and the logits that are needed; where tokens of the
+        answer look at few slots, with none of these: others computed them in another way. `stops_at_prompt_end`:
         others fork it there.
         """
         reads = self.input.needs_logits or self.input.needs_prompt_logits
         limit = len(self.prompt) + self.num_logits_read if reads else len(self.tokens)
+        if self.policy.looks:
+            limit = min(limit, len(self.prompt) + 1)
         return RowTask(
             self.text,
             len(self.prompt),
@@ -304,7 +307,12 @@ class Request:
         return self.generator.initial_seed() & 0x7FFFFFFF
 
     def query_weights(self, positions: NDArray[np.int32]) -> QueryWeights | None:
-        """Weigh the queries of fresh tokens at these positions: for the policy, a drafter or a trace."""
+        """Weigh the queries of fresh tokens at these positions: for the policy, a drafter or a trace.
+
+        None where some of them look at few slots: such a step changes no masses.
+        """
+        if self.policy.looks and len(positions) and positions[-1] >= len(self.prompt):
+            return None
         weights = self.policy.query_weights(positions, self.input.max_tokens)
         if weights or (self.score_decay is None and not self.attention_trace):
             return weights

@@ -27,10 +27,11 @@ newest. A weight is that of attention to the keys in 4 bits, the mean over the q
 the distance of a value from the mean of its group. For the slots of a group that it does not choose, it attends to that
 mean, with the sum of their weights (as SparQ, arXiv 2312.04985, does with one mean of all values).
 
-`KV.sketches` has what that needs. A page has S keys in 4 bits as a pool of that dtype has them (which needs no others),
-rounded from the keys that it stores; then S / 16 means and S deviations in bfloat16. `write` and `move` compute those
-of a group when they write its last slot; `copy` copies them. Tokens that see all slots are before those of their
-request that look at few. A request that looks changes no masses.
+`KV.sketches` has what that needs. A page has its S keys in 4 bits, rounded from those that it stores (not in a pool of
+4 bits: its own keys serve); then S / 16 means and S deviations in bfloat16. Whatever writes a key writes that in 4
+bits; what writes the last slot of a group computes its mean and deviations. So slots of a group are written in order,
+and the last one again after any other. Tokens that see all slots are before those of their request that look at few.
+A step in which tokens of a request look at few changes none of its masses.
 
 Laws, which the tests state as equalities:
 
@@ -97,6 +98,11 @@ class KV:
         if not page_bytes:
             return self
         return replace(self, sketches=torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device))
+
+    @property
+    def sketch_bytes(self) -> int:
+        """Return the bytes of the sketches of a page, 0 where there are none."""
+        return 0 if self.sketches is None else self.sketches.shape[1]
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from retain.kernels.api import KV, Batch
+from retain.kernels.api import KV, Batch, Tables
 
 
 def check_write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -32,6 +33,18 @@ def check_batch(batch: Batch) -> None:
                 slot_mapping=group.slot_mapping,
                 query_start_loc=tables.query_start_loc,
             )
+        check_looks(tables, T)
+
+
+def check_looks(tables: Tables, T: int) -> None:
+    """Raise ValueError or TypeError unless each of T fresh tokens says how many slots it looks at."""
+    looks = tables.looks
+    if looks is None:
+        return
+    if looks.shape != (T,) or not looks.is_contiguous():
+        raise ValueError(f"tables.looks must be [{T}] and contiguous, not {list(looks.shape)}")
+    if looks.dtype != torch.int32:
+        raise TypeError(f"tables.looks must be int32, not {looks.dtype}")
 
 
 def shape_error(function: str, expected: str, **got: Tensor) -> ValueError:

@@ -38,7 +38,7 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
-from retain.kernels.shape_checks import check_write, shape_error
+from retain.kernels.shape_checks import check_looks, check_write, shape_error
 from retain.kernels.slots.pool_dtypes import INTEGER_DTYPES, dtype_name
 from retain.kernels.slots.reinterpret import PageFormat, view_pages
 from retain.kernels.slots.scoring import AttentionScoring
@@ -162,6 +162,7 @@ def attend(
         raise ValueError("attend: the last dimension of q must be contiguous")
     params.check(H, G, D)
     ffi.check_tables(tables)
+    check_looks(tables, T)
     ffi.check_scoring(scoring, T, len(tables.rows))
     tables = replace(tables, rows=tables.rows.contiguous(), query_start_loc=tables.query_start_loc.contiguous())
     q_pos = q_pos.contiguous()

@@ -29,7 +29,7 @@ def to_c_pool(kv: KV) -> _C.Pool:
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
         kv.num_pages, kv.page_size, kv.k_dim, kv.v_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
         kv.k.stride(0) * kv.k.itemsize, kv.v.stride(0) * kv.v.itemsize,
-        _address(kv.sketches), 0 if kv.sketches is None else kv.sketches.shape[1],
+        _address(kv.sketches), kv.sketch_bytes,
     )  # fmt: skip
 
 
@@ -122,8 +122,6 @@ def check_tables(t: Tables) -> None:
             raise TypeError(f"attend: tables.{name} must be int32, not {dtype}")
     if t.pages.stride(-1) != 1 and n > 1:
         raise ValueError("attend: the last dimension of tables.pages must be contiguous")
-    if t.looks is not None and (t.looks.dtype != torch.int32 or t.looks.dim() != 1 or not t.looks.is_contiguous()):
-        raise TypeError(f"attend: tables.looks must be int32 [T] and contiguous, not {t.looks.dtype}")
     if t.demoted:
         check_tables(replace(t, pages=t.demoted.pages, counts=t.demoted.counts, demoted=None))
 

@@ -11,7 +11,7 @@ from retain.kernels.api import KV
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.reference.slots import read_slots
 from retain.kernels.reference.softmax import adjust_scores, softmax
-from retain.kernels.slots.pool_dtypes import INT4
+from retain.kernels.slots.pool_dtypes import INT4, LARGEST_VALUE
 from retain.kernels.slots.quantized_slots import from_bytes, rotate, to_bytes
 from retain.kernels.slots.reinterpret import SKETCH_GROUP
 
@@ -82,7 +82,8 @@ def sketch_slots(kv: KV, slots: Tensor) -> None:
     values = read_slots(kv, page[:, None] * S + places)[1]  # [n, 16, V]
     mean = values.mean(1).bfloat16()
     means[page, last % S // SKETCH_GROUP] = mean
-    deviations[page[:, None], places] = (values - mean.float()[:, None]).norm(dim=-1).bfloat16()
+    distances = (values - mean.float()[:, None]).norm(dim=-1)
+    deviations[page[:, None], places] = distances.clamp(max=LARGEST_VALUE).bfloat16()
 
 
 def read_sketches(kv: KV, pages: Tensor) -> Sketches:

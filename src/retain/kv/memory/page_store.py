@@ -24,7 +24,7 @@ class PageStore:
     pool: PagePool
     kv: KV
     backend: Backend
-    page_bytes: int  # K, V, positions and mass of one page
+    page_bytes: int  # K, V, positions, masses and sketches of one page
     kind: int = 0
     others: dict[PageFormat, PageStore] = field(default_factory=dict)  # one dictionary of all stores over a memory
 

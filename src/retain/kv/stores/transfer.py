@@ -33,13 +33,14 @@ class PageTransfer:
         sketches = [] if kv.sketches is None else [kv.sketches]
         views = [x.flatten(1).view(torch.uint8) for x in (kv.k, kv.v, *sketches, kv.pos, kv.mass)]
         self.ends = list(accumulate(x.shape[1] for x in views))
+        self.text_bytes = self.ends[-3]  # of a page, without positions and masses
         slices = [slice(end - x.shape[1], end) for x, end in zip(views, self.ends, strict=True)]
         parts = list(zip(map(self._to_view, views), slices, strict=True))
         self.parts = {end: parts[:i] for i, end in enumerate(self.ends, start=1)}  # what the first bytes of a page are
 
     def page_bytes(self, kind: str) -> int:
         """Return the bytes of a page that spans of a kind hold: those of text have neither positions nor masses."""
-        return self.ends[-3] if kind == TEXT else self.ends[-1]
+        return self.text_bytes if kind == TEXT else self.ends[-1]
 
     def _to_view(self, x: Tensor) -> Any:
         """Return what copies go through: torch would start threads of its own in every thread that calls it."""

@@ -103,11 +103,10 @@ class LookedSlots {
   void rank(const AttentionArgs&, const QueryTile&, float* scratch);
   void choose(const AttentionArgs&, const QueryTile&);
   uint32_t find_nth(size_t n);
-  void copy(const Pool& kv, const int32_t* table);
 
   AlignedVector<float> scores_, priorities_;  // [R, slots], [slots]
   std::vector<float> maxima_;                 // [R]
-  float highest_;                             // priority of a slot that is not attended to
+  float highest_;                             // of slots that are not chosen; HIDDEN where all are
   std::vector<int32_t> counts_, ties_, attended_;  // attended_: places in the table, ascending
   std::vector<uint32_t> ranks_;
   AlignedVector<char> keys_, values_;
@@ -132,7 +131,7 @@ void attend(const AttentionArgs&, AttentionWorkspace&, ThreadTeam::Member&);
 void attend(const AttentionArgs&);
 void write(const WriteArgs&);
 // Computes the sketches of the values of groups whose last slot fresh token t was written into.
-void sketch_values(const WriteArgs&, int t);
+void sketch_token(const WriteArgs&, int t);
 // Reads K [n, k_dim] and V [n, v_dim] of n slots.
 void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);
 void requantize(const RequantizeArgs&);

@@ -36,7 +36,8 @@ constexpr int MAX_K_DIM = 576, MAX_V_DIM = 512, MAX_PAGE_SIZE = 512;  // scratch
 // chunk size or on how threads share the work.
 constexpr int ACC_BLOCK = 512;
 
-constexpr float ATTENDED = __builtin_inff(), HIDDEN = -1;  // as priorities of slots
+// Priorities of slots that do not compete: those that are attended to in any case, and those that are not seen.
+constexpr float ATTENDED = __builtin_inff(), HIDDEN = -1;
 
 constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and the maximum of no scores
 
@@ -231,7 +232,7 @@ struct AttentionArgs {
 // Query rows begin .. end - 1 of request b and kv head g. Row i is query head g * R + i % R of fresh token i / R.
 struct QueryTile {
   int b, g, begin, end;
-  int look = 0;  // the slots that its only token attends to; 0: it may have several tokens, which see all slots
+  int num_looked = 0;  // slots that its only token chooses; 0: it may have several tokens, which attend to all slots
 
   INLINE int num_rows() const { return end - begin; }
 };
@@ -315,7 +316,7 @@ struct IsaKernels {
   // Merges the partial results of a block into those of the blocks before it.
   void (*merge_partials)(float* total, const float* next, int rows, int D);
   // Computes e^(score - maximum) [rows, slots] of a tile of one token by keys in 4 bits, for the slots of its table, and
-  // the maxima [rows]. Adds their softmax to `weights` [slots]. Hidden slots have no valid numbers.
+  // the maxima [rows]; of a row that sees no slot only that. Adds their softmax to `weights` [slots].
   void (*look_weights)(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,
                        float* weights);
   // Multiplies weights by deviations: priorities of the slots of groups that a tile's only token sees whole. Of other
@@ -323,8 +324,8 @@ struct IsaKernels {
   void (*look_priorities)(const AttentionArgs&, const QueryTile&, float* weights);
   // Copies n slots, by their ascending places in a table, one behind the other to a pool whose pages follow each other.
   void (*gather_slots)(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);
-  // Sums the means of values of a table into a partial result: times the sums of a row's scores over those slots of a
-  // group whose priority is 0 to `highest`.
+  // Sums the means of values of a table into a partial result: times the sums of what `look_weights` computed for a row
+  // over those slots of a group whose priority is 0 to `highest`.
   void (*sum_means)(const AttentionArgs&, const QueryTile&, const float* scores, float maximum,
                     const float* priorities, float highest, float* partial);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the

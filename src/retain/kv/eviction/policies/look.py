@@ -26,8 +26,8 @@ class Policy(EvictionPolicy):
     Layers with a window of the model's own attend to all of it.
     """
 
-    slots: Amount
-    min: PositiveInt = 64
+    slots: Amount  # that a token chooses in each head: 1024, or 12.5% of the tokens so far
+    min: PositiveInt = 64  # slots that it chooses at least
 
     looks = True
 

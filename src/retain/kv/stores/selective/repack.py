@@ -129,7 +129,7 @@ def reorder_span(probe_config: ProbeConfig, span: Span, reader: SpanReader, mass
     new = replace(span, is_reordered=True, data_offset=0)
     data = alloc_aligned(new.size)
     # Pages in the old order, then in the new.
-    pool = backend.allocate(1 + 2 * n * G, S, kv.k_dim, kv.dtype, 1, v_dim=kv.v_dim)
+    pool = backend.allocate(1 + 2 * n * G, S, kv.k_dim, kv.dtype, 1, v_dim=kv.v_dim).with_sketches(kv.sketch_bytes)
     transfer = PageTransfer(pool)
     old_pages, new_pages = (np.arange(n * G).reshape(n, G) + 1 + i * n * G for i in (0, 1))
     sketches = []

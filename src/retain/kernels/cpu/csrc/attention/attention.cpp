@@ -67,8 +67,8 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
   alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
-  const AttentionArgs args = tile.look ? work.looked[thread].gather(whole, tile, scratch) : whole;
-  const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = tile.look ? blocks : job.end - job.begin;
+  const AttentionArgs args = tile.num_looked ? work.looked[thread].gather(whole, tile, scratch) : whole;
+  const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = tile.num_looked ? blocks : job.end - job.begin;
   const int own_blocks = num_blocks(args.kv, args.tables, tile);
   const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);
@@ -86,7 +86,7 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
   };
   if (job_blocks == blocks) {
     clear(total, tile.num_rows(), D);
-    if (tile.look) {
+    if (tile.num_looked) {
       work.looked[thread].attend_to_means(whole, tile, partials);
       isa.merge_partials(total, partials, tile.num_rows(), D);
     }

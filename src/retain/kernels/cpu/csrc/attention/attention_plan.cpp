@@ -74,9 +74,9 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
   const int job_blocks = int(std::max<int64_t>(1, split_blocks / (JOBS_PER_THREAD * threads)));
   for (int i = 0; i < int(tiles.size()); ++i) {
     const QueryTile& tile = tiles[i];
-    const int blocks = tile.look ? 1 : num_blocks(args, tile);  // of a look, known once its slots are chosen
+    const int blocks = tile.num_looked ? 1 : num_blocks(args, tile);  // a look knows them once its slots are chosen
     partial_offsets.push_back(num_partial_floats);
-    is_split.push_back(!tile.look && tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
+    is_split.push_back(!tile.num_looked && tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
     if (!is_split.back()) {
       jobs.push_back({i, 0, blocks});
       continue;

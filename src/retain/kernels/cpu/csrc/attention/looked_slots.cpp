@@ -58,8 +58,8 @@ void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
   size_t num_competing = 0;
   for (float x : priorities_) num_competing += x >= 0 && x < ATTENDED;
   highest_ = HIDDEN;  // all are attended to
-  if (num_competing > size_t(tile.look)) {
-    const uint32_t lowest = find_nth(tile.look);
+  if (num_competing > size_t(tile.num_looked)) {
+    const uint32_t lowest = find_nth(tile.num_looked);
     memcpy(&highest_, &lowest, sizeof lowest);
     size_t num_above = 0;
     ties_.clear();
@@ -71,7 +71,7 @@ void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
     const int S = args.kv.S;
     auto position = [&](int32_t i) { return args.kv.pos[int64_t(table[i / S]) * S + i % S]; };
     std::sort(ties_.begin(), ties_.end(), [&](int32_t a, int32_t b) { return position(a) > position(b); });
-    for (size_t i = 0; i < tile.look - num_above; ++i) priorities_[ties_[i]] = ATTENDED;
+    for (size_t i = 0; i < tile.num_looked - num_above; ++i) priorities_[ties_[i]] = ATTENDED;
   }
   attended_.clear();
   for (int64_t i = 0; i < num_slots; ++i)
@@ -83,7 +83,8 @@ AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& ti
   choose(args, tile);
   const int64_t n = attended_.size(), S = args.kv.S;
   num_pages_ = int32_t((n + S - 1) / S);
-  keys_.resize(num_pages_ * args.kv.key_bytes()), values_.resize(num_pages_ * args.kv.value_bytes());
+  constexpr int BEHIND = 64;  // kernels may load what lies behind the last page
+  keys_.resize(num_pages_ * args.kv.key_bytes() + BEHIND), values_.resize(num_pages_ * args.kv.value_bytes() + BEHIND);
   positions_.assign(num_pages_ * S, -1), pages_.resize(num_pages_);
   std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;

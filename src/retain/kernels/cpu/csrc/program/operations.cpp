@@ -266,7 +266,7 @@ struct AttentionOp {
     if (layout.has_kv && args.kv.sketches) {
       const WriteArgs write = write_args(state);
       member.parallel_for(write.T, [&](int begin, int end) {
-        for (int t = begin; t < end; ++t) sketch_values(write, t);
+        for (int t = begin; t < end; ++t) sketch_token(write, t);
       });
       member.barrier();
     }

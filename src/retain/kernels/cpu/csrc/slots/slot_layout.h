@@ -136,7 +136,8 @@ INLINE void sketch_group(const Pool& kv, int64_t page, int group) {
   for (int i = 0; i < SKETCH_GROUP; ++i) {
     float squares = 0;
     for (int d = 0; d < D; ++d) squares += (v[i][d] - mean[d]) * (v[i][d] - mean[d]);
-    kv.deviations(page)[group * SKETCH_GROUP + i] = float_to_bf16(__builtin_sqrtf(squares));
+    const float distance = __builtin_sqrtf(squares);
+    kv.deviations(page)[group * SKETCH_GROUP + i] = float_to_bf16(distance < LARGEST_VALUE ? distance : LARGEST_VALUE);
   }
 }
 

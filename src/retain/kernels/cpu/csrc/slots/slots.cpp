@@ -28,11 +28,12 @@ void write(const WriteArgs& w) {
     const int begin = i % chunks * CHUNK;
     isa.write(w, i / chunks, begin, std::min(w.T, begin + CHUNK));
   }
-  for (int t = 0; t < w.T && w.kv.sketches; ++t) sketch_values(w, t);
+  for (int t = 0; t < w.T && w.kv.sketches; ++t) sketch_token(w, t);
 }
 
-void sketch_values(const WriteArgs& w, int t) {
-  for (int g = 0; g < w.G; ++g) selected_isa().sketch_values(w.kv, w.slots[g * w.slot_head_stride + t * w.slot_token_stride]);
+void sketch_token(const WriteArgs& w, int t) {
+  const int32_t* slots = w.slots + t * w.slot_token_stride;
+  for (int g = 0; g < w.G; ++g) selected_isa().sketch_values(w.kv, slots[g * w.slot_head_stride]);
 }
 
 static void check(const Pool& kv, const int64_t* slots, int64_t n) {
@@ -117,10 +118,9 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
         case DType::bfloat16: move_slot<uint16_t, 2>(kv, src[i], dst[i]); break;
         default: move_slot<uint8_t, 4>(kv, src[i], dst[i]); break;
       }
-      if (!kv.sketches) continue;
-      if (kv.dtype != DType::int4) copy_sketched_key(kv, src[i], dst[i]);
-      selected_isa().sketch_values(kv, dst[i]);
+      if (kv.sketches && kv.dtype != DType::int4) copy_sketched_key(kv, src[i], dst[i]);
     }
+  for (int64_t i = 0; i < lists * n && kv.sketches; ++i) selected_isa().sketch_values(kv, dst[i]);
 }
 
 }  // namespace retain
