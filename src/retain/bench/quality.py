@@ -144,7 +144,7 @@ def expand_policies(policy_specs: Iterable[str], budgets: Sequence[str]) -> list
     """
     expanded = []
     for spec in policy_specs:
-        if spec.startswith(("full", "ring", "look")) or "budget=" in spec:
+        if "budget=" in spec or not (parse_spec(spec)[0] == AUTO or policies.takes_budget(spec)):
             expanded.append(_checked(spec))
         else:
             expanded += [policy_at_budget(spec, budget) for budget in budgets]

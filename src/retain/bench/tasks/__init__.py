@@ -58,6 +58,11 @@ def build_prompt(llm: LLM, text: str, instruction: str, cue: str) -> list[int]:
     return llm.tokenizer.encode_chat([{"role": "user", "content": f"{instruction}\n\n{text}"}])
 
 
+def load_essays(llm: LLM, data: Path, num_essays: int | None = None) -> list[int]:
+    """Return the first essays of Paul Graham as the ids of one text."""
+    return llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays", num_essays)))
+
+
 def load_articles(llm: LLM, data: Path, num_articles: int, max_prompt_len: int) -> list[tuple[list[int], str]]:
     """Return news articles as prompts of at most `max_prompt_len` tokens, each with its reference summary."""
     found: list[tuple[list[int], str]] = []

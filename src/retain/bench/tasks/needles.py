@@ -11,7 +11,7 @@ from pathlib import Path
 
 from retain.bench.documents import Document, Question
 from retain.bench.documents import measure_later as measure
-from retain.bench.tasks import load_records
+from retain.bench.tasks import load_essays
 from retain.bench.tasks.recall import hide_facts, make_puzzle
 from retain.llm import LLM
 
@@ -25,7 +25,7 @@ NUM_DEPTHS = 9
 
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[Document]:
     """Return essays with a question about their fact: each length in turn, then the next depth."""
-    essays = llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays", 12)))
+    essays = load_essays(llm, data, 12)
     rng = random.Random(0)
     return [_make_document(llm, essays, i, max_prompt_len, rng) for i in range(num_items)]
 

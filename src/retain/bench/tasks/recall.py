@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from retain.bench.tasks import ForcedItem, ItemMetrics, load_records, teacher_force
+from retain.bench.tasks import ForcedItem, ItemMetrics, load_essays, teacher_force
 from retain.llm import LLM
 
 METRICS = ("needle", "passkey", "keys", "loss")
@@ -40,7 +40,7 @@ class Puzzle:
 
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[RecallItem]:
     """Return questions, kinds in turn, in haystacks of about `max_prompt_len` tokens; facts lie at even depths."""
-    essays = llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays", 12)))
+    essays = load_essays(llm, data, 12)
     rng = random.Random(0)
     items = []
     for i in range(num_items):

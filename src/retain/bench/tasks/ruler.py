@@ -10,7 +10,7 @@ import random
 from pathlib import Path
 
 from retain.bench.documents import Document, Question, measure
-from retain.bench.tasks import load_records
+from retain.bench.tasks import load_essays
 from retain.llm import LLM
 
 __all__ = ["METRICS", "REQUESTS_PER_ITEM", "load_items", "measure"]
@@ -27,7 +27,7 @@ FACT_TOKENS = 20  # about, of one fact
 
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[Document]:
     """Return documents of about `max_prompt_len` tokens with their questions."""
-    essays = llm.encode("\n\n".join(r["text"] for r in load_records(data, "paul_graham_essays")))
+    essays = load_essays(llm, data)
     return [_make_document(llm, essays, max_prompt_len, random.Random(i)) for i in range(num_items)]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.options import option_values
-from retain.plugins import load_plugin, plugin_names
+from retain.plugins import load_module, load_plugin, parse_spec, plugin_names
 
 ALIASES = {"streaming_llm": "sinks", "kvzip": "reread"}
 
@@ -25,6 +25,13 @@ def parse(spec: str) -> EvictionPolicy:
     name, colon, options = spec.partition(":")
     policy: EvictionPolicy = load_plugin(__name__, "Policy", "KV policy", ALIASES.get(name, name) + colon + options)
     return policy
+
+
+def takes_budget(spec: str) -> bool:
+    """Return whether the policy that a spec names has a budget; the spec may lack options. Raises ValueError."""
+    name, _ = parse_spec(spec)
+    module = load_module(__name__, ALIASES.get(name, name), names(), "KV policy")
+    return bool(module.Policy.has_budget)
 
 
 def name_of(policy: EvictionPolicy) -> str:
