@@ -263,3 +263,10 @@ def test_budget_bench_prints_a_line_for_each_figure(
     assert [line["policy"] for line in lines] == list(budget.THROUGHPUT_POLICIES)
     keys = "bench measurement policy tok_s speedup_over_full max_speedup decode_tok_s decode_speedup_over_full"
     assert set(lines[0]) == {*keys.split(), "max_running", "full_requests_fit", "num_preemptions"}
+
+
+def test_the_budget_bench_times_looks_at_each_length_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--model", "random:tiny", "--measurements", "looks", "--max-model-len", 400, "--json")
+    lines = [json.loads(line) for line in run_cli(capsys, "bench", "budget", *options).out.splitlines()]
+    assert [line["policy"] for line in lines] == ["full", *budget.LOOK_POLICIES]
+    assert {line["measurement"] for line in lines} == {"decode, 100 tokens"}

@@ -34,6 +34,7 @@ SCORING_POLICIES = {
     "tau=1.5": f"keyformer:budget={UNREACHABLE_BUDGET},tau=1.5",
 }
 EVICTION_POLICIES = ("full", "h2o", "h2o:share=all,value=norm", "gate", "reread:share=all,value=norm")
+LOOK_POLICIES = ("look:slots=25%", "look:slots=12.5%")
 THROUGHPUT_POLICIES = ("full", "h2o:budget=25%", "h2o:budget=25%,prefill=stream", "keyformer:budget=25%")
 
 
@@ -43,12 +44,9 @@ def measure_scoring(llm: LLM) -> list[Line]:
     prompt_len = min(4096, llm.max_model_len - 200)
     for batch_size in (1, 8):
         times = time_side_by_side(llm, list(SCORING_POLICIES.values()), prompt_len, batch_size, num_steps=48)
-        for name, t in zip(SCORING_POLICIES, times, strict=True):
-            lines.append({"measurement": f"decode, batch {batch_size}", "policy": name, **_compare_times(t, times[0])})
+        lines += _compare_with_first(f"decode, batch {batch_size}", list(SCORING_POLICIES), times)
     times = time_prefills(llm, list(SCORING_POLICIES.values()), prompt_len, num_repeats=3)
-    for name, t in list(zip(SCORING_POLICIES, times, strict=True))[:3]:
-        lines.append({"measurement": "prefill", "policy": name, **_compare_times(t, times[0])})
-    return lines
+    return lines + _compare_with_first("prefill", list(SCORING_POLICIES), times)[:3]
 
 
 def measure_eviction(llm: LLM) -> Iterator[Line]:
@@ -72,8 +70,24 @@ def measure_decode(llm: LLM, prompt_len: int = 7000, batch_size: int = 8) -> lis
     prompt_len = min(prompt_len, llm.max_model_len - 600)
     names = ["full", *(f"{p}:budget={b}" for b in ("50%", "25%") for p in ("h2o", "keyformer"))]
     times = time_side_by_side(llm, names, prompt_len, batch_size, num_steps=160)
+    return _compare_with_first(f"decode, batch {batch_size}", names, times)
+
+
+def measure_looks(llm: LLM) -> Iterator[Line]:
+    """Time a decode step behind 100, 2000 and 7000 tokens that attends to all slots, a quarter or an eighth of them.
+
+    The engine allows LOOK_POLICIES. Lengths that the model's context does not hold are left out.
+    """
+    names = ["full", *LOOK_POLICIES]
+    for prompt_len in (100, 2000, 7000):
+        if prompt_len <= llm.max_model_len - 200:
+            times = time_side_by_side(llm, names, prompt_len, batch_size=1, num_steps=96)
+            yield from _compare_with_first(f"decode, {prompt_len} tokens", names, times)
+
+
+def _compare_with_first(measurement: str, names: Sequence[str], times: Sequence[list[float]]) -> list[Line]:
     return [
-        {"measurement": f"decode, batch {batch_size}", "policy": name, **_compare_times(t, times[0])}
+        {"measurement": measurement, "policy": name, **_compare_times(t, times[0])}
         for name, t in zip(names, times, strict=True)
     ]
 
@@ -115,6 +129,7 @@ MEASUREMENTS: dict[str, Callable[[LLM], Iterable[Line]]] = {
     "scoring": measure_scoring,
     "eviction": measure_eviction,
     "decode": measure_decode,
+    "looks": measure_looks,
     "throughput": measure_throughput,
 }
 

@@ -61,7 +61,7 @@ def run_budget(args: Namespace) -> None:
     config = engine_config(args)
     names = from_args(BudgetBenchConfig, args).measurements
     check_known("measurement", names, budget.MEASUREMENTS)
-    llm = loading.load_llm(config)
+    llm = loading.load_llm(replace(config, allow_policy=budget.LOOK_POLICIES if "looks" in names else ()))
     for name in names:
         print_lines(({"bench": name, **line} for line in budget.MEASUREMENTS[name](llm)), args.json)
 
