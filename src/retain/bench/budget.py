@@ -129,8 +129,8 @@ MEASUREMENTS: dict[str, Callable[[LLM], Iterable[Line]]] = {
     "scoring": measure_scoring,
     "eviction": measure_eviction,
     "decode": measure_decode,
-    "looks": measure_looks,
     "throughput": measure_throughput,
+    "looks": measure_looks,
 }
 
 

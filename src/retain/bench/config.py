@@ -25,7 +25,7 @@ class BudgetBenchConfig:
     """Options of `retain bench budget`."""
 
     measurements: tuple[str, ...] = option(
-        ("scoring", "decode"), "of scoring, eviction, decode, looks and throughput, comma-separated", separator=","
+        ("scoring", "decode"), "of scoring, eviction, decode, throughput and looks, comma-separated", separator=","
     )
 
 

@@ -14,7 +14,7 @@ INLINE float bound_value(float x) {
   return y == y ? y : 0.0f;
 }
 
-// Writes a rotated key into its page of keys in 4 bits. `rotated` has room for a vector behind it.
+// Writes a rotated key into its page of keys in 4 bits.
 INLINE void sketch_key(const Pool& kv, int64_t page, int64_t offset, const float* rotated) {
   const Pool to = kv.sketched_keys();
   const int S = kv.S, group = slot_group(kv.k_dim);
