@@ -178,9 +178,9 @@ struct Bf16Pairs {
 };
 template <int W>
 INLINE Bf16Pairs<W> load_pairs(const bf16* p) {
-  Bf16Pairs<W> x;
-  memcpy(&x, p, sizeof x);
-  return x;
+  typename Lanes<W>::u bits;
+  memcpy(&bits, p, sizeof bits);
+  return {bits};
 }
 template <int W>
 INLINE typename Lanes<W>::f dot(typename Lanes<W>::f sum, const Bf16Pairs<W>& x, const float* a) {
