@@ -102,13 +102,14 @@ class LookedSlots {
  private:
   void rank(const AttentionArgs&, const QueryTile&, float* scratch);
   void choose(const AttentionArgs&, const QueryTile&);
-  uint32_t find_nth(size_t n);
+  void list_slots(float lowest);
+  float guess_lowest(size_t n);
 
-  AlignedVector<float> scores_, priorities_;  // [R, slots], [slots]
-  std::vector<float> maxima_;                 // [R]
-  float highest_;                             // of slots that are not chosen; HIDDEN where all are
-  std::vector<int32_t> counts_, ties_, attended_;  // attended_: places in the table, ascending
-  std::vector<uint32_t> ranks_;
+  AlignedVector<float> scores_, priorities_;          // [R, slots], [slots]
+  std::vector<float> maxima_;                         // [R]
+  float highest_;                                     // of slots that are not chosen; HIDDEN where all are
+  std::vector<float> sample_, competing_;             // priorities
+  std::vector<int32_t> ties_, attended_;              // places in the table; attended_: ascending
   AlignedVector<char> keys_, values_;
   std::vector<int32_t> positions_, pages_;
   int32_t num_pages_;

@@ -4,17 +4,12 @@
 // The choice is of one token and one kv head: it depends on nothing else of the step.
 #include <algorithm>
 #include <cstring>
+#include <functional>
 #include <numeric>
 
 #include "kernels.h"
 
 namespace retain {
-
-static uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, sizeof bits);
-  return bits;
-}
 
 // Computes the priorities of all slots of a table. All query heads of the kv head are asked, not only those of the tile:
 // with many of them, several tiles of a token make the same choice.
@@ -35,47 +30,57 @@ void LookedSlots::rank(const AttentionArgs& args, const QueryTile& tile, float* 
   isa.look_priorities(args, tile, priorities_.data());
 }
 
-// Returns the bits of the n-th largest priority of those that compete. The bits of positive numbers ascend as they do: a
-// histogram of the first ones leaves few to be sorted.
-uint32_t LookedSlots::find_nth(size_t n) {
-  constexpr int SHIFT = 20;
-  counts_.assign(1 << (31 - SHIFT), 0);
-  for (float x : priorities_)
-    if (x >= 0 && x < ATTENDED) ++counts_[bits_of(x) >> SHIFT];
-  uint32_t bin = counts_.size() - 1;
-  for (; counts_[bin] < int32_t(n); --bin) n -= counts_[bin];
-  ranks_.clear();
-  for (float x : priorities_)
-    if (x >= 0 && x < ATTENDED && bits_of(x) >> SHIFT == bin) ranks_.push_back(bits_of(x));
-  const auto nth = ranks_.end() - n;
-  std::nth_element(ranks_.begin(), nth, ranks_.end());
-  return *nth;
+// Lists the slots whose priorities are at least `lowest` in `attended_`, and the priorities of those that compete in
+// `competing_`.
+void LookedSlots::list_slots(float lowest) {
+  const int32_t num_slots = int32_t(priorities_.size());
+  attended_.resize(num_slots);
+  int32_t n = 0;
+  for (int32_t i = 0; i < num_slots; ++i) {  // without a branch
+    attended_[n] = i;
+    n += priorities_[i] >= lowest;
+  }
+  attended_.resize(n);
+  competing_.clear();
+  for (int32_t i : attended_)
+    if (priorities_[i] < ATTENDED) competing_.push_back(priorities_[i]);
+}
+
+// Returns a priority that more than n slots reach in all likelihood, and few more: one of a sample. 0 for few slots.
+float LookedSlots::guess_lowest(size_t n) {
+  constexpr size_t STEP = 17;  // of a group of 16 each place has its turn
+  sample_.clear();
+  for (size_t i = 0; i < priorities_.size(); i += STEP)
+    if (priorities_[i] >= 0 && priorities_[i] < ATTENDED) sample_.push_back(priorities_[i]);
+  const size_t rank = n / STEP + n / STEP / 4 + 4;
+  if (rank >= sample_.size()) return 0;
+  std::nth_element(sample_.begin(), sample_.begin() + rank, sample_.end(), std::greater<float>());
+  return sample_[rank];
 }
 
 // Chooses the slots with the highest priorities, of equal ones the newest.
 void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
-  const int64_t num_slots = priorities_.size();
-  size_t num_competing = 0;
-  for (float x : priorities_) num_competing += x >= 0 && x < ATTENDED;
+  const size_t n = tile.num_looked;
   highest_ = HIDDEN;  // all are attended to
-  if (num_competing > size_t(tile.num_looked)) {
-    const uint32_t lowest = find_nth(tile.num_looked);
-    memcpy(&highest_, &lowest, sizeof lowest);
-    size_t num_above = 0;
+  list_slots(guess_lowest(n));
+  if (competing_.size() < n) list_slots(0);
+  if (competing_.size() <= n) return;
+  std::nth_element(competing_.begin(), competing_.begin() + n, competing_.end(), std::greater<float>());
+  highest_ = competing_[n];
+  size_t num_above = 0;
+  for (size_t i = 0; i < n; ++i) num_above += competing_[i] > highest_;
+  if (num_above < n) {  // some of equal priorities are chosen, and some not
     ties_.clear();
-    for (int64_t i = 0; i < num_slots; ++i) {
-      num_above += priorities_[i] > highest_ && priorities_[i] < ATTENDED;
-      if (priorities_[i] == highest_) ties_.push_back(int32_t(i));
-    }
+    for (int32_t i : attended_)
+      if (priorities_[i] == highest_) ties_.push_back(i);
     const int32_t* table = args.tables.page_table(tile.b, tile.g);
     const int S = args.kv.S;
     auto position = [&](int32_t i) { return args.kv.pos[int64_t(table[i / S]) * S + i % S]; };
     std::sort(ties_.begin(), ties_.end(), [&](int32_t a, int32_t b) { return position(a) > position(b); });
-    for (size_t i = 0; i < tile.num_looked - num_above; ++i) priorities_[ties_[i]] = ATTENDED;
+    for (size_t i = 0; i < n - num_above; ++i) priorities_[ties_[i]] = ATTENDED;
   }
-  attended_.clear();
-  for (int64_t i = 0; i < num_slots; ++i)
-    if (priorities_[i] > highest_) attended_.push_back(int32_t(i));
+  const auto is_other = [&](int32_t i) { return priorities_[i] <= highest_; };
+  attended_.erase(std::remove_if(attended_.begin(), attended_.end(), is_other), attended_.end());
 }
 
 AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
