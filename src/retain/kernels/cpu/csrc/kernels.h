@@ -119,7 +119,8 @@ class LookedSlots {
 struct AttentionWorkspace {
   AttentionPlan plan;
   MassAccumulator mass;
-  std::vector<LookedSlots> looked;  // of each thread
+  std::vector<LookedSlots> looked;                 // of each thread
+  std::vector<AlignedVector<char>> transposed_keys;  // of each thread
   AlignedVector<float> partials;
   std::unique_ptr<std::atomic<int>[]> blocks_done;  // for each tile
   size_t max_tiles = 0;

@@ -46,6 +46,9 @@ constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and
 // interleaved, bytes are 128 too high, and bfloat16 scales [S] follow. With 4 bits K is [D / 8, S, 4] and V is
 // [S / 4, D / 2, 4]: bytes of two numbers, 8 too high, the first half of a group in low nibbles; then scales
 // [D / group, S]. k8v4 has K of 8 bits and V of 4.
+//
+// A pool with sketches has its K by slot, [S, D], because looks read single slots; attention to whole pages transposes
+// them. With 4 bits K itself is what looks choose by, and stays.
 struct Pool {
   void* k;
   void* v;
@@ -65,6 +68,11 @@ struct Pool {
   INLINE int num_key_scales() const { return num_scales(key_width(), k_dim); }
   INLINE int num_value_scales() const { return num_scales(value_width(), v_dim); }
   INLINE int num_scales(int width, int D) const { return !is_quantized() ? 0 : width == D ? 1 : D / slot_group(D); }
+  INLINE bool has_keys_by_slot() const { return sketches && dtype != DType::int4; }
+  // Words of 4 bytes: of a key, between those of a key, and between the first ones of two keys of a page.
+  INLINE int key_words() const { return key_width() * element_size(dtype) / 4; }
+  INLINE int key_word_stride() const { return has_keys_by_slot() ? 1 : S; }
+  INLINE int key_slot_stride() const { return has_keys_by_slot() ? key_words() : 1; }
   INLINE int64_t key_bytes() const { return int64_t(S) * (key_width() * element_size(dtype) + 2 * num_key_scales()); }
   INLINE int64_t value_bytes() const {
     return int64_t(S) * (value_width() * element_size(dtype) + 2 * num_value_scales());
@@ -219,6 +227,7 @@ struct AttentionArgs {
   int T, R;
   AttentionParams params;
   AttentionScoring scoring;
+  char* transposed_keys = nullptr;  // memory for a block of pages, where the pool has keys by slot
 
   INLINE bool has_demoted() const { return demoted_kv.k; }
   // The same attention, to demoted tokens alone.

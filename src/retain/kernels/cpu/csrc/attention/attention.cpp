@@ -53,7 +53,7 @@ static void clear_padding(const AttentionArgs& args) {
 void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
   plan.build(args, threads);
   mass.build(args, plan, threads);
-  looked.resize(threads);
+  looked.resize(threads), transposed_keys.resize(threads);
   if (partials.size() < size_t(plan.num_partial_floats)) partials.resize(plan.num_partial_floats);
   if (max_tiles < plan.tiles.size()) {
     max_tiles = 2 * plan.tiles.size();
@@ -67,7 +67,13 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
   alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
-  const AttentionArgs args = tile.num_looked ? work.looked[thread].gather(whole, tile, scratch) : whole;
+  AttentionArgs args = tile.num_looked ? work.looked[thread].gather(whole, tile, scratch) : whole;
+  if (args.kv.has_keys_by_slot()) {
+    constexpr int BEHIND = 64;  // kernels may load what lies behind the last page
+    AlignedVector<char>& memory = work.transposed_keys[thread];
+    memory.resize(pages_per_block(args.kv) * args.kv.key_bytes() + BEHIND);
+    args.transposed_keys = memory.data();
+  }
   const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = tile.num_looked ? blocks : job.end - job.begin;
   const int own_blocks = num_blocks(args.kv, args.tables, tile);
   const AttentionArgs demoted = args.demoted();

@@ -7,6 +7,7 @@
 
 #include "attention/attention_mass.h"
 #include "attention/integer_pages.h"
+#include "attention/key_transpose.h"
 #include "attention/page_gemm.h"
 #include "isa/simd.h"
 #include "types.h"
@@ -260,7 +261,8 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   const Pool& kv = args.kv;
   VisiblePages<Page> pages = {n, S, kv.k_dim, D, kv.key_bytes(), kv.value_bytes(), {}, {}, {}};
   for (int j = 0; j < n; ++j) {
-    pages.keys[j] = static_cast<const Page*>(args.kv.key_page(page[j]));
+    pages.keys[j] =
+        static_cast<const Page*>(keys_by_dimension(kv, page[j], args.transposed_keys + j * pages.key_bytes));
     pages.values[j] = static_cast<const Page*>(args.kv.value_page(page[j]));
     const int next = order.in_table(last + j < order.n ? last + j : order.n - 1);
     pages.next_keys[j] = static_cast<const Page*>(args.kv.key_page(table[next]));

@@ -81,16 +81,34 @@ INLINE void look_priorities_impl(const AttentionArgs& args, const QueryTile& til
   }
 }
 
+// Asks for the memory of m slots. P slots of V are interleaved.
+template <int P>
+INLINE void prefetch_slots(const Pool& kv, const int32_t* table, const int32_t* places, int m) {
+  const int key_bytes = kv.has_keys_by_slot() ? 4 * kv.key_words() : 0, value_bytes = 4 * kv.value_width();
+  for (int j = 0; j < m; ++j) {
+    const int64_t page = table[places[j] / kv.S];
+    const int offset = places[j] % kv.S;
+    const char* k = static_cast<const char*>(kv.key_page(page)) + offset * key_bytes;
+    const char* v = static_cast<const char*>(kv.value_page(page)) + offset / P * value_bytes;
+    for (int i = 0; i < key_bytes; i += 64) __builtin_prefetch(k + i);
+    for (int i = 0; i < value_bytes; i += 64) __builtin_prefetch(v + i);
+  }
+}
+
 // P numbers of 4 bytes together are interleaved: dimensions of K, and slots of V (see Pool).
 template <int P>
 INLINE void gather_slots_impl(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to) {
   constexpr int BITS = 32 / P;
   constexpr uint32_t MASK = P == 1 ? ~0u : (1u << BITS % 32) - 1;
-  const int S = from.S, key_words = from.key_width() / P, value_words = from.value_width();
+  const int S = from.S, key_words = from.key_words(), value_words = from.value_width();
+  const uint32_t* keys[MAX_PAGE_SIZE];
   int64_t page[MAX_PAGE_SIZE];
   int offset[MAX_PAGE_SIZE];
+  auto num_slots = [&](int64_t first) { return n - first < S ? int(n - first) : S; };
+  prefetch_slots<P>(from, table, places, num_slots(0));
   for (int64_t first = 0; first < n; first += S) {
-    const int m = n - first < S ? int(n - first) : S;
+    const int m = num_slots(first);
+    if (first + S < n) prefetch_slots<P>(from, table, places + first + S, num_slots(first + S));
     const int64_t to_page = first / S;
     for (int j = 0; j < m; ++j) {
       const int32_t i = places[first + j] / S;
@@ -98,11 +116,15 @@ INLINE void gather_slots_impl(const Pool& from, const int32_t* table, const int3
       to.pos[first + j] = from.pos[page[j] * S + offset[j]];
     }
     uint32_t* to_k = static_cast<uint32_t*>(to.key_page(to_page));
-    for (int begin = 0, end; begin < m; begin = end) {  // slots of one page
-      for (end = begin + 1; end < m && page[end] == page[begin];) ++end;
-      const uint32_t* k = static_cast<const uint32_t*>(from.key_page(page[begin]));
-      for (int d = 0; d < key_words; ++d)
-        for (int j = begin; j < end; ++j) to_k[d * S + j] = k[d * S + offset[j]];
+    if (from.has_keys_by_slot()) {
+      for (int j = 0; j < m; ++j)
+        keys[j] = static_cast<const uint32_t*>(from.key_page(page[j])) + offset[j] * key_words;
+      transpose_keys(keys, m, key_words, S, to_k);
+    } else {
+      for (int j = 0; j < m; ++j) {
+        const uint32_t* k = static_cast<const uint32_t*>(from.key_page(page[j])) + offset[j];
+        for (int d = 0; d < key_words; ++d) to_k[d * S + j] = k[d * S];
+      }
     }
     for (int j = 0; j < m; j += P) {
       uint32_t* to_v = static_cast<uint32_t*>(to.value_page(to_page)) + j / P * value_words;

@@ -94,7 +94,7 @@ AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& ti
   std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;
   Pool& to = own.kv;
-  to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
+  to.sketches = nullptr, to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
   to.key_stride = to.key_bytes(), to.value_stride = to.value_bytes();
   if (n % S) {  // holes hold finite numbers
     memset(to.key_page(num_pages_ - 1), 0, to.key_bytes());

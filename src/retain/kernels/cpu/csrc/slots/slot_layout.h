@@ -25,17 +25,17 @@ INLINE void sketch_key(const Pool& kv, int64_t page, int64_t offset, const float
   for (int d = 0; d < kv.k_dim / 2; d += 4) memcpy(keys + d * S, bytes + d, 4);
 }
 
-// A key is strided by S in its page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
+// The words of a key have a stride in their page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
 template <class To>
 INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
-  const int S = kv.S, D = kv.v_dim;
+  const int stride = kv.key_word_stride(), D = kv.v_dim;
   constexpr int P = INTERLEAVE<To>;
-  To* to_k = static_cast<To*>(kv.key_page(page)) + P * offset;
+  To* to_k = static_cast<To*>(kv.key_page(page)) + P * kv.key_slot_stride() * offset;
   To* to_v = static_cast<To*>(kv.value_page(page)) + offset / P * P * D + offset % P;
-  for (int d = 0; d < kv.k_dim; ++d) from_float(k[d], to_k[d / P * P * S + d % P]);
+  for (int d = 0; d < kv.k_dim; ++d) from_float(k[d], to_k[d / P * P * stride + d % P]);
   for (int d = 0; d < D; ++d) from_float(v[d], to_v[P * d]);
   if (!kv.sketches) return;
-  for (int d = 0; d < kv.k_dim; ++d) k[d] = to_float(to_k[d / P * P * S + d % P]);
+  for (int d = 0; d < kv.k_dim; ++d) k[d] = to_float(to_k[d / P * P * stride + d % P]);
   rotate(k, kv.k_dim);
   sketch_key(kv, page, offset, k);
 }
@@ -51,8 +51,8 @@ INLINE void write_quantized_slot(const Pool& kv, int64_t page, int64_t offset, f
   };
   rotate(k, kv.k_dim);
   round(k, kv.k_dim, key_width, kv.key_scales(page));
-  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * offset;
-  for (int d = 0; d < key_width; d += 4) memcpy(keys + d * S, bytes + d, 4);
+  uint8_t* const keys = static_cast<uint8_t*>(kv.key_page(page)) + 4 * kv.key_slot_stride() * offset;
+  for (int d = 0; d < key_width; d += 4) memcpy(keys + d * kv.key_word_stride(), bytes + d, 4);
   if (kv.sketches && key_width == kv.k_dim) {
     const float scale = bf16_to_float(kv.key_scales(page)[offset]);
     for (int d = 0; d < kv.k_dim; ++d) k[d] = scale * (uint8_t(bytes[d]) - 128);
@@ -76,12 +76,12 @@ INLINE void write_token(const Pool& kv, int64_t slot, float* k, const float* v, 
 
 template <class From>
 INLINE void read_slot(const Pool& kv, int64_t page, int64_t offset, float* k, float* v) {
-  const int S = kv.S, D = kv.v_dim;
+  const int stride = kv.key_word_stride(), D = kv.v_dim;
   constexpr int P = INTERLEAVE<From>;
-  const From* from_k = static_cast<const From*>(kv.key_page(page)) + P * offset;
+  const From* from_k = static_cast<const From*>(kv.key_page(page)) + P * kv.key_slot_stride() * offset;
   const From* from_v = static_cast<const From*>(kv.value_page(page)) + offset / P * P * D + offset % P;
   for (int d = 0; d < kv.k_dim; d += P)
-    for (int i = 0; i < P; ++i) k[d + i] = to_float(from_k[d * S + i]);
+    for (int i = 0; i < P; ++i) k[d + i] = to_float(from_k[d * stride + i]);
   for (int d = 0; d < D; ++d) v[d] = to_float(from_v[P * d]);
 }
 
@@ -100,8 +100,8 @@ INLINE void read_quantized_slot(const Pool& kv, int64_t page, int64_t offset, fl
       }
     }
   };
-  const uint8_t* const keys = static_cast<const uint8_t*>(kv.key_page(page)) + 4 * offset;
-  for (int d = 0; d < key_width; d += 4) memcpy(bytes + d, keys + d * S, 4);
+  const uint8_t* const keys = static_cast<const uint8_t*>(kv.key_page(page)) + 4 * kv.key_slot_stride() * offset;
+  for (int d = 0; d < key_width; d += 4) memcpy(bytes + d, keys + d * kv.key_word_stride(), 4);
   dequantize(kv.k_dim, key_width, kv.key_scales(page), k);
   rotate(k, kv.k_dim);
   const uint8_t* const values =

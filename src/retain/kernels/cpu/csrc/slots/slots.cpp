@@ -78,13 +78,13 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
 template <class T, int INTERLEAVE>
 static void move_slot(const Pool& kv, int64_t from, int64_t to) {
   constexpr int P = INTERLEAVE;
-  const int S = kv.S, value_width = kv.value_width();
+  const int S = kv.S, stride = kv.key_word_stride(), slot_stride = kv.key_slot_stride(), value_width = kv.value_width();
   const int64_t a = from / S, b = to / S, i = from % S, j = to % S;
-  const T* k = static_cast<const T*>(kv.key_page(a)) + P * i;
+  const T* k = static_cast<const T*>(kv.key_page(a)) + P * slot_stride * i;
   const T* v = static_cast<const T*>(kv.value_page(a)) + i / P * P * value_width + i % P;
-  T* to_k = static_cast<T*>(kv.key_page(b)) + P * j;
+  T* to_k = static_cast<T*>(kv.key_page(b)) + P * slot_stride * j;
   T* to_v = static_cast<T*>(kv.value_page(b)) + j / P * P * value_width + j % P;
-  for (int d = 0; d < kv.key_width(); ++d) to_k[d / P * P * S + d % P] = k[d / P * P * S + d % P];
+  for (int d = 0; d < kv.key_width(); ++d) to_k[d / P * P * stride + d % P] = k[d / P * P * stride + d % P];
   for (int d = 0; d < value_width; ++d) to_v[P * d] = v[P * d];
   if (kv.is_quantized()) {
     const int key_scales = kv.num_key_scales(), value_scales = kv.num_value_scales();
