@@ -15,7 +15,7 @@ from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.slots.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.slots.reinterpret import PageFormat
-from tests.helpers.attention_case import AttentionCase, assert_close
+from tests.helpers.attention_case import AttentionCase, assert_close, torch_threads
 from tests.helpers.backend_variants import ISAS, VARIANTS, use_isa, use_variant
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -189,6 +189,32 @@ def test_the_bits_of_a_token_depend_on_itself_alone(isa: str, dtype: torch.dtype
                 own = torch.tensor(looks[i : i + 1], dtype=torch.int32)
                 alone = replace(t, rows=t.rows[b : b + 1], query_start_loc=one, looks=own)
                 assert torch.equal(cpu.attend(q[i : i + 1], kv, alone, q_pos[i : i + 1], case.params)[0], together[i])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [BF16, INT8])
+def test_threads_that_share_a_look_choose_as_one_does(isa: str, dtype: torch.dtype) -> None:
+    case = AttentionCase(fresh=(1, 1), pages=((150, 7), (60, 3)), D=D, dtype=dtype, holes=0.01, looks=(300, 700))
+    q, q_pos = case.build_queries()
+    with use_isa(isa):
+        kv = case.build_cache(cpu)
+        found = []
+        for n in (1, 6, 16):
+            with torch_threads(n):
+                found.append(cpu.attend(q, kv, case.build_tables(), q_pos, case.params))
+    assert torch.equal(found[1], found[0]) and torch.equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", POOL_DTYPES)
+@pytest.mark.parametrize("dim", [24, 72])
+def test_sketches_change_no_bit_for_tokens_that_see_all_slots(isa: str, dtype: torch.dtype, dim: int) -> None:
+    """A pool with sketches has its keys by slot."""
+    dim = 64 if dtype == INT4 else dim  # groups of 4 bits are even
+    case = AttentionCase(fresh=(5, 1, 40), pages=((9, 7), (3, 5), (6, 6)), D=dim, dtype=dtype, holes=0.01)
+    with use_isa(isa):
+        expected = case.attend(cpu)
+        assert torch.equal(case.with_changes(looks=(0,) * 46).attend(cpu), expected)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

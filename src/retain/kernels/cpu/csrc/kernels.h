@@ -49,7 +49,8 @@ struct AttentionPlan {
   std::vector<QueryTile> tiles;
   std::vector<char> is_split;            // for each tile: whether several jobs share its blocks
   std::vector<int64_t> partial_offsets;  // for each split tile: where its blocks' partial results begin
-  std::vector<AttentionJob> jobs, split_jobs;
+  std::vector<AttentionJob> jobs, split_jobs;  // of a tile that looks: share `begin` of `end`
+  std::vector<int> shared_looks;               // tiles whose looks threads share
   int64_t num_partial_floats = 0;
   double multiply_adds = 0;
 
@@ -91,35 +92,50 @@ class MassAccumulator {
   std::mutex mutex_;                                    // of heads_, finished_ and spare_buffers_
 };
 
-// What a tile of one token looks at (looked_slots.cpp). A thread reuses it.
-class LookedSlots {
+// Slots that were copied one behind the other: pages for attention (looked_slots.cpp). A thread reuses them.
+class GatheredSlots {
  public:
-  // Chooses slots and copies them one behind the other. Returns the arguments for attention to the copies.
-  AttentionArgs gather(const AttentionArgs&, const QueryTile&, float* scratch);
-  // Computes partial results of attention to the means that stand for the others.
-  void attend_to_means(const AttentionArgs&, const QueryTile&, float* partials) const;
+  // Copies n slots, by their places in a tile's table. Returns the arguments for attention to the copies.
+  AttentionArgs gather(const AttentionArgs&, const QueryTile&, const int32_t* places, int64_t n);
 
  private:
-  void rank(const AttentionArgs&, const QueryTile&, float* scratch);
-  void choose(const AttentionArgs&, const QueryTile&);
-  void list_slots(float lowest);
-  float guess_lowest(size_t n);
-
-  AlignedVector<float> scores_, priorities_;          // [R, slots], [slots]
-  std::vector<float> maxima_;                         // [R]
-  float highest_;                                     // of slots that are not chosen; HIDDEN where all are
-  std::vector<float> sample_, competing_;             // priorities
-  std::vector<int32_t> ties_, attended_;              // places in the table; attended_: ascending
   AlignedVector<char> keys_, values_;
   std::vector<int32_t> positions_, pages_;
   int32_t num_pages_;
+};
+
+// What a tile of one token looks at (looked_slots.cpp): `begin`, then `rank` of all parts of its table, then `choose`.
+// Then its blocks are those of the means that stand for slots, one for each part, and those of the slots it attends to.
+class LookedSlots {
+ public:
+  void begin(const AttentionArgs&, const QueryTile&);
+  int num_parts() const { return num_parts_; }
+  void rank(const AttentionArgs&, const QueryTile&, int part, float* scratch);
+  void choose(const AttentionArgs&, const QueryTile&);
+  int num_blocks(const Pool&) const;
+  // Computes partial results of a block, given queries in `scratch`. Returns whether a slot is visible.
+  bool attend(const AttentionArgs&, const QueryTile&, int block, GatheredSlots&, float* scratch, float* partials);
+
+ private:
+  LookPart part(int part, int row);
+  void rank_all(const AttentionArgs&, const QueryTile&);
+  void list_slots(float lowest);
+  float guess_lowest(size_t n);
+
+  int num_pages_, num_parts_, page_size_;
+  AlignedVector<float> weights_, priorities_;  // [R, slots], [slots]
+  std::vector<float> maxima_, sums_;           // [parts, R]
+  float highest_;                              // of slots that are not chosen; HIDDEN where all are
+  std::vector<float> sample_, competing_;      // priorities
+  std::vector<int32_t> ties_, attended_;       // places in the table; attended_: ascending
 };
 
 // Memory of the `attend` kernel. Callers reuse it between calls.
 struct AttentionWorkspace {
   AttentionPlan plan;
   MassAccumulator mass;
-  std::vector<LookedSlots> looked;                 // of each thread
+  std::vector<LookedSlots> looks;                    // those that threads share, or of each thread
+  std::vector<GatheredSlots> gathered;               // of each thread
   std::vector<AlignedVector<char>> transposed_keys;  // of each thread
   AlignedVector<float> partials;
   std::unique_ptr<std::atomic<int>[]> blocks_done;  // for each tile

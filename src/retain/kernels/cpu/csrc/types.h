@@ -242,8 +242,15 @@ struct AttentionArgs {
 struct QueryTile {
   int b, g, begin, end;
   int num_looked = 0;  // slots that its only token chooses; 0: it may have several tokens, which attend to all slots
+  int look = -1;       // the index of its look, where threads share it
 
   INLINE int num_rows() const { return end - begin; }
+};
+// Pages begin .. end - 1 of a tile's table, and the weights of their slots for rows that are `stride` apart.
+struct LookPart {
+  int begin, end;
+  float* weights;
+  int64_t stride;
 };
 // More rows share the cost of fetching and converting a page; fewer rows keep a tile's scores in cache.
 constexpr int MAX_TILE_ROWS = 48;
@@ -324,19 +331,20 @@ struct IsaKernels {
                       const MassBuffers* mass);
   // Merges the partial results of a block into those of the blocks before it.
   void (*merge_partials)(float* total, const float* next, int rows, int D);
-  // Computes e^(score - maximum) [rows, slots] of a tile of one token by keys in 4 bits, for the slots of its table, and
-  // the maxima [rows]; of a row that sees no slot only that. Adds their softmax to `weights` [slots].
-  void (*look_weights)(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,
-                       float* weights);
-  // Multiplies weights by deviations: priorities of the slots of groups that a tile's only token sees whole. Of other
-  // groups, visible slots get ATTENDED and hidden ones HIDDEN.
-  void (*look_priorities)(const AttentionArgs&, const QueryTile&, float* weights);
+  // Computes weights e^(score - maximum) of a tile of one token by keys in 4 bits, for the slots of a part of its table,
+  // and the maxima and sums [rows].
+  void (*look_weights)(const AttentionArgs&, const QueryTile&, const LookPart&, float* scratch, float* maxima,
+                       float* sums);
+  // Computes priorities of the slots of a part: the sum of factor * weight over the query heads of the kv head, times
+  // the deviation. Of groups that the token does not see whole, visible slots get ATTENDED and hidden ones HIDDEN.
+  void (*look_priorities)(const AttentionArgs&, const QueryTile&, const LookPart&, const float* factors,
+                          float* priorities);
   // Copies n slots, by their ascending places in a table, one behind the other to a pool whose pages follow each other.
   void (*gather_slots)(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);
-  // Sums the means of values of a table into a partial result: times the sums of what `look_weights` computed for a row
-  // over those slots of a group whose priority is 0 to `highest`.
-  void (*sum_means)(const AttentionArgs&, const QueryTile&, const float* scores, float maximum,
-                    const float* priorities, float highest, float* partial);
+  // Sums the means of values of a part of a table into a partial result of a row: times the sums of its weights over
+  // those slots of a group whose priority is 0 to `highest`.
+  void (*sum_means)(const AttentionArgs&, const QueryTile&, const LookPart&, float maximum, const float* priorities,
+                    float highest, float* partial);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);

@@ -53,7 +53,9 @@ static void clear_padding(const AttentionArgs& args) {
 void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
   plan.build(args, threads);
   mass.build(args, plan, threads);
-  looked.resize(threads), transposed_keys.resize(threads);
+  gathered.resize(threads), transposed_keys.resize(threads);
+  looks.resize(std::max(plan.shared_looks.size(), size_t(threads)));
+  for (size_t i = 0; i < plan.shared_looks.size(); ++i) looks[i].begin(args, plan.tiles[plan.shared_looks[i]]);
   if (partials.size() < size_t(plan.num_partial_floats)) partials.resize(plan.num_partial_floats);
   if (max_tiles < plan.tiles.size()) {
     max_tiles = 2 * plan.tiles.size();
@@ -62,49 +64,77 @@ void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
   for (size_t i = 0; i < plan.tiles.size(); ++i) blocks_done[i].store(0, std::memory_order_relaxed);
 }
 
+// Chooses the slots of the looks that threads share.
+static void choose_together(const AttentionArgs& args, AttentionWorkspace& work, ThreadTeam::Member& member) {
+  const std::vector<int>& tiles = work.plan.shared_looks;
+  int num_parts = 0;  // of the longest look
+  for (size_t i = 0; i < tiles.size(); ++i) num_parts = std::max(num_parts, work.looks[i].num_parts());
+  const int n = num_parts * int(tiles.size());
+  member.parallel_for(n, std::max(1, n / (2 * member.size)), [&](int begin, int end) {
+    alignas(64) float scratch[SCRATCH_FLOATS];
+    for (int i = begin; i < end; ++i) {
+      LookedSlots& look = work.looks[i / num_parts];
+      if (i % num_parts < look.num_parts())
+        look.rank(args, work.plan.tiles[tiles[i / num_parts]], i % num_parts, scratch);
+    }
+  });
+  member.barrier();
+  member.parallel_for(int(tiles.size()), 1, [&](int begin, int end) {
+    for (int i = begin; i < end; ++i) work.looks[i].choose(args, work.plan.tiles[tiles[i]]);
+  });
+  member.barrier();
+}
+
 static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const AttentionJob& job, int thread) {
   // On the stack: the first touch of fresh heap memory costs more than a short job takes.
   alignas(64) float scratch[SCRATCH_FLOATS], total[MAX_TILE_ROWS * MAX_PARTIAL], partials[MAX_TILE_ROWS * MAX_PARTIAL];
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
-  AttentionArgs args = tile.num_looked ? work.looked[thread].gather(whole, tile, scratch) : whole;
+  AttentionArgs args = whole;
   if (args.kv.has_keys_by_slot()) {
     constexpr int BEHIND = 64;  // kernels may load what lies behind the last page
     AlignedVector<char>& memory = work.transposed_keys[thread];
     memory.resize(pages_per_block(args.kv) * args.kv.key_bytes() + BEHIND);
     args.transposed_keys = memory.data();
   }
-  const int D = args.kv.v_dim, blocks = num_blocks(args, tile), job_blocks = tile.num_looked ? blocks : job.end - job.begin;
-  const int own_blocks = num_blocks(args.kv, args.tables, tile);
+  const int D = args.kv.v_dim, own_blocks = num_blocks(args.kv, args.tables, tile);
+  LookedSlots& look = work.looks[tile.look >= 0 ? tile.look : thread];
+  if (tile.num_looked && tile.look < 0) {
+    look.begin(args, tile);
+    for (int i = 0; i < look.num_parts(); ++i) look.rank(args, tile, i, scratch);
+    look.choose(args, tile);
+  }
+  const int blocks = tile.num_looked ? look.num_blocks(args.kv) : num_blocks(args, tile);
+  const int first = tile.num_looked ? blocks * job.begin / job.end : job.begin;
+  const int last = tile.num_looked ? blocks * (job.begin + 1) / job.end : job.end;
   const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);
   const TableMasses mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : TableMasses{};
   int gathered = -1;  // whether `scratch` has the queries for demoted slots
   auto attend_block = [&](int block, float* to) {
-    const bool is_demoted = block >= own_blocks;
+    const bool is_demoted = !tile.num_looked && block >= own_blocks;
     const MassBuffers& part = mass[is_demoted];
     if (gathered != is_demoted) isa.gather_queries(is_demoted ? demoted : args, tile, scratch);
     gathered = is_demoted;
+    if (tile.num_looked) return look.attend(args, tile, block, work.gathered[thread], scratch, to);
     if (is_demoted) block -= own_blocks;
     if (isa.attend_tile(is_demoted ? demoted : args, tile, block, scratch, to, is_scored ? &part : nullptr)) return true;
     for (int r = 0; is_scored && r < tile.num_rows(); ++r) part.maxima[r * blocks + block] = NEG_INF;
     return false;
   };
-  if (job_blocks == blocks) {
+  if (last - first == blocks) {
     clear(total, tile.num_rows(), D);
-    if (tile.num_looked) {
-      work.looked[thread].attend_to_means(whole, tile, partials);
-      isa.merge_partials(total, partials, tile.num_rows(), D);
-    }
     for (int block = 0; block < blocks; ++block)
       if (attend_block(block, partials)) isa.merge_partials(total, partials, tile.num_rows(), D);
+  } else if (first == last) {  // more jobs than blocks
+    return;
   } else {
     float* const block_partials = work.partials.data() + work.plan.partial_offsets[job.tile];
     const int64_t size = int64_t(tile.num_rows()) * partial_size(D);
-    for (int block = job.begin; block < job.end; ++block)
+    for (int block = first; block < last; ++block)
       if (!attend_block(block, block_partials + block * size)) clear(block_partials + block * size, tile.num_rows(), D);
     // The job that finishes last merges, so no thread waits for another.
-    if ((work.blocks_done[job.tile] += job_blocks) < blocks) return;
+    if ((work.blocks_done[job.tile] += last - first) < blocks) return;
     clear(total, tile.num_rows(), D);
     for (int block = 0; block < blocks; ++block)
       isa.merge_partials(total, block_partials + block * size, tile.num_rows(), D);
@@ -114,6 +144,7 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
 }
 
 void attend(const AttentionArgs& args, AttentionWorkspace& work, ThreadTeam::Member& member) {
+  if (!work.plan.shared_looks.empty()) choose_together(args, work, member);
   member.parallel_for(int(work.plan.jobs.size()), 1, [&](int begin, int end) {
     for (int i = begin; i < end; ++i) run_job(args, work, work.plan.jobs[i], member.id);
   });

@@ -46,7 +46,7 @@ void check(const AttentionArgs& args) {
 void AttentionPlan::build(const AttentionArgs& args, int threads) {
   const PageTables& tables = args.tables;
   const int tile_rows = selected_isa().max_tile_rows;
-  tiles.clear(), is_split.clear(), partial_offsets.clear(), jobs.clear(), split_jobs.clear();
+  tiles.clear(), is_split.clear(), partial_offsets.clear(), jobs.clear(), split_jobs.clear(), shared_looks.clear();
   num_partial_floats = 0, multiply_adds = 0;
   int64_t split_blocks = 0;  // blocks of all tiles that may be split
   for (int b = tables.B - 1; b >= 0; --b) {
@@ -72,11 +72,23 @@ void AttentionPlan::build(const AttentionArgs& args, int threads) {
   }
 
   const int job_blocks = int(std::max<int64_t>(1, split_blocks / (JOBS_PER_THREAD * threads)));
+  const int looks = std::count_if(tiles.begin(), tiles.end(), [](const QueryTile& t) { return t.num_looked > 0; });
+  const bool share_looks = 0 < looks && looks < threads;  // else each is one thread's, whose cache has its weights
+  const int look_jobs = share_looks ? JOBS_PER_THREAD * threads / looks : 1;
   for (int i = 0; i < int(tiles.size()); ++i) {
-    const QueryTile& tile = tiles[i];
-    const int blocks = tile.num_looked ? 1 : num_blocks(args, tile);  // a look knows them once its slots are chosen
+    QueryTile& tile = tiles[i];
     partial_offsets.push_back(num_partial_floats);
-    is_split.push_back(!tile.num_looked && tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
+    if (tile.num_looked) {  // how many blocks there are depends on what is chosen: at most twice those of the table
+      is_split.push_back(share_looks);
+      for (int k = 0; k < look_jobs; ++k) jobs.push_back({i, k, look_jobs});
+      if (!share_looks) continue;
+      tile.look = int(shared_looks.size());
+      shared_looks.push_back(i);
+      num_partial_floats += 2 * int64_t(num_blocks(args, tile)) * tile.num_rows() * partial_size(args.kv.v_dim);
+      continue;
+    }
+    const int blocks = num_blocks(args, tile);
+    is_split.push_back(tables.num_fresh(tile.b) <= MAX_SPLIT_TOKENS && blocks > job_blocks);
     if (!is_split.back()) {
       jobs.push_back({i, 0, blocks});
       continue;

@@ -5,17 +5,15 @@
 
 namespace retain::RETAIN_ISA {
 
-// Computes the scores [rows, num_slots] of a tile of one token, slot by slot of its page table. Hidden slots have
-// NEG_INF.
-INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores,
-                         int64_t num_slots) {
+// Computes the scores of a tile of one token, slot by slot of a part of its page table. Hidden slots have NEG_INF.
+INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float* scratch) {
   const Pool& kv = args.kv;
   const int S = kv.S, rows = tile.num_rows();
   const int n = args.tables.num_pages(tile.b, tile.g), per_block = pages_per_block(kv);
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
   const QueriesOf<Nibbles>& q = queries_in<Nibbles>(scratch);
-  for (int first = 0; first < n; first += per_block) {
-    const int pages = n - first < per_block ? n - first : per_block;
+  for (int first = part.begin; first < part.end; first += per_block) {
+    const int pages = part.end - first < per_block ? part.end - first : per_block;
     VisiblePages<Nibbles> block = {pages, S, kv.k_dim, 0, kv.key_bytes(), 0, {}, {}, {}};
     for (int j = 0; j < pages; ++j) {
       const int next = first + pages + j < n ? first + pages + j : n - 1;
@@ -29,43 +27,41 @@ INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, flo
     for (int j = 0; j < pages; ++j)
       apply_bias_and_mask(args, tile, kv.pos + int64_t(table[first + j]) * S, true, {}, x + j * S);
     for (int r = 0; r < rows; ++r)
-      memcpy(scores + r * num_slots + int64_t(first) * S, x + r * SCORE_STRIDE, sizeof(float) * pages * S);
+      memcpy(part.weights + r * part.stride + int64_t(first - part.begin) * S, x + r * SCORE_STRIDE,
+             sizeof(float) * pages * S);
   }
 }
 
-INLINE void look_weights_impl(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores,
-                              float* maxima, float* weights) {
-  const int64_t num_slots = int64_t(args.tables.num_pages(tile.b, tile.g)) * args.kv.S;
+INLINE void look_weights_impl(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float* scratch,
+                              float* maxima, float* sums) {
+  const int64_t num_slots = int64_t(part.end - part.begin) * args.kv.S;
   gather_queries_impl<uint8_t>(args, tile, scratch);
-  score_sketches(args, tile, scratch, scores, num_slots);
+  score_sketches(args, tile, part, scratch);
   for (int r = 0; r < tile.num_rows(); ++r) {
-    float* x = scores + r * num_slots;
+    float* x = part.weights + r * part.stride;
     F highest = splat(NEG_INF), total = {};
     for (int64_t s = 0; s < num_slots; s += WIDTH) highest = max(highest, load<WIDTH>(x + s));
-    const float maximum = maxima[r] = reduce_max<WIDTH>(highest);
-    if (maximum == NEG_INF) continue;  // it sees no slot
+    maxima[r] = reduce_max<WIDTH>(highest);
+    const F maximum = splat(maxima[r] == NEG_INF ? 0.0f : maxima[r]);  // if it sees no slot, every weight is 0
     for (int64_t s = 0; s < num_slots; s += WIDTH) {
       const F w = exp<float>(load<WIDTH>(x + s) - maximum);
       total += w;
       store<WIDTH>(x + s, w);
     }
-    float sum = reduce_sum<WIDTH>(total);
-    if (args.params.sink_logits)
-      sum += __builtin_expf(args.params.sink_logits[tile.g * args.R + (tile.begin + r) % args.R] - maximum);
-    const F factor = splat(1 / sum);
-    for (int64_t s = 0; s < num_slots; s += WIDTH)
-      store<WIDTH>(weights + s, load<WIDTH>(weights + s) + factor * load<WIDTH>(x + s));
+    sums[r] = reduce_sum<WIDTH>(total);
   }
 }
 
-INLINE void look_priorities_impl(const AttentionArgs& args, const QueryTile& tile, float* weights) {
+INLINE void look_priorities_impl(const AttentionArgs& args, const QueryTile& tile, const LookPart& part,
+                                 const float* factors, float* priorities) {
   const Pool& kv = args.kv;
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
   const int32_t p = args.q_pos[args.tables.query_start_loc[tile.b] + tile.begin / args.R];
-  for (int64_t i = 0; i < args.tables.num_pages(tile.b, tile.g); ++i) {
+  const float* weights = part.weights;
+  for (int i = part.begin; i < part.end; ++i) {
     const int32_t* pos = kv.pos + int64_t(table[i]) * kv.S;
     const bf16* deviations = reinterpret_cast<const bf16*>(kv.deviations(table[i]));
-    for (int first = 0; first < kv.S; first += SKETCH_GROUP, weights += SKETCH_GROUP) {
+    for (int first = 0; first < kv.S; first += SKETCH_GROUP, weights += SKETCH_GROUP, priorities += SKETCH_GROUP) {
       I hidden = {};
       for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
         const I x = load_ints(pos + first + s);
@@ -73,9 +69,11 @@ INLINE void look_priorities_impl(const AttentionArgs& args, const QueryTile& til
       }
       const bool is_whole = !reduce_or<WIDTH>(hidden);
       for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
+        F sum = {};
+        for (int r = 0; r < args.R; ++r) sum += factors[r] * load<WIDTH>(weights + r * part.stride + s);
         const I x = load_ints(pos + first + s);
         const F other = ((x < 0) | (x > p)) ? splat(HIDDEN) : splat(ATTENDED);
-        store<WIDTH>(weights + s, is_whole ? load<WIDTH>(weights + s) * load<WIDTH>(deviations + first + s) : other);
+        store<WIDTH>(priorities + s, is_whole ? sum * load<WIDTH>(deviations + first + s) : other);
       }
     }
   }
@@ -153,20 +151,21 @@ INLINE void gather_slots_impl(const Pool& from, const int32_t* table, const int3
   }
 }
 
-INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum,
+INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float maximum,
                            const float* priorities, float highest, float* partial) {
   const Pool& kv = args.kv;
   const int D = kv.v_dim, groups = kv.S / SKETCH_GROUP;
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
+  const float* weights = part.weights;
   float sum = 0;
   for (int d = 0; d < partial_size(D); ++d) partial[d] = 0;
-  for (int64_t i = 0; i < args.tables.num_pages(tile.b, tile.g); ++i) {
+  for (int i = part.begin; i < part.end; ++i) {
     const bf16* mean = reinterpret_cast<const bf16*>(kv.value_means(table[i]));
-    for (int j = 0; j < groups; ++j, mean += D, scores += SKETCH_GROUP, priorities += SKETCH_GROUP) {
+    for (int j = 0; j < groups; ++j, mean += D, weights += SKETCH_GROUP, priorities += SKETCH_GROUP) {
       F total = {};
       for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
         const F x = load<WIDTH>(priorities + s);
-        total += (x >= 0.0f) & (x <= highest) ? load<WIDTH>(scores + s) : F{};
+        total += (x >= 0.0f) & (x <= highest) ? load<WIDTH>(weights + s) : F{};
       }
       const float weight = reduce_sum<WIDTH>(total);
       if (weight == 0) continue;

@@ -3,6 +3,7 @@
 //
 // The choice is of one token and one kv head: it depends on nothing else of the step.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <numeric>
@@ -11,23 +12,57 @@
 
 namespace retain {
 
-// Computes the priorities of all slots of a table. All query heads of the kv head are asked, not only those of the tile:
-// with many of them, several tiles of a token make the same choice.
-void LookedSlots::rank(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
+static int pages_per_part(int page_size) {
+  constexpr int PART = 1024;  // slots; a part has one partial result
+  return std::max(1, PART / page_size);
+}
+
+void LookedSlots::begin(const AttentionArgs& args, const QueryTile& tile) {
+  page_size_ = args.kv.S;
+  num_pages_ = args.tables.num_pages(tile.b, tile.g);
+  const int per_part = pages_per_part(page_size_);
+  num_parts_ = (num_pages_ + per_part - 1) / per_part;
+  const size_t num_slots = size_t(num_pages_) * page_size_;
+  if (weights_.size() < args.R * num_slots) weights_.resize(args.R * num_slots);
+  priorities_.resize(num_slots);
+  maxima_.resize(num_parts_ * args.R), sums_.resize(num_parts_ * args.R);
+}
+
+LookPart LookedSlots::part(int part, int row) {
+  const int begin = part * pages_per_part(page_size_), end = std::min(num_pages_, begin + pages_per_part(page_size_));
+  const int64_t num_slots = int64_t(num_pages_) * page_size_;
+  return {begin, end, weights_.data() + row * num_slots + int64_t(begin) * page_size_, num_slots};
+}
+
+// Computes the weights of a part. All query heads of the kv head are asked, not only those of the tile: with many of
+// them, several tiles of a token make the same choice.
+void LookedSlots::rank(const AttentionArgs& args, const QueryTile& tile, int part, float* scratch) {
   const IsaKernels& isa = selected_isa();
-  const int64_t num_slots = int64_t(args.tables.num_pages(tile.b, tile.g)) * args.kv.S;
   const int first_row = tile.begin / args.R * args.R, end_row = first_row + args.R;
-  priorities_.assign(num_slots, 0.0f);
-  if (scores_.size() < size_t(args.R) * num_slots) scores_.resize(size_t(args.R) * num_slots);
-  maxima_.resize(args.R);
   AttentionArgs by_sketches = args;
   by_sketches.kv = args.kv.sketched_keys();
   for (int row = first_row; row < end_row; row += isa.max_tile_rows) {
-    const QueryTile part = {tile.b, tile.g, row, std::min(row + isa.max_tile_rows, end_row)};
-    const int r = row - first_row;
-    isa.look_weights(by_sketches, part, scratch, &scores_[r * num_slots], &maxima_[r], priorities_.data());
+    const QueryTile rows = {tile.b, tile.g, row, std::min(row + isa.max_tile_rows, end_row)};
+    const int r = row - first_row, i = part * args.R + r;
+    isa.look_weights(by_sketches, rows, this->part(part, r), scratch, &maxima_[i], &sums_[i]);
   }
-  isa.look_priorities(args, tile, priorities_.data());
+}
+
+// Computes the priorities of all slots.
+void LookedSlots::rank_all(const AttentionArgs& args, const QueryTile& tile) {
+  const int R = args.R;
+  for (int r = 0; r < R; ++r) {
+    float maximum = NEG_INF, sum = 0;
+    for (int i = r; i < num_parts_ * R; i += R) maximum = std::max(maximum, maxima_[i]);
+    if (maximum == NEG_INF) maximum = 0;  // it sees no slot
+    for (int i = r; i < num_parts_ * R; i += R) sum += sums_[i] * std::exp(maxima_[i] - maximum);
+    if (args.params.sink_logits) sum += std::exp(args.params.sink_logits[tile.g * R + r] - maximum);
+    for (int i = r; i < num_parts_ * R; i += R) sums_[i] = sum > 0 ? std::exp(maxima_[i] - maximum) / sum : 0;
+  }
+  for (int i = 0; i < num_parts_; ++i) {
+    const LookPart part = this->part(i, 0);
+    selected_isa().look_priorities(args, tile, part, &sums_[i * R], &priorities_[int64_t(part.begin) * page_size_]);
+  }
 }
 
 // Lists the slots whose priorities are at least `lowest` in `attended_`, and the priorities of those that compete in
@@ -61,6 +96,7 @@ float LookedSlots::guess_lowest(size_t n) {
 // Chooses the slots with the highest priorities, of equal ones the newest.
 void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
   const size_t n = tile.num_looked;
+  rank_all(args, tile);
   highest_ = HIDDEN;  // all are attended to
   list_slots(guess_lowest(n));
   if (competing_.size() < n) list_slots(0);
@@ -83,10 +119,30 @@ void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
   attended_.erase(std::remove_if(attended_.begin(), attended_.end(), is_other), attended_.end());
 }
 
-AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& tile, float* scratch) {
-  rank(args, tile, scratch);
-  choose(args, tile);
-  const int64_t n = attended_.size(), S = args.kv.S;
+int LookedSlots::num_blocks(const Pool& kv) const {
+  const int block = pages_per_block(kv) * kv.S;
+  return num_parts_ + int((attended_.size() + block - 1) / block);
+}
+
+bool LookedSlots::attend(const AttentionArgs& args, const QueryTile& tile, int block, GatheredSlots& gathered,
+                         float* scratch, float* partials) {
+  const IsaKernels& isa = selected_isa();
+  if (block < num_parts_) {
+    for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(args.kv.v_dim)) {
+      const LookPart part = this->part(block, i % args.R);
+      isa.sum_means(args, tile, part, maxima_[block * args.R + i % args.R],
+                    &priorities_[int64_t(part.begin) * page_size_], highest_, partials);
+    }
+    return true;
+  }
+  const int64_t slots = pages_per_block(args.kv) * args.kv.S, first = (block - num_parts_) * slots;
+  const int64_t n = std::min<int64_t>(slots, attended_.size() - first);
+  return isa.attend_tile(gathered.gather(args, tile, &attended_[first], n), tile, 0, scratch, partials, nullptr);
+}
+
+AttentionArgs GatheredSlots::gather(const AttentionArgs& args, const QueryTile& tile, const int32_t* places,
+                                    int64_t n) {
+  const int64_t S = args.kv.S;
   num_pages_ = int32_t((n + S - 1) / S);
   constexpr int BEHIND = 64;  // kernels may load what lies behind the last page
   keys_.resize(num_pages_ * args.kv.key_bytes() + BEHIND), values_.resize(num_pages_ * args.kv.value_bytes() + BEHIND);
@@ -100,20 +156,12 @@ AttentionArgs LookedSlots::gather(const AttentionArgs& args, const QueryTile& ti
     memset(to.key_page(num_pages_ - 1), 0, to.key_bytes());
     memset(to.value_page(num_pages_ - 1), 0, to.value_bytes());
   }
-  selected_isa().gather_slots(args.kv, args.tables.page_table(tile.b, tile.g), attended_.data(), n, to);
+  selected_isa().gather_slots(args.kv, args.tables.page_table(tile.b, tile.g), places, n, to);
   own.demoted_kv.k = nullptr;
   PageTables& t = own.tables;
   t.pages = pages_.data(), t.page_row_stride = t.page_head_stride = 0;
   t.page_counts = &num_pages_, t.count_row_stride = t.count_head_stride = 0;
   return own;
-}
-
-void LookedSlots::attend_to_means(const AttentionArgs& args, const QueryTile& tile, float* partials) const {
-  const int64_t num_slots = priorities_.size();
-  for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(args.kv.v_dim)) {
-    const int r = i % args.R;
-    selected_isa().sum_means(args, tile, &scores_[r * num_slots], maxima_[r], priorities_.data(), highest_, partials);
-  }
 }
 
 }  // namespace retain

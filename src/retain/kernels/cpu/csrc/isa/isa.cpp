@@ -14,12 +14,13 @@ namespace retain {
   bool attend_tile(const AttentionArgs&, const QueryTile&, int block, float* scratch, float* partials,                \
                    const MassBuffers*);                                                                               \
   void merge_partials(float* total, const float* next, int rows, int D);                                              \
-  void look_weights(const AttentionArgs&, const QueryTile&, float* scratch, float* scores, float* maxima,             \
-                    float* weights);                                                                                  \
-  void look_priorities(const AttentionArgs&, const QueryTile&, float* weights);                                       \
+  void look_weights(const AttentionArgs&, const QueryTile&, const LookPart&, float* scratch, float* maxima,           \
+                    float* sums);                                                                                     \
+  void look_priorities(const AttentionArgs&, const QueryTile&, const LookPart&, const float* factors,                 \
+                       float* priorities);                                                                            \
   void gather_slots(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);        \
-  void sum_means(const AttentionArgs&, const QueryTile&, const float* scores, float maximum,                          \
-                 const float* priorities, float highest, float* partial);                                             \
+  void sum_means(const AttentionArgs&, const QueryTile&, const LookPart&, float maximum, const float* priorities,     \
+                 float highest, float* partial);                                                                      \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
   void sketch_values(const Pool&, int64_t slot);                                                                      \

@@ -34,13 +34,14 @@ bool attend_tile(const AttentionArgs& args, const QueryTile& tile, int block, fl
 
 void merge_partials(float* total, const float* next, int rows, int D) { merge_partials_impl(total, next, rows, D); }
 
-void look_weights(const AttentionArgs& args, const QueryTile& tile, float* scratch, float* scores, float* maxima,
-                  float* weights) {
-  look_weights_impl(args, tile, scratch, scores, maxima, weights);
+void look_weights(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float* scratch,
+                  float* maxima, float* sums) {
+  look_weights_impl(args, tile, part, scratch, maxima, sums);
 }
 
-void look_priorities(const AttentionArgs& args, const QueryTile& tile, float* weights) {
-  look_priorities_impl(args, tile, weights);
+void look_priorities(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, const float* factors,
+                     float* priorities) {
+  look_priorities_impl(args, tile, part, factors, priorities);
 }
 
 void gather_slots(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to) {
@@ -51,9 +52,9 @@ void gather_slots(const Pool& from, const int32_t* table, const int32_t* places,
   }
 }
 
-void sum_means(const AttentionArgs& args, const QueryTile& tile, const float* scores, float maximum,
+void sum_means(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float maximum,
                const float* priorities, float highest, float* partial) {
-  sum_means_impl(args, tile, scores, maximum, priorities, highest, partial);
+  sum_means_impl(args, tile, part, maximum, priorities, highest, partial);
 }
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
