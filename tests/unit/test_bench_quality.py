@@ -269,4 +269,5 @@ def test_the_budget_bench_times_looks_at_each_length_that_fits(capsys: pytest.Ca
     options = ("--model", "random:tiny", "--measurements", "looks", "--max-model-len", 400, "--json")
     lines = [json.loads(line) for line in run_cli(capsys, "bench", "budget", *options).out.splitlines()]
     assert [line["policy"] for line in lines] == ["full", *budget.LOOK_POLICIES]
+    assert lines[0]["cache_mb"] > lines[1]["cache_mb"] == lines[2]["cache_mb"] > 0  # both attend to `min` slots
     assert {line["measurement"] for line in lines} == {"decode, 100 tokens"}

@@ -11,6 +11,8 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
+import numpy as np
+
 from retain.bench.engines import (
     cancel_all,
     greedy_request,
@@ -22,6 +24,7 @@ from retain.bench.engines import (
 from retain.bench.quality import policy_at_budget
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction import policies
 from retain.llm import LLM
 
@@ -74,15 +77,32 @@ def measure_decode(llm: LLM, prompt_len: int = 7000, batch_size: int = 8) -> lis
 
 
 def measure_looks(llm: LLM) -> Iterator[Line]:
-    """Time a decode step behind 100, 2000 and 7000 tokens that attends to all slots, a quarter or an eighth of them.
+    """Time a decode step behind 100 to 30,000 tokens that attends to all slots, a quarter or an eighth of them.
 
-    The engine allows LOOK_POLICIES. Lengths that the model's context does not hold are left out.
+    The engine allows LOOK_POLICIES. Lengths that the model's context does not hold are left out. `cache_mb` are the
+    megabytes of K, V and sketches that attention of such a step reads.
     """
     names = ["full", *LOOK_POLICIES]
-    for prompt_len in (100, 2000, 7000):
+    for prompt_len in (100, 2000, 7000, 16_000, 30_000):
         if prompt_len <= llm.max_model_len - 200:
             times = time_side_by_side(llm, names, prompt_len, batch_size=1, num_steps=96)
-            yield from _compare_with_first(f"decode, {prompt_len} tokens", names, times)
+            for line in _compare_with_first(f"decode, {prompt_len} tokens", names, times):
+                yield {**line, "cache_mb": round(_bytes_read(llm.cache.planner, line["policy"], prompt_len) / 1e6, 2)}
+
+
+def _bytes_read(planner: CapacityPlanner, policy: str, num_tokens: int) -> float:
+    """Return the bytes of the cache that attention of a token behind so many reads. Layers without a window look."""
+    looked = int(policies.parse(policy).looked_slots(np.array([num_tokens]))[0])
+    total = 0.0
+    assert planner.pages, "a planner of an engine has them"
+    for group, pages in zip(planner.spec.groups, planner.pages.formats, strict=True):
+        slot = sum(pages.bytes) / pages.page_size
+        for window in group.windows:
+            if window is None and looked:
+                total += group.num_kv_heads * (looked * slot + num_tokens * pages.sketch_bytes / pages.page_size)
+            else:
+                total += group.num_kv_heads * min(num_tokens, window or num_tokens) * slot
+    return total
 
 
 def _compare_with_first(measurement: str, names: Sequence[str], times: Sequence[list[float]]) -> list[Line]:
