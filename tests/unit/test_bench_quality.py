@@ -89,6 +89,7 @@ NUM_PROMPTS = {
     "needles": 4,
     "ruler_4k": 13,
     "perplexity": 2,
+    "book_ends": 2,
     **dict.fromkeys(DOCUMENTS, 1),
 }
 

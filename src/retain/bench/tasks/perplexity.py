@@ -15,15 +15,20 @@ PROMPT_TOKENS = 16  # the rest of the text is the continuation
 
 
 def load_items(llm: LLM, data: Path, num_items: int, max_prompt_len: int) -> list[ForcedItem]:
-    """Return pieces of `max_prompt_len` tokens out of the middle of the books, from each book in turn."""
+    """Return pieces of `max_prompt_len` tokens out of the middle of the books, with short prompts."""
+    pieces = load_pieces(llm, data, num_items, max_prompt_len)
+    return [ForcedItem(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:], budget_base=len(ids)) for ids in pieces]
+
+
+def load_pieces(llm: LLM, data: Path, num_items: int, length: int) -> list[list[int]]:
+    """Return pieces of `length` tokens out of the middle of the books, from each book in turn."""
     books = [(b["text"], num_items // 4 + 1) for b in load_records(data, "books")]
-    items = []
+    found = []
     for i in range(num_items):
         text, pieces = books[i % len(books)]
         start = len(text) * (1 + i // len(books)) // (pieces + 1)
-        ids = llm.encode(text[start : start + 8 * max_prompt_len])[:max_prompt_len]
-        items.append(ForcedItem(ids[:PROMPT_TOKENS], ids[PROMPT_TOKENS:], budget_base=len(ids)))
-    return items
+        found.append(llm.encode(text[start : start + 8 * length])[:length])
+    return found
 
 
 def measure(
