@@ -387,7 +387,7 @@ def build_offload(
     if config.prompt_activations != "int8":
         dtype += f", activations of prompts {config.prompt_activations}"
     if cache.config.has_sketches:
-        dtype += ", keys by slot, with sketches"
+        dtype += ", with sketches and keys by slot"  # as the cpu backend has them
     format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""

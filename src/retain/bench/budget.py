@@ -24,6 +24,7 @@ from retain.bench.engines import (
 from retain.bench.quality import policy_at_budget
 from retain.engine.engine import Engine
 from retain.engine.request import Request
+from retain.kernels.slots.pool_dtypes import INT4
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction import policies
 from retain.llm import LLM
@@ -96,12 +97,14 @@ def _bytes_read(planner: CapacityPlanner, policy: str, num_tokens: int) -> float
     total = 0.0
     assert planner.pages, "a planner of an engine has them"
     for group, pages in zip(planner.spec.groups, planner.pages.formats, strict=True):
-        slot = sum(pages.bytes) / pages.page_size
+        key, value = (size / pages.page_size for size in pages.bytes)
+        chosen = value if pages.dtype == INT4 else key + value  # all keys of 4 bits are read in any case
+        sketch = pages.sketch_bytes / pages.page_size + key + value - chosen
         for window in group.windows:
             if window is None and looked:
-                total += group.num_kv_heads * (looked * slot + num_tokens * pages.sketch_bytes / pages.page_size)
+                total += group.num_kv_heads * (looked * chosen + num_tokens * sketch)
             else:
-                total += group.num_kv_heads * min(num_tokens, window or num_tokens) * slot
+                total += group.num_kv_heads * min(num_tokens, window or num_tokens) * (key + value)
     return total
 
 

@@ -17,7 +17,9 @@ the page's slots follow. With 4 bits K is D / 8 x S x 4 and V S / 4 x D / 2 x 4,
 queries are rotated (quantized_slots.py). Queries are integers of 8 bits with one scale, weights with one for 32 slots,
 and sums of products are exact.
 
-Layers without attention have K as S x D, like V: only their operations read it, and only `copy` copies it.
+A pool with sketches has K as S x D, because looks read single keys; attention to whole pages transposes them. In 4 bits
+it stays D x S. So a pool gets its sketches before the first write. Layers without attention have K as S x D, like V:
+only their operations read it, and only `copy` copies it.
 
 A row is summed slot by slot within a block of 512 slots and then block by block, however the work is divided; in a
 ring, in the order of positions. So the bits of a token depend neither on the other requests, nor on the chunk size, nor

@@ -38,7 +38,8 @@ void select_isa(const std::string& name);
 // The largest activation_bytes: memory that is enough whichever set is selected later.
 int64_t max_activation_bytes(const PackedWeight&);
 
-// Blocks begin .. end - 1 of a tile, computed by one thread.
+// Blocks begin .. end - 1 of a tile, computed by one thread. Of a tile that looks: share `begin` of `end` equal ones,
+// because its blocks are not known before its slots are chosen.
 struct AttentionJob {
   int tile;
   int begin, end;
@@ -49,8 +50,8 @@ struct AttentionPlan {
   std::vector<QueryTile> tiles;
   std::vector<char> is_split;            // for each tile: whether several jobs share its blocks
   std::vector<int64_t> partial_offsets;  // for each split tile: where its blocks' partial results begin
-  std::vector<AttentionJob> jobs, split_jobs;  // of a tile that looks: share `begin` of `end`
-  std::vector<int> shared_looks;               // tiles whose looks threads share
+  std::vector<AttentionJob> jobs, split_jobs;
+  std::vector<int> shared_looks;  // tiles whose looks threads share
   int64_t num_partial_floats = 0;
   double multiply_adds = 0;
 
@@ -92,6 +93,12 @@ class MassAccumulator {
   std::mutex mutex_;                                    // of heads_, finished_ and spare_buffers_
 };
 
+constexpr int BEHIND_PAGES = 64;  // bytes that kernels may load behind the last page
+template <class T>
+void grow(AlignedVector<T>& x, size_t size) {
+  if (x.size() < size) x.resize(size);
+}
+
 // Slots that were copied one behind the other: pages for attention (looked_slots.cpp). A thread reuses them.
 class GatheredSlots {
  public:
@@ -104,37 +111,39 @@ class GatheredSlots {
   int32_t num_pages_;
 };
 
-// What a tile of one token looks at (looked_slots.cpp): `begin`, then `rank` of all parts of its table, then `choose`.
+// What a tile of one token looks at (looked_slots.cpp): `begin`, then `weigh` for all parts of its table, then `choose`.
 // Then its blocks are those of the means that stand for slots, one for each part, and those of the slots it attends to.
 class LookedSlots {
  public:
   void begin(const AttentionArgs&, const QueryTile&);
   int num_parts() const { return num_parts_; }
-  void rank(const AttentionArgs&, const QueryTile&, int part, float* scratch);
+  // Computes the weights of a part by keys in 4 bits.
+  void weigh(const AttentionArgs&, const QueryTile&, int part, float* scratch);
   void choose(const AttentionArgs&, const QueryTile&);
   int num_blocks(const Pool&) const;
   // Computes partial results of a block, given queries in `scratch`. Returns whether a slot is visible.
   bool attend(const AttentionArgs&, const QueryTile&, int block, GatheredSlots&, float* scratch, float* partials);
 
  private:
-  LookPart part(int part, int row);
-  void rank_all(const AttentionArgs&, const QueryTile&);
+  LookPart part(int i, int row);
+  void rank(const AttentionArgs&, const QueryTile&);
   void list_slots(float lowest);
   float guess_lowest(size_t n);
 
   int num_pages_, num_parts_, page_size_;
   AlignedVector<float> weights_, priorities_;  // [R, slots], [slots]
-  std::vector<float> maxima_, sums_;           // [parts, R]
+  std::vector<float> maxima_, sums_, factors_;  // [parts, R]
   float highest_;                              // of slots that are not chosen; HIDDEN where all are
   std::vector<float> sample_, competing_;      // priorities
-  std::vector<int32_t> ties_, attended_;       // places in the table; attended_: ascending
+  std::vector<int32_t> ties_, attended_;       // places in the table; attended_: ascending, candidates before the choice
+  int32_t num_attended_;                       // of `attended_`
 };
 
 // Memory of the `attend` kernel. Callers reuse it between calls.
 struct AttentionWorkspace {
   AttentionPlan plan;
   MassAccumulator mass;
-  std::vector<LookedSlots> looks;                    // those that threads share, or of each thread
+  std::vector<LookedSlots> looks;                    // those that threads share, or else one of each thread
   std::vector<GatheredSlots> gathered;               // of each thread
   std::vector<AlignedVector<char>> transposed_keys;  // of each thread
   AlignedVector<float> partials;

@@ -48,7 +48,7 @@ constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and
 // [D / group, S]. k8v4 has K of 8 bits and V of 4.
 //
 // A pool with sketches has its K by slot, [S, D], because looks read single slots; attention to whole pages transposes
-// them. With 4 bits K itself is what looks choose by, and stays.
+// them. With 4 bits K itself is what looks choose by, and stays by dimension.
 struct Pool {
   void* k;
   void* v;

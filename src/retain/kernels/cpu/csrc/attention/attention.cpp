@@ -54,7 +54,7 @@ void AttentionWorkspace::build(const AttentionArgs& args, int threads) {
   plan.build(args, threads);
   mass.build(args, plan, threads);
   gathered.resize(threads), transposed_keys.resize(threads);
-  looks.resize(std::max(plan.shared_looks.size(), size_t(threads)));
+  looks.resize(threads);  // threads share fewer looks than they are
   for (size_t i = 0; i < plan.shared_looks.size(); ++i) looks[i].begin(args, plan.tiles[plan.shared_looks[i]]);
   if (partials.size() < size_t(plan.num_partial_floats)) partials.resize(plan.num_partial_floats);
   if (max_tiles < plan.tiles.size()) {
@@ -75,7 +75,7 @@ static void choose_together(const AttentionArgs& args, AttentionWorkspace& work,
     for (int i = begin; i < end; ++i) {
       LookedSlots& look = work.looks[i / num_parts];
       if (i % num_parts < look.num_parts())
-        look.rank(args, work.plan.tiles[tiles[i / num_parts]], i % num_parts, scratch);
+        look.weigh(args, work.plan.tiles[tiles[i / num_parts]], i % num_parts, scratch);
     }
   });
   member.barrier();
@@ -91,17 +91,16 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
   const IsaKernels& isa = selected_isa();
   const QueryTile& tile = work.plan.tiles[job.tile];
   AttentionArgs args = whole;
-  if (args.kv.has_keys_by_slot()) {
-    constexpr int BEHIND = 64;  // kernels may load what lies behind the last page
+  if (args.kv.has_keys_by_slot() && !tile.num_looked) {
     AlignedVector<char>& memory = work.transposed_keys[thread];
-    memory.resize(pages_per_block(args.kv) * args.kv.key_bytes() + BEHIND);
+    grow(memory, pages_per_block(args.kv) * args.kv.key_bytes() + BEHIND_PAGES);
     args.transposed_keys = memory.data();
   }
   const int D = args.kv.v_dim, own_blocks = num_blocks(args.kv, args.tables, tile);
   LookedSlots& look = work.looks[tile.look >= 0 ? tile.look : thread];
   if (tile.num_looked && tile.look < 0) {
     look.begin(args, tile);
-    for (int i = 0; i < look.num_parts(); ++i) look.rank(args, tile, i, scratch);
+    for (int i = 0; i < look.num_parts(); ++i) look.weigh(args, tile, i, scratch);
     look.choose(args, tile);
   }
   const int blocks = tile.num_looked ? look.num_blocks(args.kv) : num_blocks(args, tile);
@@ -110,24 +109,24 @@ static void run_job(const AttentionArgs& whole, AttentionWorkspace& work, const 
   const AttentionArgs demoted = args.demoted();
   const bool is_scored = work.mass.is_scored(job.tile);
   const TableMasses mass = is_scored ? work.mass.buffers(args, work.plan, job.tile, thread) : TableMasses{};
-  int gathered = -1;  // whether `scratch` has the queries for demoted slots
+  int has_queries = -1;  // whether those in `scratch` are for demoted slots
   auto attend_block = [&](int block, float* to) {
     const bool is_demoted = !tile.num_looked && block >= own_blocks;
     const MassBuffers& part = mass[is_demoted];
-    if (gathered != is_demoted) isa.gather_queries(is_demoted ? demoted : args, tile, scratch);
-    gathered = is_demoted;
+    if (has_queries != is_demoted) isa.gather_queries(is_demoted ? demoted : args, tile, scratch);
+    has_queries = is_demoted;
     if (tile.num_looked) return look.attend(args, tile, block, work.gathered[thread], scratch, to);
     if (is_demoted) block -= own_blocks;
     if (isa.attend_tile(is_demoted ? demoted : args, tile, block, scratch, to, is_scored ? &part : nullptr)) return true;
     for (int r = 0; is_scored && r < tile.num_rows(); ++r) part.maxima[r * blocks + block] = NEG_INF;
     return false;
   };
-  if (last - first == blocks) {
+  if (first == last && (blocks || job.begin)) {  // a look with fewer blocks than shares
+    return;
+  } else if (last - first == blocks) {
     clear(total, tile.num_rows(), D);
     for (int block = 0; block < blocks; ++block)
       if (attend_block(block, partials)) isa.merge_partials(total, partials, tile.num_rows(), D);
-  } else if (first == last) {  // more jobs than blocks
-    return;
   } else {
     float* const block_partials = work.partials.data() + work.plan.partial_offsets[job.tile];
     const int64_t size = int64_t(tile.num_rows()) * partial_size(D);

@@ -261,8 +261,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   const Pool& kv = args.kv;
   VisiblePages<Page> pages = {n, S, kv.k_dim, D, kv.key_bytes(), kv.value_bytes(), {}, {}, {}};
   for (int j = 0; j < n; ++j) {
-    pages.keys[j] =
-        static_cast<const Page*>(keys_by_dimension(kv, page[j], args.transposed_keys + j * pages.key_bytes));
+    pages.keys[j] = static_cast<const Page*>(keys_by_dimension(kv, page[j], args.transposed_keys, j));
     pages.values[j] = static_cast<const Page*>(args.kv.value_page(page[j]));
     const int next = order.in_table(last + j < order.n ? last + j : order.n - 1);
     pages.next_keys[j] = static_cast<const Page*>(args.kv.key_page(table[next]));

@@ -25,31 +25,31 @@ void LookedSlots::begin(const AttentionArgs& args, const QueryTile& tile) {
   const size_t num_slots = size_t(num_pages_) * page_size_;
   if (weights_.size() < args.R * num_slots) weights_.resize(args.R * num_slots);
   priorities_.resize(num_slots);
-  maxima_.resize(num_parts_ * args.R), sums_.resize(num_parts_ * args.R);
+  for (auto* x : {&maxima_, &sums_, &factors_}) x->resize(num_parts_ * args.R);
 }
 
-LookPart LookedSlots::part(int part, int row) {
-  const int begin = part * pages_per_part(page_size_), end = std::min(num_pages_, begin + pages_per_part(page_size_));
+LookPart LookedSlots::part(int i, int row) {
+  const int begin = i * pages_per_part(page_size_), end = std::min(num_pages_, begin + pages_per_part(page_size_));
   const int64_t num_slots = int64_t(num_pages_) * page_size_;
   return {begin, end, weights_.data() + row * num_slots + int64_t(begin) * page_size_, num_slots};
 }
 
 // Computes the weights of a part. All query heads of the kv head are asked, not only those of the tile: with many of
 // them, several tiles of a token make the same choice.
-void LookedSlots::rank(const AttentionArgs& args, const QueryTile& tile, int part, float* scratch) {
+void LookedSlots::weigh(const AttentionArgs& args, const QueryTile& tile, int i, float* scratch) {
   const IsaKernels& isa = selected_isa();
   const int first_row = tile.begin / args.R * args.R, end_row = first_row + args.R;
   AttentionArgs by_sketches = args;
   by_sketches.kv = args.kv.sketched_keys();
   for (int row = first_row; row < end_row; row += isa.max_tile_rows) {
     const QueryTile rows = {tile.b, tile.g, row, std::min(row + isa.max_tile_rows, end_row)};
-    const int r = row - first_row, i = part * args.R + r;
-    isa.look_weights(by_sketches, rows, this->part(part, r), scratch, &maxima_[i], &sums_[i]);
+    const int r = row - first_row, j = i * args.R + r;
+    isa.look_weights(by_sketches, rows, part(i, r), scratch, &maxima_[j], &sums_[j]);
   }
 }
 
 // Computes the priorities of all slots.
-void LookedSlots::rank_all(const AttentionArgs& args, const QueryTile& tile) {
+void LookedSlots::rank(const AttentionArgs& args, const QueryTile& tile) {
   const int R = args.R;
   for (int r = 0; r < R; ++r) {
     float maximum = NEG_INF, sum = 0;
@@ -57,11 +57,11 @@ void LookedSlots::rank_all(const AttentionArgs& args, const QueryTile& tile) {
     if (maximum == NEG_INF) maximum = 0;  // it sees no slot
     for (int i = r; i < num_parts_ * R; i += R) sum += sums_[i] * std::exp(maxima_[i] - maximum);
     if (args.params.sink_logits) sum += std::exp(args.params.sink_logits[tile.g * R + r] - maximum);
-    for (int i = r; i < num_parts_ * R; i += R) sums_[i] = sum > 0 ? std::exp(maxima_[i] - maximum) / sum : 0;
+    for (int i = r; i < num_parts_ * R; i += R) factors_[i] = sum > 0 ? std::exp(maxima_[i] - maximum) / sum : 0;
   }
   for (int i = 0; i < num_parts_; ++i) {
-    const LookPart part = this->part(i, 0);
-    selected_isa().look_priorities(args, tile, part, &sums_[i * R], &priorities_[int64_t(part.begin) * page_size_]);
+    const LookPart p = part(i, 0);
+    selected_isa().look_priorities(args, tile, p, &factors_[i * R], &priorities_[int64_t(p.begin) * page_size_]);
   }
 }
 
@@ -69,19 +69,19 @@ void LookedSlots::rank_all(const AttentionArgs& args, const QueryTile& tile) {
 // `competing_`.
 void LookedSlots::list_slots(float lowest) {
   const int32_t num_slots = int32_t(priorities_.size());
-  attended_.resize(num_slots);
-  int32_t n = 0;
+  if (int32_t(attended_.size()) < num_slots) attended_.resize(num_slots);
+  num_attended_ = 0;
   for (int32_t i = 0; i < num_slots; ++i) {  // without a branch
-    attended_[n] = i;
-    n += priorities_[i] >= lowest;
+    attended_[num_attended_] = i;
+    num_attended_ += priorities_[i] >= lowest;
   }
-  attended_.resize(n);
   competing_.clear();
-  for (int32_t i : attended_)
-    if (priorities_[i] < ATTENDED) competing_.push_back(priorities_[i]);
+  for (int32_t i = 0; i < num_attended_; ++i)
+    if (priorities_[attended_[i]] < ATTENDED) competing_.push_back(priorities_[attended_[i]]);
 }
 
-// Returns a priority that more than n slots reach in all likelihood, and few more: one of a sample. 0 for few slots.
+// Returns a priority that more than n slots reach in all likelihood, and few more: one of a sample; 0 where n is most of
+// the slots. A wrong guess costs a second pass, and changes no result.
 float LookedSlots::guess_lowest(size_t n) {
   constexpr size_t STEP = 17;  // of a group of 16 each place has its turn
   sample_.clear();
@@ -96,10 +96,10 @@ float LookedSlots::guess_lowest(size_t n) {
 // Chooses the slots with the highest priorities, of equal ones the newest.
 void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
   const size_t n = tile.num_looked;
-  rank_all(args, tile);
+  rank(args, tile);
   highest_ = HIDDEN;  // all are attended to
   list_slots(guess_lowest(n));
-  if (competing_.size() < n) list_slots(0);
+  if (competing_.size() <= n) list_slots(0);  // the guess was too high
   if (competing_.size() <= n) return;
   std::nth_element(competing_.begin(), competing_.begin() + n, competing_.end(), std::greater<float>());
   highest_ = competing_[n];
@@ -107,8 +107,8 @@ void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
   for (size_t i = 0; i < n; ++i) num_above += competing_[i] > highest_;
   if (num_above < n) {  // some of equal priorities are chosen, and some not
     ties_.clear();
-    for (int32_t i : attended_)
-      if (priorities_[i] == highest_) ties_.push_back(i);
+    for (int32_t i = 0; i < num_attended_; ++i)
+      if (priorities_[attended_[i]] == highest_) ties_.push_back(attended_[i]);
     const int32_t* table = args.tables.page_table(tile.b, tile.g);
     const int S = args.kv.S;
     auto position = [&](int32_t i) { return args.kv.pos[int64_t(table[i / S]) * S + i % S]; };
@@ -116,12 +116,13 @@ void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
     for (size_t i = 0; i < n - num_above; ++i) priorities_[ties_[i]] = ATTENDED;
   }
   const auto is_other = [&](int32_t i) { return priorities_[i] <= highest_; };
-  attended_.erase(std::remove_if(attended_.begin(), attended_.end(), is_other), attended_.end());
+  const auto begin = attended_.begin();
+  num_attended_ = int32_t(std::remove_if(begin, begin + num_attended_, is_other) - begin);
 }
 
 int LookedSlots::num_blocks(const Pool& kv) const {
   const int block = pages_per_block(kv) * kv.S;
-  return num_parts_ + int((attended_.size() + block - 1) / block);
+  return num_parts_ + (num_attended_ + block - 1) / block;
 }
 
 bool LookedSlots::attend(const AttentionArgs& args, const QueryTile& tile, int block, GatheredSlots& gathered,
@@ -129,14 +130,14 @@ bool LookedSlots::attend(const AttentionArgs& args, const QueryTile& tile, int b
   const IsaKernels& isa = selected_isa();
   if (block < num_parts_) {
     for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(args.kv.v_dim)) {
-      const LookPart part = this->part(block, i % args.R);
-      isa.sum_means(args, tile, part, maxima_[block * args.R + i % args.R],
-                    &priorities_[int64_t(part.begin) * page_size_], highest_, partials);
+      const LookPart p = part(block, i % args.R);
+      isa.sum_means(args, tile, p, maxima_[block * args.R + i % args.R], &priorities_[int64_t(p.begin) * page_size_],
+                    highest_, partials);
     }
     return true;
   }
   const int64_t slots = pages_per_block(args.kv) * args.kv.S, first = (block - num_parts_) * slots;
-  const int64_t n = std::min<int64_t>(slots, attended_.size() - first);
+  const int64_t n = std::min<int64_t>(slots, num_attended_ - first);
   return isa.attend_tile(gathered.gather(args, tile, &attended_[first], n), tile, 0, scratch, partials, nullptr);
 }
 
@@ -144,8 +145,8 @@ AttentionArgs GatheredSlots::gather(const AttentionArgs& args, const QueryTile& 
                                     int64_t n) {
   const int64_t S = args.kv.S;
   num_pages_ = int32_t((n + S - 1) / S);
-  constexpr int BEHIND = 64;  // kernels may load what lies behind the last page
-  keys_.resize(num_pages_ * args.kv.key_bytes() + BEHIND), values_.resize(num_pages_ * args.kv.value_bytes() + BEHIND);
+  grow(keys_, num_pages_ * args.kv.key_bytes() + BEHIND_PAGES);
+  grow(values_, num_pages_ * args.kv.value_bytes() + BEHIND_PAGES);
   positions_.assign(num_pages_ * S, -1), pages_.resize(num_pages_);
   std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;

@@ -178,7 +178,7 @@ struct Bf16Pairs {
 };
 template <int W>
 INLINE Bf16Pairs<W> load_pairs(const bf16* p) {
-  typename Lanes<W>::u bits;
+  typename Lanes<W>::u bits;  // a vector: GCC fills the struct itself by halves
   memcpy(&bits, p, sizeof bits);
   return {bits};
 }
