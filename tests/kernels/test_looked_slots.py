@@ -165,6 +165,13 @@ def test_a_look_at_no_fewer_slots_than_there_are_is_attention(backend: Backend) 
     assert not torch.allclose(all_slots[0], dense[0], atol=1e-6)
 
 
+def test_a_look_at_nothing_is_zero(backend: Backend) -> None:
+    case = Levels(backend, F32)
+    t = tables_of(case.pages, 3, list(COUNTS))
+    o = backend.attend(case.q, case.kv, replace(t, counts=torch.zeros_like(t.counts)), case.q_pos, PARAMS["plain"])
+    assert torch.equal(o, torch.zeros_like(o))
+
+
 def test_windows_are_seen_whole(backend: Backend) -> None:
     case = Levels(backend, F32)
     t = tables_of(case.pages, 3, list(COUNTS), window=50)

@@ -60,13 +60,13 @@ def look(
     x = params.scale * torch.einsum("trd,sd->rts", rotate(q), sketches.keys)
     x = adjust_scores(x, pos - q_pos, params, heads).masked_fill(~visible, -torch.inf)
     sinks = None if params.sink_logits is None else params.sink_logits[heads, None, None]
-    is_whole = visible.view(t, -1, SKETCH_GROUP).all(-1).repeat_interleave(SKETCH_GROUP, -1)  # [t, S]
+    is_whole = visible.view(t, S // SKETCH_GROUP, SKETCH_GROUP).all(-1).repeat_interleave(SKETCH_GROUP, -1)  # [t, S]
     priority = (softmax(x, sinks).mean(0) * sketches.deviations).masked_fill(~is_whole, -1.0)
     by_age = pos[0].argsort(descending=True, stable=True)  # of equal priorities the newest is first
     order = by_age[priority[:, by_age].argsort(dim=-1, descending=True, stable=True)]
     is_chosen = order.argsort(-1) < counts[:, None]
     attended = visible & (is_chosen | ~is_whole | (counts[:, None] == 0))
-    others = x.masked_fill(attended, -torch.inf).view(-1, t, S // SKETCH_GROUP, SKETCH_GROUP)
+    others = x.masked_fill(attended, -torch.inf).view(len(x), t, S // SKETCH_GROUP, SKETCH_GROUP)
     return Look(attended, others.logsumexp(-1), sketches.means)
 
 
