@@ -111,14 +111,17 @@ class GatheredSlots {
   int32_t num_pages_;
 };
 
-// What a tile of one token looks at (looked_slots.cpp): `begin`, then `weigh` for all parts of its table, then `choose`.
-// Then its blocks are those of the means that stand for slots, one for each part, and those of the slots it attends to.
+// Sparse attention of a tile of one token: the slots that it chooses, and means of values for the others
+// (looked_slots.cpp). Call `begin`, then `weigh` for each part of its page table, then `choose`. Its first blocks are the
+// means of each part, the others the slots that it chose.
 class LookedSlots {
  public:
+  // Sizes memory for the tile's page table.
   void begin(const AttentionArgs&, const QueryTile&);
   int num_parts() const { return num_parts_; }
   // Computes the weights of a part by keys in 4 bits.
   void weigh(const AttentionArgs&, const QueryTile&, int part, float* scratch);
+  // Selects the slots with the highest priorities, once all parts have weights.
   void choose(const AttentionArgs&, const QueryTile&);
   int num_blocks(const Pool&) const;
   // Computes partial results of a block, given queries in `scratch`. Returns whether a slot is visible.
@@ -135,8 +138,9 @@ class LookedSlots {
   std::vector<float> maxima_, sums_, factors_;  // [parts, R]
   float highest_;                              // of slots that are not chosen; HIDDEN where all are
   std::vector<float> sample_, competing_;      // priorities
-  std::vector<int32_t> ties_, attended_;       // places in the table; attended_: ascending, candidates before the choice
-  int32_t num_attended_;                       // of `attended_`
+  std::vector<int32_t> ties_;                  // places in the table
+  std::vector<int32_t> attended_;              // ascending places; while `choose` runs, its candidates
+  int32_t num_attended_;
 };
 
 // Memory of the `attend` kernel. Callers reuse it between calls.

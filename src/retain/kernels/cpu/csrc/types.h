@@ -331,8 +331,8 @@ struct IsaKernels {
                       const MassBuffers* mass);
   // Merges the partial results of a block into those of the blocks before it.
   void (*merge_partials)(float* total, const float* next, int rows, int D);
-  // Computes weights e^(score - maximum) of a tile of one token by keys in 4 bits, for the slots of a part of its table,
-  // and the maxima and sums [rows].
+  // Computes weights e^(score - maximum) of a tile of one token by keys in 4 bits, for the slots of a part of its
+  // table, and the maxima and sums [rows].
   void (*look_weights)(const AttentionArgs&, const QueryTile&, const LookPart&, float* scratch, float* maxima,
                        float* sums);
   // Computes priorities of the slots of a part: the sum of factor * weight over the query heads of the kv head, times

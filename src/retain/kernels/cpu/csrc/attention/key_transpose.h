@@ -47,7 +47,7 @@ INLINE void transpose_keys(const uint32_t* const* keys, int m, int n, int S, uin
     for (int d = 0; d < n; ++d) to[d * S + j] = keys[j][d];
 }
 
-// Returns a page's keys by dimension, with their scales behind them: as page i of `memory` where they are not so already.
+// Returns a page's keys by dimension, with their scales behind them. Keys by slot are transposed into page i of `memory`.
 INLINE const void* keys_by_dimension(const Pool& kv, int64_t page, char* memory, int i) {
   if (!kv.has_keys_by_slot()) return kv.key_page(page);
   const uint32_t* const first = static_cast<const uint32_t*>(kv.key_page(page));

@@ -34,8 +34,8 @@ LookPart LookedSlots::part(int i, int row) {
   return {begin, end, weights_.data() + row * num_slots + int64_t(begin) * page_size_, num_slots};
 }
 
-// Computes the weights of a part. All query heads of the kv head are asked, not only those of the tile: with many of
-// them, several tiles of a token make the same choice.
+// Computes weights for all query heads of the kv head, not only those of the tile. So several tiles of one token, where
+// there are many query heads, make the same choice.
 void LookedSlots::weigh(const AttentionArgs& args, const QueryTile& tile, int i, float* scratch) {
   const IsaKernels& isa = selected_isa();
   const int first_row = tile.begin / args.R * args.R, end_row = first_row + args.R;
@@ -80,8 +80,8 @@ void LookedSlots::list_slots(float lowest) {
     if (priorities_[attended_[i]] < ATTENDED) competing_.push_back(priorities_[attended_[i]]);
 }
 
-// Returns a priority that more than n slots reach in all likelihood, and few more: one of a sample; 0 where n is most of
-// the slots. A wrong guess costs a second pass, and changes no result.
+// Estimates from a sample of slots a priority that a few more than n slots reach; 0 where n is most of the slots. A wrong
+// estimate costs a second pass over the priorities, and changes no result.
 float LookedSlots::guess_lowest(size_t n) {
   constexpr size_t STEP = 17;  // of a group of 16 each place has its turn
   sample_.clear();

@@ -25,7 +25,8 @@ INLINE void sketch_key(const Pool& kv, int64_t page, int64_t offset, const float
   for (int d = 0; d < kv.k_dim / 2; d += 4) memcpy(keys + d * S, bytes + d, 4);
 }
 
-// The words of a key have a stride in their page, a value is contiguous. Dimensions of K, and slots of V, may be interleaved.
+// The words of a key have a stride in their page, a value is contiguous. Dimensions of K, and slots of V, may be
+// interleaved.
 template <class To>
 INLINE void write_slot(const Pool& kv, int64_t page, int64_t offset, float* k, const float* v) {
   const int stride = kv.key_word_stride(), D = kv.v_dim;
