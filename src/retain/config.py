@@ -72,6 +72,11 @@ class Config:
         None, "drafter of speculative decoding: ngram, suffix, draft:weights=int4, draft:model=M, self"
     )
     kv_memory: Size | None = option(None, "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)")
+    kv_offload: str | None = option(
+        None,
+        "file of the KV pool, for texts longer than memory whose answers look (--kv-policy look:slots=1024): "
+        "disk:path=DIR,capacity=50GiB; --kv-memory then bounds what stays in memory beside the system's page cache",
+    )
     kv_dtype: str = option(
         "auto",
         "K and V in the cache: auto (as --dtype), bfloat16, int8 (up to 2 times the tokens in the same "

@@ -43,7 +43,7 @@ from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.span import SpanFormat
-from retain.kv.stores.tiers import ram
+from retain.kv.stores.tiers import disk, ram
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
@@ -97,6 +97,7 @@ class ParsedOptions(NamedTuple):
 
     prefix: PrefixConfig | None
     tiers: list[tiers.Tier]
+    offload: disk.Tier | None
     drafter: Drafter | None
     chat_template: str | None
 
@@ -127,6 +128,8 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
     )
     if cache_config.has_sketches:
         kernels.check_looks(backend)
+    if options.offload:
+        kernels.check_offload(backend, kv_dtype)
     cache = build_cache(
         spec.kv_cache,
         cache_config,
@@ -137,6 +140,7 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
         key_transform=loaded.key_transform,
         load_gate=loaded.gate_loader(getattr(allowed[0], "file", "")),
         device=device,
+        offload=options.offload,
     )
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
@@ -184,7 +188,19 @@ def parse_options(c: Config) -> ParsedOptions:
     if tier_configs and not prefix:
         raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
     drafter = drafters.parse(c.speculate) if c.speculate else None
-    return ParsedOptions(prefix, tier_configs, drafter, read_chat_template(c.chat_template))
+    return ParsedOptions(prefix, tier_configs, parse_offload(c), drafter, read_chat_template(c.chat_template))
+
+
+def parse_offload(c: Config) -> disk.Tier | None:
+    """Return where the pool's file lies, None where it has none. Raises ValueError."""
+    if not c.kv_offload:
+        return None
+    offload = tiers.parse(c.kv_offload)
+    if not isinstance(offload, disk.Tier) or (offload.evict, offload.read) != ("lru", None):
+        raise ValueError(f"kv_offload is disk:path=DIR,capacity=SIZE, not {c.kv_offload!r}")
+    if not any(policies.parse(spec).looks for spec in (c.kv_policy, *c.allow_policy) if not spec.startswith("auto")):
+        raise ValueError("kv_offload is for answers that look: give kv_policy or allow_policy look:slots=1024")
+    return offload
 
 
 def load_backend(c: Config, device: torch.device) -> Backend:
@@ -326,21 +342,30 @@ def build_cache(
     key_transform: KeyTransform | None = None,
     load_gate: Callable[[str], Gate] = refuse_gates,
     device: torch.device = CPU,
+    offload: disk.Tier | None = None,
 ) -> KVCacheManager:
-    """Build a cache of at most `memory_bytes`, and no more than all rows could ever use."""
+    """Build a cache of at most `memory_bytes`, and no more than all rows could ever use.
+
+    With `offload` K, V and sketches lie in a file. Raises ValueError or OSError.
+    """
     demoted_dtype = DEMOTED_DTYPE if config.demoted_page_size else None
     spec = fold_states(spec, config.page_size, dtype)
     pages = divide_pages(spec, config.page_size, dtype, config.score_columns, demoted_dtype, config.has_sketches)
     planner = CapacityPlanner(spec, config, load_gate, pages=pages)
-    size = pages.page_bytes
-    most = config.max_running_requests * planner.max_pages
-    pool = PagePool(1 + min(max(memory_bytes // size - 1, 0), most))  # the trash page counts too
     f = pages.formats[first_attention_group(spec)]
+    size = pages.page_bytes
+    size_in_file = sum(pages.key_and_value_bytes) + f.sketch_bytes
+    num_pages = offload.capacity // size_in_file if offload else memory_bytes // size
+    most = config.max_running_requests * planner.max_pages
+    pool = PagePool(1 + min(max(num_pages - 1, 0), most))  # the trash page counts too
     kv = backend.allocate(
         pool.num_pages, f.page_size, f.k_dim, f.dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
     ).with_sketches(f.sketch_bytes)
     slots = ", ".join(str(f.page_size) for f in pages.formats)
     log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)
+    if offload:
+        in_memory = pool.num_pages * (size - size_in_file)
+        kv = backend.offload(kv, disk.expand_path(offload.path), memory_bytes - in_memory)
     if any(pages.unused_bytes):
         log.info("KV pool: bytes of a page that slots of each group leave unused: %s", pages.unused_bytes)
     return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)

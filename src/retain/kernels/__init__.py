@@ -14,7 +14,7 @@ from typing import cast
 import torch
 
 from retain.kernels.api import CPU, Backend
-from retain.kernels.slots.pool_dtypes import dtype_name
+from retain.kernels.slots.pool_dtypes import INT4, dtype_name
 from retain.plugins import load_module, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -82,6 +82,15 @@ def check_looks(backend: Backend) -> None:
         names = " or ".join(name for name in backend_names() if import_backend(name).CAN_LOOK)
         own = backend.__name__.rpartition(".")[2]
         raise ValueError(f"the policy look is for the {names} backend: with {own}, tokens attend to all slots")
+
+
+def check_offload(backend: Backend, dtype: torch.dtype) -> None:
+    """Raise ValueError for a backend, or a dtype of a pool, whose slots must lie in memory."""
+    if not backend.CAN_OFFLOAD:
+        names = " or ".join(name for name in backend_names() if import_backend(name).CAN_OFFLOAD)
+        raise ValueError(f"kv_offload is for the {names} backend")
+    if dtype == INT4:
+        raise ValueError("kv_offload: looks read all keys of a pool in 4 bits; use another kv_dtype")
 
 
 def resolve_device(name: str) -> torch.device:

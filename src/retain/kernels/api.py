@@ -47,6 +47,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -81,6 +82,7 @@ class KV:
     v_dim: int  # numbers of a value, and of an output
     layout: str
     sketches: Tensor | None = None  # uint8 [P, n]: what looks choose slots by, in the backend's own layout
+    resident: ResidentSlots | None = None  # of a pool in a file
 
     @classmethod
     def over(cls, k: Tensor, v: Tensor, format: PageFormat) -> KV:
@@ -122,6 +124,16 @@ class KV:
     def to_index(self, indices: NDArray[np.int32]) -> Tensor:
         """Return numbers of pages or slots as an int64 index on the pool's device."""
         return to_device(torch.from_numpy(indices).long(), self.device)
+
+
+class ResidentSlots(Protocol):
+    """The copies in memory of slots whose pool lies in a file: of those that looks read last."""
+
+    num_read: int  # slots that looks read, so far
+    num_loaded: int  # of these, from the file
+
+    def forget(self, pages: NDArray[np.int32], page_size: int) -> None:
+        """Drop the copies of all slots of these pages, whose K and V may change."""
 
 
 @dataclass(frozen=True)
@@ -287,6 +299,7 @@ class Backend(Protocol):
     POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
     QUANTIZES_ACTIVATIONS: bool  # whether it rounds activations to 8 bits for quantized weights
     CAN_LOOK: bool  # whether tokens may attend to few of the slots that they see: `Tables.looks`
+    CAN_OFFLOAD: bool  # whether a pool may lie in a file
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""
@@ -315,6 +328,12 @@ class Backend(Protocol):
         """Return the pages of a pool as pages of other slots, with positions and masses of their own.
 
         Their K and V share memory: a page is of one kind at a time. Raises ValueError if such a page is longer.
+        """
+
+    def offload(self, kv: KV, folder: Path, memory_bytes: int) -> KV:
+        """Return an empty pool with sketches whose K, V and sketches lie in a file of a folder.
+
+        `memory_bytes` are for copies of slots that looks read. Only where CAN_OFFLOAD. Raises ValueError or OSError.
         """
 
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

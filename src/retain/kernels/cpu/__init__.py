@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import torch  # before _C, which must find the libgomp of torch
 from torch import Tensor
@@ -60,6 +61,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 POOL_DTYPES = (*DTYPES, *INTEGER_DTYPES)
 QUANTIZES_ACTIVATIONS = True
 CAN_LOOK = True
+CAN_OFFLOAD = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
@@ -103,6 +105,13 @@ def allocate(
 def reinterpret(kv: KV, format: PageFormat) -> KV:
     """Return the pages of a pool as pages of other slots, with positions and masses of their own."""
     return _view_pool((kv.k, kv.v), format)
+
+
+def offload(kv: KV, folder: Path, memory_bytes: int) -> KV:
+    """Return an empty pool with its memory in a file of a folder."""
+    from retain.kernels.cpu.offload import offload
+
+    return offload(kv, folder, memory_bytes)
 
 
 def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:

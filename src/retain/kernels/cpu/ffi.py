@@ -29,7 +29,7 @@ def to_c_pool(kv: KV) -> _C.Pool:
         kv.k.data_ptr(), kv.v.data_ptr(), kv.pos.data_ptr(), kv.mass.data_ptr(),
         kv.num_pages, kv.page_size, kv.k_dim, kv.v_dim, kv.mass.shape[1], POOL_DTYPES[kv.dtype],
         kv.k.stride(0) * kv.k.itemsize, kv.v.stride(0) * kv.v.itemsize,
-        _address(kv.sketches), kv.sketch_bytes,
+        _address(kv.sketches), kv.sketch_bytes, kv.resident,
     )  # fmt: skip
 
 

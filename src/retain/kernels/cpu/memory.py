@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import mmap
+import os
+import tempfile
 from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -26,6 +29,14 @@ def map_zeros(size: int) -> Tensor:
     with suppress(AttributeError, OSError):  # not on every system
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)[:size]
+
+
+def map_file(size: int, folder: Path) -> Tensor:
+    """Return uint8 [size] of zeros in a new file without a name. The disk has room for all of it. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
 
 
 class Arena:

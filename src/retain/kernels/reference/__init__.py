@@ -26,6 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
 CAN_LOOK = True
+CAN_OFFLOAD = False
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

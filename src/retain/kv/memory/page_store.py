@@ -54,6 +54,8 @@ class PageStore:
         """Take n pages whose slots are all holes, [n]. Raises OutOfPages."""
         pages = self.pool.allocate(n)
         self.kv.pos[self.kv.to_index(pages)] = -1  # the previous owner left its positions behind
+        if self.kv.resident:
+            self.kv.resident.forget(pages, self.page_size)
         if self.kind or self.others:  # as numbers of this kind, bytes of another kind may be infinite
             i = self.kv.to_index(pages[self.pool.kinds[pages] != self.kind])
             self.kv.k[i] = 0

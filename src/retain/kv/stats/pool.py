@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ class PoolStats:
     num_queried_tokens: int = 0  # of texts that were looked up in the prefix cache
     num_checkpoints: int = 0  # of the prefix cache
     num_checkpoint_pages: int = 0  # that they hold; each counts once
+    looked_slots: dict[str, int] = field(default_factory=dict)  # that looks read of a pool in a file, by where they were
 
 
 def classify_pages(

@@ -106,7 +106,7 @@ class GatheredSlots {
   AttentionArgs gather(const AttentionArgs&, const QueryTile&, const int32_t* places, int64_t n);
 
  private:
-  AlignedVector<char> keys_, values_;
+  AlignedVector<char> keys_, values_, records_;
   std::vector<int32_t> positions_, pages_;
   int32_t num_pages_;
 };
@@ -121,7 +121,7 @@ class LookedSlots {
   int num_parts() const { return num_parts_; }
   // Computes the weights of a part by keys in 4 bits.
   void weigh(const AttentionArgs&, const QueryTile&, int part, float* scratch);
-  // Selects the slots with the highest priorities, once all parts have weights.
+  // Chooses the slots with the highest priorities, once all parts have weights.
   void choose(const AttentionArgs&, const QueryTile&);
   int num_blocks(const Pool&) const;
   // Computes partial results of a block, given queries in `scratch`. Returns whether a slot is visible.
@@ -130,6 +130,7 @@ class LookedSlots {
  private:
   LookPart part(int i, int row);
   void rank(const AttentionArgs&, const QueryTile&);
+  void select(const AttentionArgs&, const QueryTile&);
   void list_slots(float lowest);
   float guess_lowest(size_t n);
 

@@ -41,6 +41,8 @@ constexpr float ATTENDED = __builtin_inff(), HIDDEN = -1;
 
 constexpr float NEG_INF = -__builtin_inff();  // the score of a hidden slot, and the maximum of no scores
 
+class ResidentSlots;  // slots/resident_slots.h
+
 // The memory of the KV cache, in pages. A page of K is [D, S], so that one load reads many slots of one dimension.
 // A page of V is [S, D]. In bfloat16 pairs are interleaved: K is [D / 2, S, 2], V is [S / 2, D, 2]. In int8 quads are
 // interleaved, bytes are 128 too high, and bfloat16 scales [S] follow. With 4 bits K is [D / 8, S, 4] and V is
@@ -60,6 +62,7 @@ struct Pool {
   int64_t key_stride, value_stride;  // bytes between pages
   uint8_t* sketches;  // [P, sketch_stride]: keys in 4 bits, means of values, deviations (kernels/api.py); or null
   int64_t sketch_stride;
+  ResidentSlots* resident;  // of slots whose K and V lie in a file; else null
 
   INLINE bool is_quantized() const { return dtype >= DType::int8; }
   // Elements of a slot's K and V, and its scales.
@@ -77,6 +80,8 @@ struct Pool {
   INLINE int64_t value_bytes() const {
     return int64_t(S) * (value_width() * element_size(dtype) + 2 * num_value_scales());
   }
+  // Of a slot's K, V and scales, one behind the other, in whole words.
+  INLINE int64_t record_bytes() const { return ((key_bytes() + value_bytes()) / S + 3) / 4 * 4; }
   INLINE void* key_page(int64_t page) const { return static_cast<char*>(k) + page * key_stride; }
   INLINE void* value_page(int64_t page) const { return static_cast<char*>(v) + page * value_stride; }
   // The scales, in bfloat16, of a quantized page.
@@ -341,6 +346,8 @@ struct IsaKernels {
                           float* priorities);
   // Copies n slots, by their ascending places in a table, one behind the other to a pool whose pages follow each other.
   void (*gather_slots)(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);
+  // The same, from copies of slots: see ResidentSlots.
+  void (*gather_records)(const Pool& from, const char* records, int64_t n, const Pool& to);
   // Sums the means of values of a part of a table into a partial result of a row: times the sums of its weights over
   // those slots of a group whose priority is 0 to `highest`.
   void (*sum_means)(const AttentionArgs&, const QueryTile&, const LookPart&, float maximum, const float* priorities,

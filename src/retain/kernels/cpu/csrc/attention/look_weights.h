@@ -111,7 +111,6 @@ INLINE void gather_slots_impl(const Pool& from, const int32_t* table, const int3
     for (int j = 0; j < m; ++j) {
       const int32_t i = places[first + j] / S;
       page[j] = table[i], offset[j] = places[first + j] - i * S;
-      to.pos[first + j] = from.pos[page[j] * S + offset[j]];
     }
     uint32_t* to_k = static_cast<uint32_t*>(to.key_page(to_page));
     if (from.has_keys_by_slot()) {
@@ -147,6 +146,36 @@ INLINE void gather_slots_impl(const Pool& from, const int32_t* table, const int3
         to.key_scales(to_page)[g * S + j] = from.key_scales(page[j])[g * S + offset[j]];
       for (int g = 0; g < from.num_value_scales(); ++g)
         to.value_scales(to_page)[g * S + j] = from.value_scales(page[j])[g * S + offset[j]];
+    }
+  }
+}
+
+// Values of type T are interleaved in a page, as many as 4 bytes hold, and contiguous in a record (see ResidentSlots).
+template <class T>
+INLINE void gather_records_impl(const Pool& from, const char* records, int64_t n, const Pool& to) {
+  constexpr int P = 4 / sizeof(T);
+  const int S = from.S, key_words = from.key_words(), value_words = from.value_width();
+  const int64_t record_bytes = from.record_bytes();
+  for (int64_t first = 0; first < n; first += S, records += S * record_bytes) {
+    const int m = n - first < S ? int(n - first) : S;
+    const int64_t page = first / S;
+    const uint32_t* keys[MAX_PAGE_SIZE];
+    for (int j = 0; j < m; ++j) keys[j] = reinterpret_cast<const uint32_t*>(records + j * record_bytes);
+    transpose_keys(keys, m, key_words, S, static_cast<uint32_t*>(to.key_page(page)));
+    for (int j = 0; j < m; j += P) {
+      uint32_t* to_v = static_cast<uint32_t*>(to.value_page(page)) + j / P * value_words;
+      const T* v[P];
+      for (int i = 0; i < P; ++i) v[i] = reinterpret_cast<const T*>(keys[j + i < m ? j + i : j] + key_words);
+      for (int d = 0; d < value_words; ++d) {
+        uint32_t word = 0;
+        for (int i = 0; i < P; ++i) word |= j + i < m ? uint32_t(v[i][d]) << i * (32 / P) % 32 : 0;
+        to_v[d] = word;
+      }
+    }
+    for (int j = 0; j < m && from.is_quantized(); ++j) {
+      const uint16_t* scales = reinterpret_cast<const uint16_t*>(keys[j] + key_words) + value_words / 2;
+      for (int g = 0; g < from.num_key_scales(); ++g) to.key_scales(page)[g * S + j] = *scales++;
+      for (int g = 0; g < from.num_value_scales(); ++g) to.value_scales(page)[g * S + j] = *scales++;
     }
   }
 }

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "kernels.h"
+#include "slots/resident_slots.h"
 
 namespace retain {
 
@@ -93,8 +94,14 @@ float LookedSlots::guess_lowest(size_t n) {
   return sample_[rank];
 }
 
-// Chooses the slots with the highest priorities, of equal ones the newest.
 void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
+  select(args, tile);
+  if (args.kv.resident)
+    args.kv.resident->prefetch(args.kv, args.tables.page_table(tile.b, tile.g), attended_.data(), num_attended_);
+}
+
+// Selects the slots with the highest priorities, of equal ones the newest.
+void LookedSlots::select(const AttentionArgs& args, const QueryTile& tile) {
   const size_t n = tile.num_looked;
   rank(args, tile);
   highest_ = HIDDEN;  // all are attended to
@@ -148,16 +155,24 @@ AttentionArgs GatheredSlots::gather(const AttentionArgs& args, const QueryTile& 
   grow(keys_, num_pages_ * args.kv.key_bytes() + BEHIND_PAGES);
   grow(values_, num_pages_ * args.kv.value_bytes() + BEHIND_PAGES);
   positions_.assign(num_pages_ * S, -1), pages_.resize(num_pages_);
+  const int32_t* table = args.tables.page_table(tile.b, tile.g);
+  for (int64_t i = 0; i < n; ++i) positions_[i] = args.kv.pos[table[places[i] / S] * S + places[i] % S];
   std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;
   Pool& to = own.kv;
-  to.sketches = nullptr, to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
+  to.sketches = nullptr, to.resident = nullptr, to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
   to.key_stride = to.key_bytes(), to.value_stride = to.value_bytes();
   if (n % S) {  // holes hold finite numbers
     memset(to.key_page(num_pages_ - 1), 0, to.key_bytes());
     memset(to.value_page(num_pages_ - 1), 0, to.value_bytes());
   }
-  selected_isa().gather_slots(args.kv, args.tables.page_table(tile.b, tile.g), places, n, to);
+  if (ResidentSlots* resident = args.kv.resident) {
+    grow(records_, n * resident->record_bytes());
+    resident->read(args.kv, table, places, n, records_.data());
+    selected_isa().gather_records(args.kv, records_.data(), n, to);
+  } else {
+    selected_isa().gather_slots(args.kv, table, places, n, to);
+  }
   own.demoted_kv.k = nullptr;
   PageTables& t = own.tables;
   t.pages = pages_.data(), t.page_row_stride = t.page_head_stride = 0;

@@ -19,6 +19,7 @@ namespace retain {
   void look_priorities(const AttentionArgs&, const QueryTile&, const LookPart&, const float* factors,                 \
                        float* priorities);                                                                            \
   void gather_slots(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);        \
+  void gather_records(const Pool& from, const char* records, int64_t n, const Pool& to);                              \
   void sum_means(const AttentionArgs&, const QueryTile&, const LookPart&, float maximum, const float* priorities,     \
                  float highest, float* partial);                                                                      \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);    \
@@ -46,7 +47,7 @@ static constexpr int max_tile_rows(std::string_view isa) { return isa.substr(0, 
 static const IsaKernels built[] = {
 #define ISA(isa)                                                                                                   \
   {#isa, max_tile_rows(#isa), isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::look_weights,        \
-   isa::look_priorities, isa::gather_slots, isa::sum_means, isa::reduce_mass, isa::write, isa::sketch_values,       \
+   isa::look_priorities, isa::gather_slots, isa::gather_records, isa::sum_means, isa::reduce_mass, isa::write, isa::sketch_values,       \
    isa::read_slots, isa::requantize, isa::activation_bytes, isa::prepare_activations, isa::packed_gemm,             \
    isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve,                      \
    isa::attend_linearly},

@@ -1,14 +1,17 @@
 // The Python module `_C`. Python checks types and shapes and passes tensors as addresses, sizes and strides. A call
 // costs less than exporting one tensor by DLPack; without a program, a decode step makes two calls in every layer.
 #include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include "program/record.h"
+#include "slots/resident_slots.h"
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace retain;
 
 template <class T>
@@ -32,11 +35,22 @@ static void bind_structs(nb::module_& m) {
       .def("__init__",
            [](Pool* p, Address k, Address v, Address pos, Address mass, int64_t num_pages, int S, int k_dim,
               int v_dim, int mass_columns, int dtype, int64_t key_stride, int64_t value_stride, Address sketches,
-              int64_t sketch_stride) {
+              int64_t sketch_stride, ResidentSlots* resident) {
              new (p) Pool{ptr<void>(k), ptr<void>(v), ptr<int32_t>(pos), ptr<float>(mass), num_pages, S, k_dim,
                           v_dim, mass_columns, DType(dtype), key_stride, value_stride, ptr<uint8_t>(sketches),
-                          sketch_stride};
-           });
+                          sketch_stride, resident};
+           },
+           "k"_a, "v"_a, "pos"_a, "mass"_a, "num_pages"_a, "S"_a, "k_dim"_a, "v_dim"_a, "mass_columns"_a, "dtype"_a,
+           "key_stride"_a, "value_stride"_a, "sketches"_a, "sketch_stride"_a, "resident"_a.none())
+      .def_prop_ro("record_bytes", &Pool::record_bytes);
+  nb::class_<ResidentSlots>(m, "ResidentSlots")
+      .def(nb::init<int64_t, int64_t, int64_t>())
+      .def("forget", [](ResidentSlots& r, nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu> pages, int S) {
+        for (size_t i = 0; i < pages.size(); ++i)
+          for (int s = 0; s < S; ++s) r.forget(int64_t(pages.data()[i]) * S + s);
+      })
+      .def_prop_ro("num_read", &ResidentSlots::num_read)
+      .def_prop_ro("num_loaded", &ResidentSlots::num_loaded);
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes
       .def("__init__", [](AttentionScoring* s, Address weights, Address temperature, Address decay, Address noise,

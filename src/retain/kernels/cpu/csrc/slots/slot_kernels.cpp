@@ -52,6 +52,14 @@ void gather_slots(const Pool& from, const int32_t* table, const int32_t* places,
   }
 }
 
+void gather_records(const Pool& from, const char* records, int64_t n, const Pool& to) {
+  switch (from.dtype) {
+    case DType::float32: return gather_records_impl<uint32_t>(from, records, n, to);
+    case DType::bfloat16: return gather_records_impl<uint16_t>(from, records, n, to);
+    default: return gather_records_impl<uint8_t>(from, records, n, to);
+  }
+}
+
 void sum_means(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float maximum,
                const float* priorities, float highest, float* partial) {
   sum_means_impl(args, tile, part, maximum, priorities, highest, partial);

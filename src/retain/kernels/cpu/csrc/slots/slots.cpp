@@ -4,11 +4,18 @@
 #include <stdexcept>
 
 #include "kernels.h"
+#include "slots/resident_slots.h"
 
 namespace retain {
 
 constexpr int CHUNK = 64;                       // tokens that one thread writes or reads at a time
 constexpr int64_t MIN_PARALLEL_SIZE = 1 << 15;  // numbers to write, or bytes to copy
+
+// Updates what a pool with sketches has beside the K and V of a slot that was written.
+static void note_written(const Pool& kv, int64_t slot) {
+  selected_isa().sketch_values(kv, slot);
+  if (kv.resident) kv.resident->forget(slot);
+}
 
 void check(const WriteArgs& w) {
   const int64_t num_slots = w.kv.num_pages * w.kv.S;
@@ -33,7 +40,7 @@ void write(const WriteArgs& w) {
 
 void sketch_token(const WriteArgs& w, int t) {
   const int32_t* slots = w.slots + t * w.slot_token_stride;
-  for (int g = 0; g < w.G; ++g) selected_isa().sketch_values(w.kv, slots[g * w.slot_head_stride]);
+  for (int g = 0; g < w.G; ++g) note_written(w.kv, slots[g * w.slot_head_stride]);
 }
 
 static void check(const Pool& kv, const int64_t* slots, int64_t n) {
@@ -55,7 +62,7 @@ void requantize(const RequantizeArgs& r) {
   const IsaKernels& isa = selected_isa();
 #pragma omp parallel for schedule(dynamic) if (r.n * r.kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < r.n; i += CHUNK) isa.requantize(r, i, std::min(r.n, i + CHUNK));
-  for (int64_t i = 0; i < r.n && r.to.sketches; ++i) isa.sketch_values(r.to, r.dst[i]);
+  for (int64_t i = 0; i < r.n && r.to.sketches; ++i) note_written(r.to, r.dst[i]);
 }
 
 void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
@@ -69,6 +76,7 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
     memcpy(kv.value_page(dst[i]), kv.value_page(src[i]), value_bytes);
     if (kv.sketches)
       memcpy(kv.sketches + dst[i] * kv.sketch_stride, kv.sketches + src[i] * kv.sketch_stride, kv.sketch_stride);
+    for (int s = 0; s < kv.S && kv.resident; ++s) kv.resident->forget(dst[i] * kv.S + s);
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
     memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.mass_columns) * kv.S * sizeof(float));
   }
@@ -120,7 +128,7 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
       }
       if (kv.sketches && kv.dtype != DType::int4) copy_sketched_key(kv, src[i], dst[i]);
     }
-  for (int64_t i = 0; i < lists * n && kv.sketches; ++i) selected_isa().sketch_values(kv, dst[i]);
+  for (int64_t i = 0; i < lists * n && kv.sketches; ++i) note_written(kv, dst[i]);
 }
 
 }  // namespace retain
