@@ -183,7 +183,7 @@ def smaller_requests(r: PlannedRequest) -> Iterator[PlannedRequest]:
     name, _, options = r.policy.partition(":")
     parts = options.split(",") if options else []
     for k, part in enumerate(parts):
-        if not part.startswith(("budget=", "window=")):
+        if not part.startswith(("budget=", "window=", "slots=")):
             yield replace(r, policy=f"{name}:{','.join(parts[:k] + parts[k + 1 :])}")
     for max_tokens in {r.max_tokens // 2, r.max_tokens - 1} - {0}:
         if max_tokens < r.max_tokens:

@@ -352,20 +352,22 @@ def build_cache(
     spec = fold_states(spec, config.page_size, dtype)
     pages = divide_pages(spec, config.page_size, dtype, config.score_columns, demoted_dtype, config.has_sketches)
     planner = CapacityPlanner(spec, config, load_gate, pages=pages)
-    f = pages.formats[first_attention_group(spec)]
     size = pages.page_bytes
-    size_in_file = sum(pages.key_and_value_bytes) + f.sketch_bytes
+    size_in_file = sum(pages.key_and_value_bytes)
     num_pages = offload.capacity // size_in_file if offload else memory_bytes // size
     most = config.max_running_requests * planner.max_pages
     pool = PagePool(1 + min(max(num_pages - 1, 0), most))  # the trash page counts too
+    f = pages.formats[first_attention_group(spec)]
     kv = backend.allocate(
         pool.num_pages, f.page_size, f.k_dim, f.dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
-    ).with_sketches(f.sketch_bytes)
+    )
+    if offload:
+        for_copies = memory_bytes - pool.num_pages * (size - size_in_file)
+        num_kinds = sum(format.has_sketches for format in pages.formats)
+        kv = backend.offload(kv, disk.expand_path(offload.path), for_copies // max(num_kinds, 1))
+    kv = kv.with_sketches(f.sketch_bytes)
     slots = ", ".join(str(f.page_size) for f in pages.formats)
     log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)
-    if offload:
-        in_memory = pool.num_pages * (size - size_in_file)
-        kv = backend.offload(kv, disk.expand_path(offload.path), memory_bytes - in_memory)
     if any(pages.unused_bytes):
         log.info("KV pool: bytes of a page that slots of each group leave unused: %s", pages.unused_bytes)
     return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)

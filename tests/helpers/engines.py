@@ -17,6 +17,7 @@ from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import ProgramRunner, Runner
+from retain.kernels.api import KV
 from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
 from retain.kv.eviction import policies
@@ -28,7 +29,7 @@ from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.row import Row
 from retain.kv.stores.cost_model import LoadCostModel
-from retain.kv.stores.tiers import parse_all
+from retain.kv.stores.tiers import disk, parse_all
 from retain.models.weights import Weights
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.output import OutputProcessor, RequestOutputState
@@ -77,12 +78,14 @@ def make_engine(
     kv_dtype: torch.dtype | None = None,
     demotes: bool = False,
     looks: bool = False,
+    offload_folder: str = "",
     snapshot_interval: int = 2048,
     prompt_activations: str = "int8",
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
-    Without a `device` it is the first one that the backend computes on.
+    Without a `device` it is the first one that the backend computes on. With an `offload_folder` K and V lie in a file
+    there, and copies of few slots in memory.
     """
     device = device or torch.device(kernels.import_backend(backend).DEVICES[0])
     kernel = kernels.load(backend, device)
@@ -96,17 +99,22 @@ def make_engine(
     config = CacheConfig(*sizes, demoted_page_size, snapshot_interval, looks)
     demoted_dtype = DEMOTED_DTYPE if demotes else None
     page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype, looks).page_bytes
+    memory = (num_pages + 1) * page_bytes
+    offload = disk.Tier(offload_folder, memory) if offload_folder else None
     cache = factory.build_cache(
         spec,
         config,
         kernel,
         slot_dtype,
-        (num_pages + 1) * page_bytes,
+        2 * memory + 2**20 if offload else memory,
         prefix_config=prefix_configs.parse(prefix_cache),
         key_transform=factory.build_key_transform(model),
         load_gate=lambda file: random_gate(spec),
         device=device,
+        offload=offload,
     )
+    for tables in cache.slots.tables if offload else ():
+        keep_few_copies(tables.kv)
     prefix = cache.prefix_cache
     if tiers and isinstance(prefix, PrefixCache):
         fingerprint = f"{family} {slot_dtype}".encode()
@@ -129,6 +137,16 @@ def make_engine(
     if drafter:
         drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner))
     return PlanningEngine(runner, cache, drafter, prompt_activations)
+
+
+def keep_few_copies(kv: KV) -> None:
+    """Let the memory of a pool in a file have copies of 40 slots only."""
+    if not kv.resident:
+        return
+    from retain.kernels.cpu import _C, ffi
+
+    copies = _C.ResidentSlots(kv.num_pages * kv.page_size, 40, ffi.to_c_pool(kv).record_bytes)
+    object.__setattr__(kv, "resident", copies)  # what has the pool has it as it was allocated
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:

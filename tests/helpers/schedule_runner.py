@@ -181,6 +181,7 @@ class ScheduleRun:
             drafter=drafter,
             prefix_cache=s.prefix_cache,
             tiers=[spec.format(path=self.folder) for spec in s.tiers],
+            offload_folder=str(self.folder) if s.offloads else "",
         )
         engine.depth = self.depth
         if drafter and drafter.k == "auto":

@@ -21,7 +21,7 @@ import torch
 from retain import kernels
 from retain.config import PROMPT_ACTIVATIONS
 from retain.engine.request import Request, RequestInput
-from retain.kernels.slots.pool_dtypes import pool_dtype, slots_in_page
+from retain.kernels.slots.pool_dtypes import INT4, pool_dtype, slots_in_page
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
@@ -147,6 +147,12 @@ class Schedule:
     preemptions: tuple[int, ...]
     requests: tuple[PlannedRequest, ...]
     kills: tuple[int, ...] = ()
+
+    @property
+    def offloads(self) -> bool:
+        """Whether K and V lie in a file: wherever they can, and no answer depends on it."""
+        can_offload = self.backend == "cpu" and (self.kv_dtype or self.dtype) is not INT4
+        return can_offload and bool(self.engine_options["looks"])
 
     @property
     def engine_options(self) -> dict[str, Any]:

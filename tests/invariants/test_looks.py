@@ -6,12 +6,14 @@ Which slots are looked at is tested in tests/kernels/test_looked_slots.py.
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from retain import LLM
+from retain.engine import drafters
 from retain.engine.request import Request
 from retain.kernels import check_looks, import_backend
 from retain.kernels.slots.pool_dtypes import INT4
@@ -153,3 +155,27 @@ def test_pages_have_sketches_where_a_policy_looks() -> None:
     assert llm.generate("a", kv_policy="look:slots=12.5%")
     with pytest.raises(ValueError, match="the policy look is for the cpu or reference backend: with triton"):
         check_looks(import_backend("triton"))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pool_in_a_file_changes_no_answer(family: str, tmp_path: Path) -> None:
+    """Four texts in turns, with drafts that are rejected; a page that is free has no copies of what it held."""
+    prompts = [[(7 * i * i + i // 9 * seed) % 128 for i in range(90)] for seed in range(4)]
+    answers = []
+    for folder in ("", str(tmp_path)):
+        engine = make_engine(
+            family,
+            backend="cpu",
+            looks=True,
+            drafter=drafters.parse("ngram:k=4"),
+            prefix_cache="exact",
+            offload_folder=folder,
+            max_running_requests=2,
+        )
+        turns = []
+        for _ in range(2):
+            turns.append(run_to_completion(engine, [make_request(p, 60, FEW) for p in prompts]))
+        answers.append(turns)
+        looked = engine.cache.pool_stats().looked_slots
+        assert bool(folder) == bool(looked.get("file")) == bool(looked.get("memory"))
+    assert answers[1] == answers[0]

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from retain.kernels import cpu, reference
 from retain.kernels.api import KV, NO_WINDOW, Backend, Tables
 from retain.kernels.attention_params import AttentionParams
+from retain.kernels.cpu import ffi
 from retain.kernels.slots.pool_dtypes import INT4, INT8, K8V4
 from retain.kernels.slots.reinterpret import PageFormat
 from tests.helpers.attention_case import AttentionCase, assert_close, torch_threads
@@ -324,3 +326,41 @@ def test_looks_that_cannot_be_had_are_refused(backend: Backend) -> None:
         for looks in (torch.tensor([60]).int(), torch.tensor([1, 2, 3])):
             with pytest.raises((ValueError, TypeError), match=r"tables.looks must be"):
                 backend.attend(case.q, case.kv, replace(t, looks=looks), case.q_pos, PARAMS["plain"])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [d for d in POOL_DTYPES if d != INT4])
+@pytest.mark.parametrize("dim", [64, 24])
+def test_a_pool_in_a_file_changes_no_bit(isa: str, dtype: torch.dtype, dim: int, tmp_path: Path) -> None:
+    """Also where memory has copies of fewer slots than one look reads, and where slots are written again."""
+    case = AttentionCase(
+        fresh=(1, 3), pages=((20, 18), (15, 20)), D=dim, dtype=dtype, holes=0.01, looks=(60, 50, 70, 300)
+    )
+    rng = torch.Generator().manual_seed(0)
+    q, q_pos = case.build_queries()
+    slots = torch.randperm(case.num_pages() * case.S - case.S, generator=rng)[:400].int() + case.S
+    k, v = (torch.randn(200, 1, dim, generator=rng) for _ in "kv")
+    pages = torch.arange(1, 8)
+    with use_isa(isa):
+        pools = [case.build_cache(cpu) for _ in range(3)]
+        few_copies = 4 * pools[0].pos.numel() + 256 * (5 + ffi.to_c_pool(pools[0]).record_bytes)
+        for i, memory_bytes in ((1, 2**30), (2, few_copies)):
+            kv = pools[i]
+            with pytest.raises(ValueError, match="kv_memory is 1 bytes too small"):
+                cpu.offload(kv, tmp_path, few_copies - 1).with_sketches(kv.sketch_bytes)
+            pools[i] = cpu.offload(kv, tmp_path, memory_bytes).with_sketches(kv.sketch_bytes)
+            for name in ("k", "v", "sketches"):
+                getattr(pools[i], name).copy_(getattr(kv, name))
+        for _ in range(2):
+            for dst, src in ((pages, pages + 9), (pages + 20, pages)):
+                outputs = [cpu.attend(q, kv, case.build_tables(), q_pos, case.params) for kv in pools]
+                assert torch.equal(outputs[1], outputs[0]) and torch.equal(outputs[2], outputs[0])
+                for kv in pools:
+                    cpu.write(kv, slots[None, :200], k, v, kv.pos.view(-1)[slots[:200].long()])
+                    cpu.move(kv, slots[None, :50], slots[None, 50:100])
+                    src_slots, dst_slots = slots[100:200].long().view(2, 50)
+                    cpu.requantize(kv, src_slots, kv, dst_slots, kv.pos.view(-1)[dst_slots])
+                    cpu.copy(kv, src, dst)
+    many, few = (kv.resident for kv in pools[1:])
+    assert many is not None and few is not None
+    assert many.num_read == few.num_read and 0 < many.num_loaded < few.num_loaded

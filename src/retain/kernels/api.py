@@ -82,7 +82,8 @@ class KV:
     v_dim: int  # numbers of a value, and of an output
     layout: str
     sketches: Tensor | None = None  # uint8 [P, n]: what looks choose slots by, in the backend's own layout
-    resident: ResidentSlots | None = None  # of a pool in a file
+    file: PoolFile | None = None  # where K and V lie; else in memory
+    resident: ResidentSlots | None = None  # of a pool with sketches in a file
 
     @classmethod
     def over(cls, k: Tensor, v: Tensor, format: PageFormat) -> KV:
@@ -96,10 +97,15 @@ class KV:
         return cls(k, v, pos, mass, format.page_size, format.k_dim, format.v_dim, "plain")
 
     def with_sketches(self, page_bytes: int) -> KV:
-        """Return the pool with sketches of so many bytes in a page; where they are 0, as it is."""
+        """Return the pool with sketches of so many bytes in a page; where they are 0, as it is.
+
+        Raises ValueError where the pool lies in a file, and memory is too small for copies of slots.
+        """
         if not page_bytes:
             return self
-        return replace(self, sketches=torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device))
+        sketches = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device)
+        kv = replace(self, sketches=sketches)
+        return replace(kv, resident=self.file.keep_copies(kv)) if self.file else kv
 
     @property
     def sketch_bytes(self) -> int:
@@ -134,6 +140,13 @@ class ResidentSlots(Protocol):
 
     def forget(self, pages: NDArray[np.int32], page_size: int) -> None:
         """Drop the copies of all slots of these pages, whose K and V may change."""
+
+
+class PoolFile(Protocol):
+    """The file in which K and V of a pool lie."""
+
+    def keep_copies(self, kv: KV) -> ResidentSlots:
+        """Return memory for copies of the slots of a pool that lies here. Raises ValueError where it is too small."""
 
 
 @dataclass(frozen=True)
@@ -331,9 +344,9 @@ class Backend(Protocol):
         """
 
     def offload(self, kv: KV, folder: Path, memory_bytes: int) -> KV:
-        """Return an empty pool with sketches whose K, V and sketches lie in a file of a folder.
+        """Return an empty pool whose K and V lie in a file of a folder. Only where CAN_OFFLOAD.
 
-        `memory_bytes` are for copies of slots that looks read. Only where CAN_OFFLOAD. Raises ValueError or OSError.
+        `memory_bytes` are for the copies that each kind of slots with sketches has. Raises OSError.
         """
 
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

@@ -291,7 +291,9 @@ class KVCacheManager:
         """Count slots and pages by what they are used for, between two steps."""
         slots, pages, num_holes = count_slots(self.tables, self.classify_pages()[0])
         prefix = self.prefix_cache
-        r = self.kv.resident
+        resident = [t.kv.resident for t in self.slots.tables if t.kv.resident]
+        num_loaded = sum(r.num_loaded for r in resident)
+        in_memory = sum(r.num_read for r in resident) - num_loaded
         num_checkpoints, num_checkpoint_pages = prefix.checkpoint_stats()
         return PoolStats(
             slots_by_state=slots,
@@ -303,7 +305,7 @@ class KVCacheManager:
             num_queried_tokens=prefix.num_queried_tokens,
             num_checkpoints=num_checkpoints,
             num_checkpoint_pages=num_checkpoint_pages,
-            looked_slots={"memory": r.num_read - r.num_loaded, "file": r.num_loaded} if r else {},
+            looked_slots={"memory": in_memory, "file": num_loaded} if resident else {},
         )
 
     def evicted_slots(self) -> dict[str, int]:

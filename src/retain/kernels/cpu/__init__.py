@@ -104,14 +104,14 @@ def allocate(
 
 def reinterpret(kv: KV, format: PageFormat) -> KV:
     """Return the pages of a pool as pages of other slots, with positions and masses of their own."""
-    return _view_pool((kv.k, kv.v), format)
+    return replace(_view_pool((kv.k, kv.v), format), file=kv.file)
 
 
 def offload(kv: KV, folder: Path, memory_bytes: int) -> KV:
-    """Return an empty pool with its memory in a file of a folder."""
-    from retain.kernels.cpu.offload import offload
+    """Return an empty pool with its K and V in a file of a folder."""
+    from retain.kernels.cpu.file_pool import move_to_file
 
-    return offload(kv, folder, memory_bytes)
+    return move_to_file(kv, folder, memory_bytes)
 
 
 def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:

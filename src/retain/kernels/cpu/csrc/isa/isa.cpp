@@ -47,9 +47,9 @@ static constexpr int max_tile_rows(std::string_view isa) { return isa.substr(0, 
 static const IsaKernels built[] = {
 #define ISA(isa)                                                                                                   \
   {#isa, max_tile_rows(#isa), isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::look_weights,        \
-   isa::look_priorities, isa::gather_slots, isa::gather_records, isa::sum_means, isa::reduce_mass, isa::write, isa::sketch_values,       \
-   isa::read_slots, isa::requantize, isa::activation_bytes, isa::prepare_activations, isa::packed_gemm,             \
-   isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve,                      \
+   isa::look_priorities, isa::gather_slots, isa::gather_records, isa::sum_means, isa::reduce_mass, isa::write,      \
+   isa::sketch_values, isa::read_slots, isa::requantize, isa::activation_bytes, isa::prepare_activations,           \
+   isa::packed_gemm, isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve,    \
    isa::attend_linearly},
     RETAIN_BUILT_ISAS
 };
