@@ -43,16 +43,13 @@ class PoolFile:
 
 def move_to_file(kv: KV, folder: Path, memory_bytes: int) -> KV:
     """Return an empty pool with its K and V in a file of a folder. Raises OSError."""
-    memory = map_file(sum(_size(x) for x in (kv.k, kv.v)), folder)
-    k, v = memory[: _size(kv.k)], memory[_size(kv.k) :]
-    return replace(
-        kv,
-        k=k.view(kv.k.dtype).as_strided(kv.k.shape, kv.k.stride()),
-        v=v.view(kv.v.dtype).as_strided(kv.v.shape, kv.v.stride()),
-        file=PoolFile(memory_bytes),
-    )
+    sizes = [x.stride(0) * x.itemsize for x in (kv.k, kv.v)]  # of a page
+    memory = map_file((kv.num_pages + 1) * sum(sizes), folder).view(-1, sum(sizes))  # a page's stride is behind all
+    k, v = (_view_as(x[:-1], like) for x, like in zip(memory.split(sizes, 1), (kv.k, kv.v), strict=True))
+    return replace(kv, k=k, v=v, file=PoolFile(memory_bytes))
 
 
-def _size(pages: Tensor) -> int:
-    """Return the bytes of all pages, up to a cache line."""
-    return -(-len(pages) * pages.stride(0) * pages.itemsize // 64) * 64
+def _view_as(pages: Tensor, like: Tensor) -> Tensor:
+    """Return pages of bytes [P, n] as numbers of the dtype and the shape of `like`, a pool's K or V."""
+    numbers = pages.view(like.dtype)
+    return numbers.as_strided(like.shape, (numbers.stride(0), *like.stride()[1:]))

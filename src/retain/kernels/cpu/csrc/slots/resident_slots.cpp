@@ -112,17 +112,16 @@ class FileRange {
 void ResidentSlots::prefetch(const Pool& kv, const int32_t* table, const int32_t* places, int64_t n) const {
   const int key_bytes = 4 * kv.key_words(), value_bytes = kv.value_width() * element_size(kv.dtype);
   const int interleaved = 4 / element_size(kv.dtype);
-  FileRange keys, values, key_scales, value_scales;
+  FileRange range;
   for (int64_t i = 0; i < n; ++i) {
     const int64_t page = table[places[i] / kv.S];
     const int offset = places[i] % kv.S;
     if (places_[page * kv.S + offset].load(std::memory_order_relaxed)) continue;
-    keys.add(static_cast<char*>(kv.key_page(page)) + offset * key_bytes, key_bytes);
-    values.add(static_cast<char*>(kv.value_page(page)) + offset / interleaved * interleaved * value_bytes,
-               interleaved * value_bytes);
-    if (!kv.is_quantized()) continue;
-    key_scales.add(kv.key_scales(page), 2 * kv.S * kv.num_key_scales());
-    value_scales.add(kv.value_scales(page), 2 * kv.S * kv.num_value_scales());
+    range.add(static_cast<char*>(kv.key_page(page)) + offset * key_bytes, key_bytes);
+    if (kv.is_quantized()) range.add(kv.key_scales(page), 2 * kv.S * kv.num_key_scales());
+    range.add(static_cast<char*>(kv.value_page(page)) + offset / interleaved * interleaved * value_bytes,
+              interleaved * value_bytes);
+    if (kv.is_quantized()) range.add(kv.value_scales(page), 2 * kv.S * kv.num_value_scales());
   }
 }
 
