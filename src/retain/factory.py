@@ -97,7 +97,7 @@ class ParsedOptions(NamedTuple):
 
     prefix: PrefixConfig | None
     tiers: list[tiers.Tier]
-    offload: disk.Tier | None
+    offload: tuple[str, int]  # the folder and the bytes of the pool's file
     drafter: Drafter | None
     chat_template: str | None
 
@@ -125,10 +125,11 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
         demoted_page_size(allowed, c.slots_per_page, max(g.k_dim for g in spec.kv_cache.groups), kv_dtype),
         c.snapshot_interval,
         any(p.looks for p in allowed),
+        *options.offload,
     )
     if cache_config.has_sketches:
         kernels.check_looks(backend)
-    if options.offload:
+    if cache_config.offload_folder:
         kernels.check_offload(backend, kv_dtype)
     cache = build_cache(
         spec.kv_cache,
@@ -140,7 +141,6 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
         key_transform=loaded.key_transform,
         load_gate=loaded.gate_loader(getattr(allowed[0], "file", "")),
         device=device,
-        offload=options.offload,
     )
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
@@ -191,16 +191,16 @@ def parse_options(c: Config) -> ParsedOptions:
     return ParsedOptions(prefix, tier_configs, parse_offload(c), drafter, read_chat_template(c.chat_template))
 
 
-def parse_offload(c: Config) -> disk.Tier | None:
-    """Return where the pool's file lies, None where it has none. Raises ValueError."""
+def parse_offload(c: Config) -> tuple[str, int]:
+    """Return the folder of the pool's file, empty where it has none, and its bytes. Raises ValueError."""
     if not c.kv_offload:
-        return None
+        return "", 0
     offload = tiers.parse(c.kv_offload)
     if not isinstance(offload, disk.Tier) or (offload.evict, offload.read) != ("lru", None):
         raise ValueError(f"kv_offload is disk:path=DIR,capacity=SIZE, not {c.kv_offload!r}")
     if not any(policies.parse(spec).looks for spec in (c.kv_policy, *c.allow_policy) if not spec.startswith("auto")):
         raise ValueError("kv_offload is for answers that look: give kv_policy or allow_policy look:slots=1024")
-    return offload
+    return offload.path, offload.capacity
 
 
 def load_backend(c: Config, device: torch.device) -> Backend:
@@ -262,7 +262,7 @@ def build_target(
         loaded = load(model, weights)
         spec = loaded.spec
         kv_dtype = pool_dtype(c.slot_dtype)
-        config = replace(cache_config, score_columns=1, has_sketches=False)
+        config = replace(cache_config, score_columns=1, has_sketches=False, offload_folder="")
         block = cache.planner.block_size
         num_tokens = ((cache.total_pages + 1) // cache.planner.pages_of_text(block) + 1) * block
         draft_cache = build_cache(
@@ -342,11 +342,10 @@ def build_cache(
     key_transform: KeyTransform | None = None,
     load_gate: Callable[[str], Gate] = refuse_gates,
     device: torch.device = CPU,
-    offload: disk.Tier | None = None,
 ) -> KVCacheManager:
     """Build a cache of at most `memory_bytes`, and no more than all rows could ever use.
 
-    With `offload` K, V and sketches lie in a file. Raises ValueError or OSError.
+    Raises ValueError or OSError, where K and V lie in a file.
     """
     demoted_dtype = DEMOTED_DTYPE if config.demoted_page_size else None
     spec = fold_states(spec, config.page_size, dtype)
@@ -354,17 +353,17 @@ def build_cache(
     planner = CapacityPlanner(spec, config, load_gate, pages=pages)
     size = pages.page_bytes
     size_in_file = sum(pages.key_and_value_bytes)
-    num_pages = offload.capacity // size_in_file if offload else memory_bytes // size
+    num_pages = config.offload_bytes // size_in_file if config.offload_folder else memory_bytes // size
     most = config.max_running_requests * planner.max_pages
     pool = PagePool(1 + min(max(num_pages - 1, 0), most))  # the trash page counts too
     f = pages.formats[first_attention_group(spec)]
     kv = backend.allocate(
         pool.num_pages, f.page_size, f.k_dim, f.dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
     )
-    if offload:
-        for_copies = memory_bytes - pool.num_pages * (size - size_in_file)
+    if config.offload_folder:
+        remaining = memory_bytes - pool.num_pages * (size - size_in_file)
         num_kinds = sum(format.has_sketches for format in pages.formats)
-        kv = backend.offload(kv, disk.expand_path(offload.path), for_copies // max(num_kinds, 1))
+        kv = backend.offload(kv, disk.expand_path(config.offload_folder), remaining // max(num_kinds, 1))
     kv = kv.with_sketches(f.sketch_bytes)
     slots = ", ".join(str(f.page_size) for f in pages.formats)
     log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)

@@ -29,7 +29,7 @@ from retain.kv.prefix import config as prefix_configs
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.row import Row
 from retain.kv.stores.cost_model import LoadCostModel
-from retain.kv.stores.tiers import disk, parse_all
+from retain.kv.stores.tiers import parse_all
 from retain.models.weights import Weights
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.output import OutputProcessor, RequestOutputState
@@ -85,7 +85,7 @@ def make_engine(
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
     Without a `device` it is the first one that the backend computes on. With an `offload_folder` K and V lie in a file
-    there, and copies of few slots in memory.
+    there, and few slots are resident.
     """
     device = device or torch.device(kernels.import_backend(backend).DEVICES[0])
     kernel = kernels.load(backend, device)
@@ -96,25 +96,23 @@ def make_engine(
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
     demoted_page_size = slots_in_page(page_size, head_dim, slot_dtype, DEMOTED_DTYPE) if demotes else 0
-    config = CacheConfig(*sizes, demoted_page_size, snapshot_interval, looks)
     demoted_dtype = DEMOTED_DTYPE if demotes else None
     page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype, looks).page_bytes
     memory = (num_pages + 1) * page_bytes
-    offload = disk.Tier(offload_folder, memory) if offload_folder else None
+    config = CacheConfig(*sizes, demoted_page_size, snapshot_interval, looks, offload_folder, memory)
     cache = factory.build_cache(
         spec,
         config,
         kernel,
         slot_dtype,
-        2 * memory + 2**20 if offload else memory,
+        2 * memory + 2**20 if offload_folder else memory,
         prefix_config=prefix_configs.parse(prefix_cache),
         key_transform=factory.build_key_transform(model),
         load_gate=lambda file: random_gate(spec),
         device=device,
-        offload=offload,
     )
-    for tables in cache.slots.tables if offload else ():
-        keep_few_copies(tables.kv)
+    for tables in cache.slots.tables if offload_folder else ():
+        keep_few_resident(tables.kv)
     prefix = cache.prefix_cache
     if tiers and isinstance(prefix, PrefixCache):
         fingerprint = f"{family} {slot_dtype}".encode()
@@ -139,14 +137,14 @@ def make_engine(
     return PlanningEngine(runner, cache, drafter, prompt_activations)
 
 
-def keep_few_copies(kv: KV) -> None:
-    """Let the memory of a pool in a file have copies of 40 slots only."""
+def keep_few_resident(kv: KV) -> None:
+    """Let 40 slots of a pool in a file be resident at most."""
     if not kv.resident:
         return
     from retain.kernels.cpu import _C, ffi
 
-    copies = _C.ResidentSlots(kv.num_pages * kv.page_size, 40, ffi.to_c_pool(kv).record_bytes)
-    object.__setattr__(kv, "resident", copies)  # what has the pool has it as it was allocated
+    slots = _C.ResidentSlots(kv.num_pages * kv.page_size, 40, ffi.to_c_pool(kv).record_bytes)
+    object.__setattr__(kv, "resident", slots)  # what has the pool has it as it was allocated
 
 
 def random_prompts(num_prompts: int, seed: int = 0, max_prompt_len: int = 150) -> list[list[int]]:

@@ -332,7 +332,7 @@ def test_looks_that_cannot_be_had_are_refused(backend: Backend) -> None:
 @pytest.mark.parametrize("dtype", [d for d in POOL_DTYPES if d != INT4])
 @pytest.mark.parametrize("dim", [64, 24])
 def test_a_pool_in_a_file_changes_no_bit(isa: str, dtype: torch.dtype, dim: int, tmp_path: Path) -> None:
-    """Also where memory has copies of fewer slots than one look reads, and where slots are written again."""
+    """Also where fewer slots are resident than one look reads, and where slots are written again."""
     case = AttentionCase(
         fresh=(1, 3), pages=((20, 18), (15, 20)), D=dim, dtype=dtype, holes=0.01, looks=(60, 50, 70, 300)
     )
@@ -343,11 +343,11 @@ def test_a_pool_in_a_file_changes_no_bit(isa: str, dtype: torch.dtype, dim: int,
     pages = torch.arange(1, 8)
     with use_isa(isa):
         pools = [case.build_cache(cpu) for _ in range(3)]
-        few_copies = 4 * pools[0].pos.numel() + 256 * (5 + ffi.to_c_pool(pools[0]).record_bytes)
-        for i, memory_bytes in ((1, 2**30), (2, few_copies)):
+        little = 4 * pools[0].pos.numel() + 256 * (5 + ffi.to_c_pool(pools[0]).record_bytes)
+        for i, memory_bytes in ((1, 2**30), (2, little)):
             kv = pools[i]
             with pytest.raises(ValueError, match="kv_memory is 1 bytes too small"):
-                cpu.offload(kv, tmp_path, few_copies - 1).with_sketches(kv.sketch_bytes)
+                cpu.offload(kv, tmp_path, little - 1).with_sketches(kv.sketch_bytes)
             pools[i] = cpu.offload(kv, tmp_path, memory_bytes).with_sketches(kv.sketch_bytes)
             for name in ("k", "v", "sketches"):
                 getattr(pools[i], name).copy_(getattr(kv, name))

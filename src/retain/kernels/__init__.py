@@ -8,6 +8,7 @@ Does not depend on: requests, the scheduler, policies, models. Of the package it
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -61,15 +62,15 @@ def check_dtype(backend: Backend, dtype: torch.dtype) -> None:
 def check_pool_dtype(backend: Backend, dtype: torch.dtype) -> None:
     """Raise ValueError, with the backends to choose from, for a dtype of a pool that a backend does not have."""
     if dtype not in backend.POOL_DTYPES:
-        names = [name for name in backend_names() if dtype in import_backend(name).POOL_DTYPES]
+        names = _backends_where(lambda b: dtype in b.POOL_DTYPES)
         own = backend.__name__.rpartition(".")[2]
-        raise ValueError(f"the {own} backend has no slots in {dtype_name(dtype)}: use backend {' or '.join(names)}")
+        raise ValueError(f"the {own} backend has no slots in {dtype_name(dtype)}: use backend {names}")
 
 
 def check_prompt_activations(backend: Backend, activations: str) -> None:
     """Raise ValueError for activations of prompts that a backend cannot choose."""
     if activations != "int8" and not backend.QUANTIZES_ACTIVATIONS:
-        names = " or ".join(name for name in backend_names() if import_backend(name).QUANTIZES_ACTIVATIONS)
+        names = _backends_where(lambda b: b.QUANTIZES_ACTIVATIONS)
         own = backend.__name__.rpartition(".")[2]
         raise ValueError(
             f"prompt_activations {activations} is for the {names} backend: {own} has no activations of 8 bits"
@@ -79,18 +80,21 @@ def check_prompt_activations(backend: Backend, activations: str) -> None:
 def check_looks(backend: Backend) -> None:
     """Raise ValueError for a backend whose tokens attend to all slots that they see."""
     if not backend.CAN_LOOK:
-        names = " or ".join(name for name in backend_names() if import_backend(name).CAN_LOOK)
         own = backend.__name__.rpartition(".")[2]
+        names = _backends_where(lambda b: b.CAN_LOOK)
         raise ValueError(f"the policy look is for the {names} backend: with {own}, tokens attend to all slots")
 
 
 def check_offload(backend: Backend, dtype: torch.dtype) -> None:
     """Raise ValueError for a backend, or a dtype of a pool, whose slots must lie in memory."""
     if not backend.CAN_OFFLOAD:
-        names = " or ".join(name for name in backend_names() if import_backend(name).CAN_OFFLOAD)
-        raise ValueError(f"kv_offload is for the {names} backend")
+        raise ValueError(f"kv_offload is for the {_backends_where(lambda b: b.CAN_OFFLOAD)} backend")
     if dtype == INT4:
         raise ValueError("kv_offload: looks read all keys of a pool in 4 bits; use another kv_dtype")
+
+
+def _backends_where(is_able: Callable[[Backend], bool]) -> str:
+    return " or ".join(name for name in backend_names() if is_able(import_backend(name)))
 
 
 def resolve_device(name: str) -> torch.device:

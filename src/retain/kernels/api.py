@@ -99,13 +99,13 @@ class KV:
     def with_sketches(self, page_bytes: int) -> KV:
         """Return the pool with sketches of so many bytes in a page; where they are 0, as it is.
 
-        Raises ValueError where the pool lies in a file, and memory is too small for copies of slots.
+        Raises ValueError where the pool lies in a file, and memory is too small for resident slots.
         """
         if not page_bytes:
             return self
         sketches = torch.zeros(self.num_pages, page_bytes, dtype=torch.uint8, device=self.device)
         kv = replace(self, sketches=sketches)
-        return replace(kv, resident=self.file.keep_copies(kv)) if self.file else kv
+        return replace(kv, resident=self.file.resident_slots(kv)) if self.file else kv
 
     @property
     def sketch_bytes(self) -> int:
@@ -133,20 +133,20 @@ class KV:
 
 
 class ResidentSlots(Protocol):
-    """The copies in memory of slots whose pool lies in a file: of those that looks read last."""
+    """Slots that are in memory, too, where K and V of the pool lie in a file: those that looks read last."""
 
     num_read: int  # slots that looks read, so far
     num_loaded: int  # of these, from the file
 
     def forget(self, pages: NDArray[np.int32], page_size: int) -> None:
-        """Drop the copies of all slots of these pages, whose K and V may change."""
+        """Drop all slots of these pages, whose K and V may change in the file."""
 
 
 class PoolFile(Protocol):
     """The file in which K and V of a pool lie."""
 
-    def keep_copies(self, kv: KV) -> ResidentSlots:
-        """Return memory for copies of the slots of a pool that lies here. Raises ValueError where it is too small."""
+    def resident_slots(self, kv: KV) -> ResidentSlots:
+        """Return memory for slots of a pool that lies here. Raises ValueError where it is too small."""
 
 
 @dataclass(frozen=True)
@@ -346,7 +346,7 @@ class Backend(Protocol):
     def offload(self, kv: KV, folder: Path, memory_bytes: int) -> KV:
         """Return an empty pool whose K and V lie in a file of a folder. Only where CAN_OFFLOAD.
 
-        `memory_bytes` are for the copies that each kind of slots with sketches has. Raises OSError.
+        `memory_bytes` are for resident slots, of each kind that has sketches. Raises OSError.
         """
 
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

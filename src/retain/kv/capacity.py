@@ -28,7 +28,8 @@ class CacheConfig:
     `page_size` is of the layers whose slots take the most bytes. `score_columns`: masses of a slot, one for each query
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
     demote. `snapshot_interval`: tokens between the rungs of a long text, where checkpoints stay; 0: none.
-    `has_sketches`: whether pages have what policies need that look at few slots.
+    `has_sketches`: whether pages have what policies need that look at few slots. `offload_folder`: of a file with
+    `offload_bytes` of K and V; empty where they lie in memory.
     """
 
     page_size: int
@@ -39,6 +40,8 @@ class CacheConfig:
     demoted_page_size: int = 0
     snapshot_interval: int = 2048
     has_sketches: bool = False
+    offload_folder: str = ""
+    offload_bytes: int = 0
 
 
 def refuse_gates(file: str) -> Gate:

@@ -1,7 +1,7 @@
-"""Pools whose K and V lie in a file. Tokens that look read few slots of it; copies of those stay in memory.
+"""Pools whose K and V lie in a file. Tokens that look read few slots of it; those stay in memory, too: resident slots.
 
-The file has no name, so it goes with the process, and the system keeps in memory what it has room for. But it reads a
-file in pages of 4 kB: csrc/slots/resident_slots.h says why copies of single slots are worth their memory.
+The file has no name, so it goes with the process. The system keeps of it in memory what it has room for, but in pages
+of 4 kB: csrc/slots/resident_slots.h says why single slots are worth memory of their own.
 """
 
 from __future__ import annotations
@@ -16,37 +16,42 @@ from retain.kernels.api import KV
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import map_file
 
-BYTES_PER_SLOT = 4  # of the pool: where its copy is
-BYTES_PER_COPY = 5  # beside its numbers: whose they are, and whether they were used
-MIN_COPIES = 256
+BYTES_PER_SLOT = 4  # of the pool: where in memory it is resident
+BYTES_PER_RECORD = 5  # beside the numbers of a resident slot: which one it is, and whether it was used
+MIN_RECORDS = 256
 
 
 @dataclass(frozen=True)
-class PoolFile:
-    """The file of a pool. The pages of each kind of slots may have copies in `memory_bytes`."""
+class MappedFile:
+    """The file of a pool. Slots of each kind may be resident in `memory_bytes`."""
 
     memory_bytes: int
 
-    def keep_copies(self, kv: KV) -> _C.ResidentSlots:
-        """Return memory for copies of a pool's slots. Raises ValueError where it is too small."""
+    def resident_slots(self, kv: KV) -> _C.ResidentSlots:
+        """Return memory for resident slots of a pool. Raises ValueError where it is too small."""
         record_bytes = ffi.to_c_pool(kv).record_bytes
         num_slots = kv.num_pages * kv.page_size
-        num_copies = min((self.memory_bytes - BYTES_PER_SLOT * num_slots) // (record_bytes + BYTES_PER_COPY), num_slots)
-        if num_copies < min(MIN_COPIES, num_slots):
-            missing = MIN_COPIES * (record_bytes + BYTES_PER_COPY) + BYTES_PER_SLOT * num_slots - self.memory_bytes
+        size = record_bytes + BYTES_PER_RECORD
+        remaining = self.memory_bytes - BYTES_PER_SLOT * num_slots
+        num_records = min(remaining // size, num_slots)
+        least = min(MIN_RECORDS, num_slots)
+        if num_records < least:
+            missing = least * size - remaining
             raise ValueError(
-                f"kv_memory is {missing} bytes too small: it has the sketches and positions of {num_slots} slots in the "
-                "file of the pool, and copies of those that are looked at"
+                f"kv_memory is {missing} bytes too small: it holds sketches and positions of the {num_slots} slots of "
+                "kv_offload, and those that looks read last; give more, or a smaller capacity"
             )
-        return _C.ResidentSlots(num_slots, num_copies, record_bytes)
+        return _C.ResidentSlots(num_slots, num_records, record_bytes)
 
 
 def move_to_file(kv: KV, folder: Path, memory_bytes: int) -> KV:
     """Return an empty pool with its K and V in a file of a folder. Raises OSError."""
     sizes = [x.stride(0) * x.itemsize for x in (kv.k, kv.v)]  # of a page
-    memory = map_file((kv.num_pages + 1) * sum(sizes), folder).view(-1, sum(sizes))  # a page's stride is behind all
-    k, v = (_view_as(x[:-1], like) for x, like in zip(memory.split(sizes, 1), (kv.k, kv.v), strict=True))
-    return replace(kv, k=k, v=v, file=PoolFile(memory_bytes))
+    memory = map_file((kv.num_pages + 1) * sum(sizes), folder).view(-1, sum(sizes))  # views reach to the next page
+    pages = memory[:-1]
+    k = _view_as(pages[:, : sizes[0]], kv.k)
+    v = _view_as(pages[:, sizes[0] :], kv.v)
+    return replace(kv, k=k, v=v, file=MappedFile(memory_bytes))
 
 
 def _view_as(pages: Tensor, like: Tensor) -> Tensor:

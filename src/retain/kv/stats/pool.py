@@ -32,7 +32,7 @@ class PoolStats:
     num_queried_tokens: int = 0  # of texts that were looked up in the prefix cache
     num_checkpoints: int = 0  # of the prefix cache
     num_checkpoint_pages: int = 0  # that they hold; each counts once
-    looked_slots: dict[str, int] = field(default_factory=dict)  # that looks read of a pool in a file, by where they were
+    looked_slots: dict[str, int] = field(default_factory=dict)  # of a pool in a file, by where they were
 
 
 def classify_pages(

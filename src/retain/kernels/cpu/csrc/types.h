@@ -346,7 +346,7 @@ struct IsaKernels {
                           float* priorities);
   // Copies n slots, by their ascending places in a table, one behind the other to a pool whose pages follow each other.
   void (*gather_slots)(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);
-  // The same, from copies of slots: see ResidentSlots.
+  // The same, from records of slots: see ResidentSlots.
   void (*gather_records)(const Pool& from, const char* records, int64_t n, const Pool& to);
   // Sums the means of values of a part of a table into a partial result of a row: times the sums of its weights over
   // those slots of a group whose priority is 0 to `highest`.

@@ -1,4 +1,4 @@
-// Copies in memory of slots whose pool lies in a file.
+// Slots that are in memory, too, where K and V of the pool lie in a file.
 #pragma once
 
 #include <atomic>
@@ -11,10 +11,10 @@
 
 namespace retain {
 
-// Holds copies of the slots of a pool that looks read last. The system reads a file in pages of 4 kB, which have 16 slots
-// or more, and looks read single ones: so the system alone would keep nearly all slots to have the few that are read.
+// Holds the slots of a pool that looks read last. The system reads a file in pages of 4 kB, which have 16 slots or more,
+// and looks read single ones: so the system alone would keep nearly all slots to have the few that are read.
 //
-// A copy is one record: K, V and their scales, one behind the other. Which slots have a copy changes no result.
+// A resident slot has a record: K, V and their scales, one behind the other. Which slots are resident changes no result.
 class ResidentSlots {
  public:
   // Raises std::bad_alloc.
@@ -22,9 +22,9 @@ class ResidentSlots {
 
   // Copies n slots, by their places in a page table, to `records` [n, record_bytes]. Slots of one page are neighbours.
   void read(const Pool&, const int32_t* table, const int32_t* places, int64_t n, char* records);
-  // Asks the system to read those of n slots that have no copy. It does not wait.
+  // Asks the system to read those of n slots from the file that are not resident. It does not wait.
   void prefetch(const Pool&, const int32_t* table, const int32_t* places, int64_t n) const;
-  // Drops the copy of a slot whose K and V change.
+  // Drops a slot whose K and V change in the file.
   void forget(int64_t slot) { places_[slot].store(0, std::memory_order_relaxed); }
 
   int64_t record_bytes() const { return record_bytes_; }
