@@ -124,7 +124,7 @@ def run_prefix(args: Namespace) -> None:
     config = engine_config(args)
     options = from_args(PrefixBenchConfig, args)
     prefix.check_names(options)
-    lines = prefix.run(loading.load_llm(config), options)
+    lines = prefix.run(loading.load_llm(replace(config, allow_policy=options.chat_policies)), options)
     print_lines(lines, args.json, options.output_dir and options.output_dir / "prefix.json")
 
 
