@@ -357,13 +357,15 @@ def build_cache(
     most = config.max_running_requests * planner.max_pages
     pool = PagePool(1 + min(max(num_pages - 1, 0), most))  # the trash page counts too
     f = pages.formats[first_attention_group(spec)]
-    kv = backend.allocate(
-        pool.num_pages, f.page_size, f.k_dim, f.dtype, f.score_columns, device, f.v_dim, pages.key_and_value_bytes
-    )
+    page_bytes = pages.key_and_value_bytes
     if config.offload_folder:
         remaining = memory_bytes - pool.num_pages * (size - size_in_file)
         num_kinds = sum(format.has_sketches for format in pages.formats)
-        kv = backend.offload(kv, disk.expand_path(config.offload_folder), remaining // max(num_kinds, 1))
+        folder = disk.expand_path(config.offload_folder)
+        kv = backend.allocate_in_file(pool.num_pages, f, page_bytes, folder, remaining // max(num_kinds, 1))
+    else:
+        sizes = f.page_size, f.k_dim, f.dtype, f.score_columns
+        kv = backend.allocate(pool.num_pages, *sizes, device, f.v_dim, page_bytes)
     kv = kv.with_sketches(f.sketch_bytes)
     slots = ", ".join(str(f.page_size) for f in pages.formats)
     log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)

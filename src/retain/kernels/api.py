@@ -337,16 +337,18 @@ class Backend(Protocol):
         in. Raises ValueError if the backend does not support the dtype or a size, or if pages are too short.
         """
 
+    def allocate_in_file(
+        self, num_pages: int, format: PageFormat, page_bytes: tuple[int, int], folder: Path, memory_bytes: int
+    ) -> KV:
+        """Allocate a pool whose K and V lie in a file of a folder; it has no sketches yet. Only where CAN_OFFLOAD.
+
+        `memory_bytes` are for resident slots, of each kind that has sketches. Raises ValueError or OSError.
+        """
+
     def reinterpret(self, kv: KV, format: PageFormat) -> KV:
         """Return the pages of a pool as pages of other slots, with positions and masses of their own.
 
         Their K and V share memory: a page is of one kind at a time. Raises ValueError if such a page is longer.
-        """
-
-    def offload(self, kv: KV, folder: Path, memory_bytes: int) -> KV:
-        """Return an empty pool whose K and V lie in a file of a folder. Only where CAN_OFFLOAD.
-
-        `memory_bytes` are for resident slots, of each kind that has sketches. Raises OSError.
         """
 
     def write(self, kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:

@@ -107,11 +107,17 @@ def reinterpret(kv: KV, format: PageFormat) -> KV:
     return replace(_view_pool((kv.k, kv.v), format), file=kv.file)
 
 
-def offload(kv: KV, folder: Path, memory_bytes: int) -> KV:
-    """Return an empty pool with its K and V in a file of a folder."""
-    from retain.kernels.cpu.file_pool import move_to_file
+def allocate_in_file(
+    num_pages: int, format: PageFormat, page_bytes: tuple[int, int], folder: Path, memory_bytes: int
+) -> KV:
+    """Allocate a pool with K and V in a file."""
+    from retain.kernels.cpu.file_pool import MappedFile, map_pages
 
-    return move_to_file(kv, folder, memory_bytes)
+    f = format
+    page = allocate(1, f.page_size, f.k_dim, f.dtype, f.score_columns, v_dim=f.v_dim)  # refuses what it cannot have
+    file = MappedFile(memory_bytes)
+    file.num_records(num_pages * f.page_size, ffi.to_c_pool(page).record_bytes)  # before the disk gives room
+    return replace(_view_pool(map_pages(num_pages, page_bytes, folder), f), file=file)
 
 
 def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:

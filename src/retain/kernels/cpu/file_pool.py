@@ -6,7 +6,7 @@ of 4 kB: csrc/slots/resident_slots.h says why single slots are worth memory of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch import Tensor
@@ -29,8 +29,12 @@ class MappedFile:
 
     def resident_slots(self, kv: KV) -> _C.ResidentSlots:
         """Return memory for resident slots of a pool. Raises ValueError where it is too small."""
-        record_bytes = ffi.to_c_pool(kv).record_bytes
         num_slots = kv.num_pages * kv.page_size
+        record_bytes = ffi.to_c_pool(kv).record_bytes
+        return _C.ResidentSlots(num_slots, self.num_records(num_slots, record_bytes), record_bytes)
+
+    def num_records(self, num_slots: int, record_bytes: int) -> int:
+        """Return how many slots of a pool may be resident. Raises ValueError where they are too few."""
         size = record_bytes + BYTES_PER_RECORD
         remaining = self.memory_bytes - BYTES_PER_SLOT * num_slots
         num_records = min(remaining // size, num_slots)
@@ -41,20 +45,13 @@ class MappedFile:
                 f"kv_memory is {missing} bytes too small: it holds sketches and positions of the {num_slots} slots of "
                 "kv_offload, and those that looks read last; give more, or a smaller capacity"
             )
-        return _C.ResidentSlots(num_slots, num_records, record_bytes)
+        return num_records
 
 
-def move_to_file(kv: KV, folder: Path, memory_bytes: int) -> KV:
-    """Return an empty pool with its K and V in a file of a folder. Raises OSError."""
-    sizes = [x.stride(0) * x.itemsize for x in (kv.k, kv.v)]  # of a page
-    memory = map_file((kv.num_pages + 1) * sum(sizes), folder).view(-1, sum(sizes))  # views reach to the next page
-    pages = memory[:-1]
-    k = _view_as(pages[:, : sizes[0]], kv.k)
-    v = _view_as(pages[:, sizes[0] :], kv.v)
-    return replace(kv, k=k, v=v, file=MappedFile(memory_bytes))
+def map_pages(num_pages: int, page_bytes: tuple[int, int], folder: Path) -> tuple[Tensor, Tensor]:
+    """Return zeros of a new file as pages of K and of V, uint8 [P, n] each. Those of a page lie side by side.
 
-
-def _view_as(pages: Tensor, like: Tensor) -> Tensor:
-    """Return pages of bytes [P, n] as numbers of the dtype and the shape of `like`, a pool's K or V."""
-    numbers = pages.view(like.dtype)
-    return numbers.as_strided(like.shape, (numbers.stride(0), *like.stride()[1:]))
+    Raises OSError.
+    """
+    memory = map_file((num_pages + 1) * sum(page_bytes), folder).view(-1, sum(page_bytes))[:-1]
+    return memory[:, : page_bytes[0]], memory[:, page_bytes[0] :]  # a view of V reaches up to the next page's

@@ -33,10 +33,13 @@ def map_zeros(size: int) -> Tensor:
 
 def map_file(size: int, folder: Path) -> Tensor:
     """Return uint8 [size] of zeros in a new file without a name. The disk has room for all of it. Raises OSError."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder) as file:
-        os.posix_fallocate(file.fileno(), 0, size)
-        return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
+    except OSError as error:
+        raise OSError(error.errno, f"{error.strerror}, where a file of {size} bytes was wanted", str(folder)) from None
 
 
 class Arena:
