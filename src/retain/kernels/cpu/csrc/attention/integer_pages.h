@@ -102,7 +102,7 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
         I sums[ROWS][VECTORS];
         EACH(r, ROWS) EACH(v, VECTORS) sums[r][v] = splat(q.excess[first + r][g]);
         const int8_t* queries = q.rows.data + first * q.rows.stride + g * group;
-        add_nibble_products<VECTORS * WIDTH / 16>(sums, sums, queries, q.rows.stride, half,
+        add_nibble_products<4>(sums, sums, queries, q.rows.stride, half,
                                                   keys + g * half * p.S + 4 * s, half, p.S, prefetcher);
         EACH(v, VECTORS) {
           const F scale = load<WIDTH>(scales + g * p.S + s + v * WIDTH);
@@ -113,7 +113,7 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
         store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v] * q.scale[first + r]);
     };
     if (rows > MOST_ROWS_WITH_TOTALS)  // more rows share the unpacking of a vector
-      for_blocks<MOST_ROWS_WITH_HALF, MOST_VECTORS / 2>(rows, p.S, block);
+      for_blocks<MOST_ROWS_WITH_ONE_SUM, MOST_VECTORS / 2>(rows, p.S, block);
     else
       for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, block);
   }
@@ -235,8 +235,7 @@ INLINE void sum_nibble_values(const VisiblePages<Page>& p, float* scores, int ro
         for (int left = p.S, n; left; left -= n, weights += n, values += n * p.v_dim / 2, ++scale) {
           n = left < WEIGHT_GROUP ? left : WEIGHT_GROUP;
           I low[ROWS][VECTORS] = {}, high[ROWS][VECTORS] = {};
-          add_nibble_products<VECTORS * WIDTH * KEY_BITS / 64>(low, high, weights, w.stride, 0, values, n, p.v_dim / 2,
-                                                               prefetcher);
+          add_nibble_products<KEY_BITS>(low, high, weights, w.stride, 0, values, n, p.v_dim / 2, prefetcher);
           EACH(r, ROWS) EACH(v, VECTORS) {
             low_totals[r][v] += __builtin_convertvector(low[r][v], F) * (*scale)[first + r];
             high_totals[r][v] += __builtin_convertvector(high[r][v], F) * (*scale)[first + r];

@@ -9,6 +9,7 @@ namespace retain::RETAIN_ISA {
 constexpr int MOST_ROWS = FEW_REGISTERS ? 2 : 4, MOST_VECTORS = FEW_REGISTERS ? 2 : 4;  // of a register block
 constexpr int MOST_ROWS_WITH_TOTALS = 3;  // the same, where float32 totals take registers too
 constexpr int MOST_ROWS_WITH_HALF = FEW_REGISTERS ? 3 : 6;  // with totals and half of MOST_VECTORS
+constexpr int MOST_ROWS_WITH_ONE_SUM = FEW_REGISTERS ? 4 : 6;  // the same, where both numbers of a byte add to one sum
 
 // Rows of integers.
 struct IntegerRows {
@@ -74,18 +75,25 @@ INLINE void add_products(I (&sums)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_
   }
 }
 
-// The same with bytes of two numbers. The high ones are multiplied with what lies `second` bytes behind `a`.
-template <int LINES, int ROWS, int VECTORS, class Page>
+// The same with bytes of two numbers, of at most 32 rows. The high ones are multiplied with what lies `second` bytes
+// behind `a`. Where `high` is `low`, there are at most 16 rows. What is prefetched meanwhile has BITS for each number.
+template <int BITS, int ROWS, int VECTORS, class Page>
 INLINE void add_nibble_products(I (&low)[ROWS][VECTORS], I (&high)[ROWS][VECTORS], const int8_t* a, ptrdiff_t a_stride,
                                 int second, const uint8_t* b, int depth, int stride, Prefetcher<Page>& prefetcher) {
-  for (int i = 0; i < depth; i += 4, b += 4 * stride) {
-    prefetcher.template prefetch_during_products<LINES>();
+  NibbleSums low_sums[ROWS][VECTORS] = {}, high_sums[ROWS][VECTORS] = {};
+  const bool is_one = &low == &high;  // known to the compiler, as all of this is inline
+  prefetcher.prefetch(part_of(VECTORS * WIDTH * depth * BITS / 256, PRODUCTS_PERCENT<Page>));
+  _Pragma("GCC unroll 4") for (int i = 0; i < depth; i += 4, b += 4 * stride) {
     EACH(v, VECTORS) {
       const Bytes x = load_bytes(b + 4 * WIDTH * v), x_low = low_nibbles(x), x_high = high_nibbles(x);
       const char* at = reinterpret_cast<const char*>(a + i);
-      EACH(r, ROWS) low[r][v] = dot_narrow(low[r][v], x_low, at + r * a_stride);
-      EACH(r, ROWS) high[r][v] = dot_narrow(high[r][v], x_high, at + r * a_stride + second);
+      EACH(r, ROWS) add_products(low_sums[r][v], x_low, at + r * a_stride);
+      EACH(r, ROWS) add_products((is_one ? low_sums : high_sums)[r][v], x_high, at + r * a_stride + second);
     }
+  }
+  EACH(r, ROWS) EACH(v, VECTORS) {
+    low[r][v] += total(low_sums[r][v]);
+    if (!is_one) high[r][v] += total(high_sums[r][v]);
   }
 }
 #undef EACH

@@ -252,6 +252,16 @@ INLINE I dot_narrow(I sum, Bytes x, const char* a) {
   const __m256i pairs = _mm256_maddubs_epi16(x, _mm256_set1_epi32(four));
   return sum + (I)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 }
+// Sums of products with numbers of 4 bits: eight of them, each of two numbers, fit into 16 bits.
+struct NibbleSums {
+  __m256i pairs;
+};
+INLINE void add_products(NibbleSums& sums, Bytes x, const char* a) {
+  int32_t four;
+  memcpy(&four, a, 4);
+  sums.pairs = _mm256_add_epi16(sums.pairs, _mm256_maddubs_epi16(x, _mm256_set1_epi32(four)));
+}
+INLINE I total(const NibbleSums& sums) { return (I)_mm256_madd_epi16(sums.pairs, _mm256_set1_epi16(1)); }
 #define RETAIN_DOT_NARROW
 #elif defined(__ARM_FEATURE_DOTPROD)
 static_assert(WIDTH == 4, "a NEON vector has four lanes");
@@ -319,6 +329,11 @@ INLINE Bytes shift_bits(Bytes x, int left) {
 #undef RETAIN_DOT_NARROW
 #else
 INLINE I dot_narrow(I sum, const Bytes& x, const char* a) { return dot(sum, x, a); }
+struct NibbleSums {
+  I sum;
+};
+INLINE void add_products(NibbleSums& sums, const Bytes& x, const char* a) { sums.sum = dot(sums.sum, x, a); }
+INLINE I total(const NibbleSums& sums) { return sums.sum; }
 #endif
 
 // Returns float32 whose upper halves are the nearest bfloat16, ties to even.
