@@ -348,10 +348,10 @@ struct IsaKernels {
   void (*gather_slots)(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);
   // The same, from records of slots: see ResidentSlots.
   void (*gather_records)(const Pool& from, const char* records, int64_t n, const Pool& to);
-  // Sums the means of values of a part of a table into a partial result of a row: times the sums of its weights over
-  // those slots of a group whose priority is 0 to `highest`.
-  void (*sum_means)(const AttentionArgs&, const QueryTile&, const LookPart&, float maximum, const float* priorities,
-                    float highest, float* partial);
+  // Sums the means of values of a part of a table into a partial result of each row: times the sums of its weights,
+  // which are relative to `maxima`, over those slots of a group whose priority is 0 to `highest`.
+  void (*sum_means)(const AttentionArgs&, const QueryTile&, const LookPart&, const float* maxima,
+                    const float* priorities, float highest, float* partials);
   // Sums factor [rows, blocks] * weight over a tile's rows, into sums [columns, slots]. If `sums` is null, updates the
   // masses of the pages instead.
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);

@@ -5,13 +5,18 @@
 
 namespace retain::RETAIN_ISA {
 
-// Computes the scores of a tile of one token, slot by slot of a part of its page table. Hidden slots have NEG_INF.
-INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float* scratch) {
+// Computes the scores of a tile of one token, slot by slot of a part of its page table, and the maxima of rows. Hidden
+// slots have NEG_INF.
+INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float* scratch,
+                           float* maxima) {
   const Pool& kv = args.kv;
   const int S = kv.S, rows = tile.num_rows();
   const int n = args.tables.num_pages(tile.b, tile.g), per_block = pages_per_block(kv);
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
   const QueriesOf<Nibbles>& q = queries_in<Nibbles>(scratch);
+  const int32_t p = args.q_pos[args.tables.query_start_loc[tile.b] + tile.begin / args.R];
+  F highest[MAX_TILE_ROWS];
+  for (int r = 0; r < rows; ++r) highest[r] = splat(NEG_INF);
   for (int first = part.begin; first < part.end; first += per_block) {
     const int pages = part.end - first < per_block ? part.end - first : per_block;
     VisiblePages<Nibbles> block = {pages, S, kv.k_dim, 0, kv.key_bytes(), 0, {}, {}, {}};
@@ -24,24 +29,31 @@ INLINE void score_sketches(const AttentionArgs& args, const QueryTile& tile, con
     float* x = scratch;  // [rows, SCORE_STRIDE]
     score_pages(block, q, rows, x, prefetcher);
     if (args.params.softcap) cap_scores(args.params.softcap, rows, pages * S, x);
-    for (int j = 0; j < pages; ++j)
-      apply_bias_and_mask(args, tile, kv.pos + int64_t(table[first + j]) * S, true, {}, x + j * S);
-    for (int r = 0; r < rows; ++r)
-      memcpy(part.weights + r * part.stride + int64_t(first - part.begin) * S, x + r * SCORE_STRIDE,
-             sizeof(float) * pages * S);
+    for (int j = 0; j < pages; ++j) {
+      const int32_t* pos = kv.pos + int64_t(table[first + j]) * S;
+      const bool has_hidden = page_visibility(pos, S, p, p, INT32_MAX) != Visibility::all;
+      if (has_hidden || args.params.alibi_slopes) apply_bias_and_mask(args, tile, pos, has_hidden, {}, x + j * S);
+    }
+    for (int r = 0; r < rows; ++r) {
+      float* to = part.weights + r * part.stride + int64_t(first - part.begin) * S;
+      for (int s = 0; s < pages * S; s += WIDTH) {
+        const F y = load<WIDTH>(x + r * SCORE_STRIDE + s);
+        highest[r] = max(highest[r], y);
+        store<WIDTH>(to + s, y);
+      }
+    }
   }
+  for (int r = 0; r < rows; ++r) maxima[r] = reduce_max<WIDTH>(highest[r]);
 }
 
 INLINE void look_weights_impl(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float* scratch,
                               float* maxima, float* sums) {
   const int64_t num_slots = int64_t(part.end - part.begin) * args.kv.S;
   gather_queries_impl<uint8_t>(args, tile, scratch);
-  score_sketches(args, tile, part, scratch);
+  score_sketches(args, tile, part, scratch, maxima);
   for (int r = 0; r < tile.num_rows(); ++r) {
     float* x = part.weights + r * part.stride;
-    F highest = splat(NEG_INF), total = {};
-    for (int64_t s = 0; s < num_slots; s += WIDTH) highest = max(highest, load<WIDTH>(x + s));
-    maxima[r] = reduce_max<WIDTH>(highest);
+    F total = {};
     const F maximum = splat(maxima[r] == NEG_INF ? 0.0f : maxima[r]);  // if it sees no slot, every weight is 0
     for (int64_t s = 0; s < num_slots; s += WIDTH) {
       const F w = exp<float>(load<WIDTH>(x + s) - maximum);
@@ -180,30 +192,40 @@ INLINE void gather_records_impl(const Pool& from, const char* records, int64_t n
   }
 }
 
-INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float maximum,
-                           const float* priorities, float highest, float* partial) {
+INLINE void sum_means_impl(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, const float* maxima,
+                           const float* priorities, float highest, float* partials) {
   const Pool& kv = args.kv;
-  const int D = kv.v_dim, groups = kv.S / SKETCH_GROUP;
+  const int D = kv.v_dim, groups = kv.S / SKETCH_GROUP, rows = tile.num_rows(), size = partial_size(D);
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
   const float* weights = part.weights;
-  float sum = 0;
-  for (int d = 0; d < partial_size(D); ++d) partial[d] = 0;
+  float sums[MAX_TILE_ROWS] = {};
+  for (int i = 0; i < rows * size; ++i) partials[i] = 0;
   for (int i = part.begin; i < part.end; ++i) {
     const bf16* mean = reinterpret_cast<const bf16*>(kv.value_means(table[i]));
     for (int j = 0; j < groups; ++j, mean += D, weights += SKETCH_GROUP, priorities += SKETCH_GROUP) {
-      F total = {};
-      for (int s = 0; s < SKETCH_GROUP; s += WIDTH) {
-        const F x = load<WIDTH>(priorities + s);
-        total += (x >= 0.0f) & (x <= highest) ? load<WIDTH>(weights + s) : F{};
+      I is_other[SKETCH_GROUP / WIDTH], any = {};
+      for (int s = 0; s < SKETCH_GROUP / WIDTH; ++s) {
+        const F x = load<WIDTH>(priorities + s * WIDTH);
+        any |= is_other[s] = (x >= 0.0f) & (x <= highest);
       }
-      const float weight = reduce_sum<WIDTH>(total);
-      if (weight == 0) continue;
-      sum += weight;
-      for (int d = 0; d < D; d += WIDTH)  // the last vector may reach into the maximum and the sum
-        store<WIDTH>(partial + d, load<WIDTH>(partial + d) + weight * load<WIDTH>(mean + d));
+      if (!reduce_or<WIDTH>(any)) continue;
+      float of_group[MAX_TILE_ROWS];
+      for (int r = 0; r < rows; ++r) {
+        F total = {};
+        for (int s = 0; s < SKETCH_GROUP / WIDTH; ++s)
+          total += is_other[s] ? load<WIDTH>(weights + r * part.stride + s * WIDTH) : F{};
+        of_group[r] = reduce_sum<WIDTH>(total);
+        sums[r] += of_group[r];
+      }
+      for (int d = 0; d < D; d += WIDTH) {  // the last vector may reach into the maximum and the sum
+        const F x = load<WIDTH>(mean + d);
+        for (int r = 0; r < rows; ++r)
+          store<WIDTH>(partials + r * size + d, load<WIDTH>(partials + r * size + d) + of_group[r] * x);
+      }
     }
   }
-  partial_max(partial, D) = sum > 0 ? maximum : NEG_INF, partial_sum(partial, D) = sum;
+  for (int r = 0; r < rows; ++r, partials += size)
+    partial_max(partials, D) = sums[r] > 0 ? maxima[r] : NEG_INF, partial_sum(partials, D) = sums[r];
 }
 
 }  // namespace retain::RETAIN_ISA

@@ -136,11 +136,10 @@ bool LookedSlots::attend(const AttentionArgs& args, const QueryTile& tile, int b
                          float* scratch, float* partials) {
   const IsaKernels& isa = selected_isa();
   if (block < num_parts_) {
-    for (int i = tile.begin; i < tile.end; ++i, partials += partial_size(args.kv.v_dim)) {
-      const LookPart p = part(block, i % args.R);
-      isa.sum_means(args, tile, p, maxima_[block * args.R + i % args.R], &priorities_[int64_t(p.begin) * page_size_],
-                    highest_, partials);
-    }
+    const int row = tile.begin % args.R;
+    const LookPart p = part(block, row);
+    isa.sum_means(args, tile, p, &maxima_[block * args.R + row], &priorities_[int64_t(p.begin) * page_size_], highest_,
+                  partials);
     return true;
   }
   const int64_t slots = pages_per_block(args.kv) * args.kv.S, first = (block - num_parts_) * slots;

@@ -20,8 +20,8 @@ namespace retain {
                        float* priorities);                                                                            \
   void gather_slots(const Pool& from, const int32_t* table, const int32_t* places, int64_t n, const Pool& to);        \
   void gather_records(const Pool& from, const char* records, int64_t n, const Pool& to);                              \
-  void sum_means(const AttentionArgs&, const QueryTile&, const LookPart&, float maximum, const float* priorities,     \
-                 float highest, float* partial);                                                                      \
+  void sum_means(const AttentionArgs&, const QueryTile&, const LookPart&, const float* maxima,                        \
+                 const float* priorities, float highest, float* partials);                                            \
   void reduce_mass(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);    \
   void write(const WriteArgs&, int g, int begin, int end);                                                            \
   void sketch_values(const Pool&, int64_t slot);                                                                      \

@@ -60,9 +60,9 @@ void gather_records(const Pool& from, const char* records, int64_t n, const Pool
   }
 }
 
-void sum_means(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, float maximum,
-               const float* priorities, float highest, float* partial) {
-  sum_means_impl(args, tile, part, maximum, priorities, highest, partial);
+void sum_means(const AttentionArgs& args, const QueryTile& tile, const LookPart& part, const float* maxima,
+               const float* priorities, float highest, float* partials) {
+  sum_means_impl(args, tile, part, maxima, priorities, highest, partials);
 }
 
 void reduce_mass(const AttentionArgs& args, const QueryTile& tile, const MassBuffers& mass, const float* factors,
