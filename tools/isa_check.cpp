@@ -102,7 +102,7 @@ struct Pages {
   Pool pool;
 
   Pages(DType dtype, int64_t num_pages, int S, int D) : pos(num_pages * S, -1), mass(num_pages * S) {
-    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, D, 1, dtype, 0, 0, nullptr, 0};
+    pool = {nullptr, nullptr, pos.data(), mass.data(), num_pages, S, D, D, 1, dtype, 0, 0, nullptr, 0, nullptr};
     pool.key_stride = pool.key_bytes(), pool.value_stride = pool.value_bytes();
     k.resize(num_pages * pool.key_stride + 64), v.resize(num_pages * pool.value_stride + 64);
     pool.k = k.data(), pool.v = v.data();
