@@ -74,8 +74,8 @@ class Config:
     kv_memory: Size | None = option(None, "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)")
     kv_offload: str | None = option(
         None,
-        "file of the KV pool, for texts longer than memory whose answers look (--kv-policy look:slots=1024): "
-        "disk:path=DIR,capacity=50GiB; --kv-memory then bounds what stays in memory beside the system's page cache",
+        "file with K and V of the KV pool, for texts longer than memory whose answers look (look:slots=1024): "
+        "disk:path=DIR,capacity=50GiB; --kv-memory is then of what stays in memory, a quarter of that or more",
     )
     kv_dtype: str = option(
         "auto",

@@ -47,6 +47,7 @@ from retain.kv.stores.tiers import disk, ram
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
+from retain.plugins import parse_spec
 from retain.processing.chat_template import read_chat_template
 from retain.processing.input import EngineInfo, InputProcessor
 from retain.processing.output import OutputProcessor
@@ -193,13 +194,15 @@ def parse_options(c: Config) -> ParsedOptions:
 
 def parse_offload(c: Config) -> tuple[str, int]:
     """Return the folder of the pool's file, empty where it has none, and its bytes. Raises ValueError."""
-    if not c.kv_offload:
+    if c.kv_offload is None:
         return "", 0
-    offload = tiers.parse(c.kv_offload)
-    if not isinstance(offload, disk.Tier) or (offload.evict, offload.read) != ("lru", None):
+    name, given = parse_spec(c.kv_offload)
+    if name != "disk" or not given.keys() <= {"path", "capacity"}:
         raise ValueError(f"kv_offload is disk:path=DIR,capacity=SIZE, not {c.kv_offload!r}")
+    offload = tiers.parse(c.kv_offload)
+    assert isinstance(offload, disk.Tier)
     if not any(policies.parse(spec).looks for spec in (c.kv_policy, *c.allow_policy) if not spec.startswith("auto")):
-        raise ValueError("kv_offload is for answers that look: give kv_policy or allow_policy look:slots=1024")
+        raise ValueError("kv_offload is for answers that look, and no policy here does, such as look:slots=1024")
     return offload.path, offload.capacity
 
 
@@ -353,8 +356,9 @@ def build_cache(
     planner = CapacityPlanner(spec, config, load_gate, pages=pages)
     size = pages.page_bytes
     size_in_file = sum(pages.key_and_value_bytes)
-    num_pages = config.offload_bytes // size_in_file if config.offload_folder else memory_bytes // size
+    num_pages = config.offload_bytes // size_in_file - 1 if config.offload_folder else memory_bytes // size
     most = config.max_running_requests * planner.max_pages
+    most = min(most, 2**31 // max(f.page_size for f in (*pages.formats, *filter(None, pages.demoted_formats))) - 1)
     pool = PagePool(1 + min(max(num_pages - 1, 0), most))  # the trash page counts too
     f = pages.formats[first_attention_group(spec)]
     page_bytes = pages.key_and_value_bytes
@@ -368,7 +372,8 @@ def build_cache(
         kv = backend.allocate(pool.num_pages, *sizes, device, f.v_dim, page_bytes)
     kv = kv.with_sketches(f.sketch_bytes)
     slots = ", ".join(str(f.page_size) for f in pages.formats)
-    log.info("KV pool: %d pages of %s slots, %.1f MiB", pool.num_pages, slots, pool.num_pages * size / 2**20)
+    where = f", K and V in a file in {config.offload_folder}" if config.offload_folder else ""
+    log.info("KV pool: %d pages of %s slots, %.1f MiB%s", pool.num_pages, slots, pool.num_pages * size / 2**20, where)
     if any(pages.unused_bytes):
         log.info("KV pool: bytes of a page that slots of each group leave unused: %s", pages.unused_bytes)
     return KVCacheManager(planner, PageStore(pool, kv, backend, size), prefix_config, key_transform)

@@ -79,13 +79,14 @@ def make_engine(
     demotes: bool = False,
     looks: bool = False,
     offload_folder: str = "",
+    num_resident: int = 0,
     snapshot_interval: int = 2048,
     prompt_activations: str = "int8",
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
     Without a `device` it is the first one that the backend computes on. With an `offload_folder` K and V lie in a file
-    there, and few slots are resident.
+    there, and `num_resident` slots are resident at most, or all of them.
     """
     device = device or torch.device(kernels.import_backend(backend).DEVICES[0])
     kernel = kernels.load(backend, device)
@@ -105,14 +106,14 @@ def make_engine(
         config,
         kernel,
         slot_dtype,
-        2 * memory + 2**20 if offload_folder else memory,
+        4 * memory + 2**20 if offload_folder else memory,
         prefix_config=prefix_configs.parse(prefix_cache),
         key_transform=factory.build_key_transform(model),
         load_gate=lambda file: random_gate(spec),
         device=device,
     )
-    for tables in cache.slots.tables if offload_folder else ():
-        keep_few_resident(tables.kv)
+    for tables in cache.slots.tables if num_resident else ():
+        limit_resident_slots(tables.kv, num_resident)
     prefix = cache.prefix_cache
     if tiers and isinstance(prefix, PrefixCache):
         fingerprint = f"{family} {slot_dtype}".encode()
@@ -137,13 +138,13 @@ def make_engine(
     return PlanningEngine(runner, cache, drafter, prompt_activations)
 
 
-def keep_few_resident(kv: KV) -> None:
-    """Let 40 slots of a pool in a file be resident at most."""
+def limit_resident_slots(kv: KV, n: int) -> None:
+    """Let n slots of a pool in a file be resident at most."""
     if not kv.resident:
         return
     from retain.kernels.cpu import _C, ffi
 
-    slots = _C.ResidentSlots(kv.num_pages * kv.page_size, 40, ffi.to_c_pool(kv).record_bytes)
+    slots = _C.ResidentSlots(kv.num_pages * kv.page_size, n, ffi.to_c_pool(kv).record_bytes)
     object.__setattr__(kv, "resident", slots)  # what has the pool has it as it was allocated
 
 

@@ -182,6 +182,7 @@ class ScheduleRun:
             prefix_cache=s.prefix_cache,
             tiers=[spec.format(path=self.folder) for spec in s.tiers],
             offload_folder=str(self.folder) if s.offloads else "",
+            num_resident=40 * (s.seed % 3 == 0 and s.offloads),  # else all
         )
         engine.depth = self.depth
         if drafter and drafter.k == "auto":

@@ -158,24 +158,26 @@ def test_pages_have_sketches_where_a_policy_looks() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_pool_in_a_file_changes_no_answer(family: str, tmp_path: Path) -> None:
-    """Four texts in turns, with drafts that are rejected; a page that is free has no copies of what it held."""
+@pytest.mark.parametrize("num_resident", [0, *slow(40)])
+def test_a_pool_in_a_file_changes_no_answer(family: str, num_resident: int, tmp_path: Path) -> None:
+    """Texts take turns in a small pool over a tier, with drafts that are rejected: pages forget what they held."""
     prompts = [[(7 * i * i + i // 9 * seed) % 128 for i in range(90)] for seed in range(4)]
     answers = []
-    for folder in ("", str(tmp_path)):
+    for folder in ("", str(tmp_path / "pool")):
         engine = make_engine(
             family,
             backend="cpu",
             looks=True,
+            num_pages=make_engine(family, looks=True).cache.planner.pages_of_text(170),
             drafter=drafters.parse("ngram:k=4"),
             prefix_cache="exact",
+            tiers=["ram:capacity=10MB"],
             offload_folder=folder,
+            num_resident=num_resident if folder else 0,
             max_running_requests=2,
         )
-        turns = []
-        for _ in range(2):
-            turns.append(run_to_completion(engine, [make_request(p, 60, FEW) for p in prompts]))
+        turns = [run_to_completion(engine, [make_request(p, 60, FEW) for p in prompts]) for _ in range(3)]
         answers.append(turns)
         looked = engine.cache.pool_stats().looked_slots
-        assert bool(folder) == bool(looked.get("file")) == bool(looked.get("memory"))
+        assert bool(folder) == bool(looked.get("file")) and (not folder or num_resident or looked["memory"])
     assert answers[1] == answers[0]

@@ -346,8 +346,8 @@ def test_a_pool_in_a_file_changes_no_bit(isa: str, dtype: torch.dtype, dim: int,
         little = 4 * pools[0].pos.numel() + 256 * (5 + ffi.to_c_pool(pools[0]).record_bytes)
         for i, memory_bytes in ((1, 2**30), (2, little)):
             kv = pools[i]
-            format = PageFormat(case.S, dtype, dim, dim)
-            with pytest.raises(ValueError, match="kv_memory is 1 bytes too small"):
+            format = PageFormat(case.S, dtype, dim, dim, has_sketches=True)
+            with pytest.raises(ValueError, match=r"kv_memory is 0\.00 MiB too small"):
                 cpu.allocate_in_file(kv.num_pages, format, format.bytes, tmp_path, little - 1)
             pools[i] = cpu.allocate_in_file(kv.num_pages, format, format.bytes, tmp_path, memory_bytes)
             pools[i] = pools[i].with_sketches(kv.sketch_bytes)

@@ -61,7 +61,7 @@ class Scheduler:
         if needed > total:
             raise ValueError(
                 f"a request of {num_prompt} + {max_tokens} tokens needs {needed} pages of KV memory "
-                f"and the pool has {total}: raise kv_memory, or ask for less"
+                f"and the pool has {total}: raise kv_memory (or the capacity of kv_offload), or ask for less"
             )
 
     def schedule(self) -> list[ScheduledRequest]:

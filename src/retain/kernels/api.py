@@ -342,7 +342,8 @@ class Backend(Protocol):
     ) -> KV:
         """Allocate a pool whose K and V lie in a file of a folder; it has no sketches yet. Only where CAN_OFFLOAD.
 
-        `memory_bytes` are for resident slots, of each kind that has sketches. Raises ValueError or OSError.
+        `memory_bytes` are for resident slots, of each format with sketches that the pool has. Raises ValueError or
+        OSError.
         """
 
     def reinterpret(self, kv: KV, format: PageFormat) -> KV:

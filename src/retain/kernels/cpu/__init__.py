@@ -116,7 +116,8 @@ def allocate_in_file(
     f = format
     page = allocate(1, f.page_size, f.k_dim, f.dtype, f.score_columns, v_dim=f.v_dim)  # refuses what it cannot have
     file = MappedFile(memory_bytes)
-    file.num_records(num_pages * f.page_size, ffi.to_c_pool(page).record_bytes)  # before the disk gives room
+    if f.has_sketches:  # before the disk gives room
+        file.num_records(num_pages * f.page_size, ffi.to_c_pool(page).record_bytes)
     return replace(_view_pool(map_pages(num_pages, page_bytes, folder), f), file=file)
 
 

@@ -16,8 +16,9 @@ from retain.kernels.api import KV
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import map_file
 
-BYTES_PER_SLOT = 4  # of the pool: where in memory it is resident
-BYTES_PER_RECORD = 5  # beside the numbers of a resident slot: which one it is, and whether it was used
+# Of ResidentSlots in C++.
+BYTES_PER_SLOT = 4  # of the pool: places_
+BYTES_PER_RECORD = 5  # beside the numbers of a resident slot: owners_ and is_used_
 MIN_RECORDS = 256
 
 
@@ -42,8 +43,8 @@ class MappedFile:
         if num_records < least:
             missing = least * size - remaining
             raise ValueError(
-                f"kv_memory is {missing} bytes too small: it holds sketches and positions of the {num_slots} slots of "
-                "kv_offload, and those that looks read last; give more, or a smaller capacity"
+                f"kv_memory is {missing / 2**20:.2f} MiB too small: it holds sketches and positions of the {num_slots} "
+                "slots of kv_offload, and those that looks read last; give more, or a smaller capacity"
             )
         return num_records
 
@@ -51,7 +52,8 @@ class MappedFile:
 def map_pages(num_pages: int, page_bytes: tuple[int, int], folder: Path) -> tuple[Tensor, Tensor]:
     """Return zeros of a new file as pages of K and of V, uint8 [P, n] each. Those of a page lie side by side.
 
-    Raises OSError.
+    The file has one page more, because a view of the last page of V reaches as far as the next one would. Raises
+    OSError.
     """
     memory = map_file((num_pages + 1) * sum(page_bytes), folder).view(-1, sum(page_bytes))[:-1]
-    return memory[:, : page_bytes[0]], memory[:, page_bytes[0] :]  # a view of V reaches up to the next page's
+    return memory[:, : page_bytes[0]], memory[:, page_bytes[0] :]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import tempfile
@@ -32,11 +33,18 @@ def map_zeros(size: int) -> Tensor:
 
 
 def map_file(size: int, folder: Path) -> Tensor:
-    """Return uint8 [size] of zeros in a new file without a name. The disk has room for all of it. Raises OSError."""
+    """Return uint8 [size] of zeros in a new file without a name. Raises OSError.
+
+    Where the system can, the disk gives room for all of it at once: else a write to a full disk ends the process.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, "a folder was wanted for the file of the pool", str(folder))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
+            file.truncate(size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
             return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
     except OSError as error:
         raise OSError(error.errno, f"{error.strerror}, where a file of {size} bytes was wanted", str(folder)) from None

@@ -121,7 +121,7 @@ class LookedSlots {
   int num_parts() const { return num_parts_; }
   // Computes the weights of a part by keys in 4 bits.
   void weigh(const AttentionArgs&, const QueryTile&, int part, float* scratch);
-  // Chooses the slots with the highest priorities, once all parts have weights.
+  // Chooses the slots with the highest priorities, once all parts have weights, and asks for those that lie in a file.
   void choose(const AttentionArgs&, const QueryTile&);
   int num_blocks(const Pool&) const;
   // Computes partial results of a block, given queries in `scratch`. Returns whether a slot is visible.
@@ -130,7 +130,7 @@ class LookedSlots {
  private:
   LookPart part(int i, int row);
   void rank(const AttentionArgs&, const QueryTile&);
-  void select(const AttentionArgs&, const QueryTile&);
+  void select_highest(const AttentionArgs&, const QueryTile&);
   void list_slots(float lowest);
   float guess_lowest(size_t n);
 

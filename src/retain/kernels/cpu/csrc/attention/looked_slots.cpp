@@ -95,13 +95,13 @@ float LookedSlots::guess_lowest(size_t n) {
 }
 
 void LookedSlots::choose(const AttentionArgs& args, const QueryTile& tile) {
-  select(args, tile);
+  select_highest(args, tile);
   if (args.kv.resident)
     args.kv.resident->prefetch(args.kv, args.tables.page_table(tile.b, tile.g), attended_.data(), num_attended_);
 }
 
 // Selects the slots with the highest priorities, of equal ones the newest.
-void LookedSlots::select(const AttentionArgs& args, const QueryTile& tile) {
+void LookedSlots::select_highest(const AttentionArgs& args, const QueryTile& tile) {
   const size_t n = tile.num_looked;
   rank(args, tile);
   highest_ = HIDDEN;  // all are attended to
@@ -159,7 +159,8 @@ AttentionArgs GatheredSlots::gather(const AttentionArgs& args, const QueryTile& 
   std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;
   Pool& to = own.kv;
-  to.sketches = nullptr, to.resident = nullptr, to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data(), to.num_pages = num_pages_;
+  to.sketches = nullptr, to.resident = nullptr, to.num_pages = num_pages_;
+  to.k = keys_.data(), to.v = values_.data(), to.pos = positions_.data();
   to.key_stride = to.key_bytes(), to.value_stride = to.value_bytes();
   if (n % S) {  // holes hold finite numbers
     memset(to.key_page(num_pages_ - 1), 0, to.key_bytes());

@@ -1,3 +1,4 @@
+// Slots of a file that stay in memory: finds, reads and evicts them.
 #include "slots/resident_slots.h"
 
 #include <sys/mman.h>
@@ -92,7 +93,7 @@ class FileRange {
  public:
   ~FileRange() { request(); }
   void add(const void* from, int64_t size) {
-    constexpr uintptr_t MAX_GAP = 1 << 14;
+    constexpr uintptr_t MAX_GAP = 3 << 12;
     const uintptr_t begin = reinterpret_cast<uintptr_t>(from);
     if (begin < begin_ || begin > end_ + MAX_GAP) {
       request();
