@@ -112,7 +112,7 @@ INLINE void score_pages(const VisiblePages<Nibbles>& p, const Queries<uint8_t>& 
       EACH(r, ROWS) EACH(v, VECTORS)
         store<WIDTH>(to + r * SCORE_STRIDE + v * WIDTH, totals[r][v] * q.scale[first + r]);
     };
-    if (rows > MOST_ROWS_WITH_TOTALS)  // more rows share the unpacking of a vector
+    if (rows > MOST_ROWS_WITH_TOTALS || FEW_REGISTERS)  // more rows share the unpacking of a vector
       for_blocks<MOST_ROWS_WITH_ONE_SUM, MOST_VECTORS / 2>(rows, p.S, block);
     else
       for_blocks<MOST_ROWS_WITH_TOTALS, MOST_VECTORS>(rows, p.S, block);
