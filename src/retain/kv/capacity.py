@@ -43,11 +43,6 @@ class CacheConfig:
     offload_folder: str = ""
     offload_bytes: int = 0
 
-    @property
-    def pool_option(self) -> str:
-        """What the pool's size comes from, for messages."""
-        return "the capacity of kv_offload" if self.offload_folder else "kv_memory"
-
 
 def refuse_gates(file: str) -> Gate:
     """Raise ValueError: this cache has no model whose gates could be found."""

@@ -211,9 +211,8 @@ class InputProcessor:
             )
         if exceeds_pool(num_tokens):  # the last token is never written
             first = 1 + bisect_left(range(1, num_tokens), True, key=exceeds_pool)
-            raise PromptTooLongError(
-                num_tokens, first, "the KV memory holds", f"raise {self.cache.config.pool_option}, or shorten it"
-            )
+            advice = "raise kv_memory (or the capacity of kv_offload), or shorten it"
+            raise PromptTooLongError(num_tokens, first, "the KV memory holds", advice)
 
     def check_policy_cost(self, g: GenerateRequest) -> None:
         """Raise ValueError for a policy that costs more than a client's request may choose.
