@@ -197,8 +197,7 @@ class Metrics(Observer):
         yield gauge("retain_snapshot_bytes", "Bytes that checkpoints hold beside the pages of their texts", size)
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield counter("retain_evicted_slots", "Evicted slots", evicted, "policy")
-        read = "Slots that looks read of a pool in a file, by where they were"
-        yield counter("retain_looked_slots", read, stats.looked_slots, "source")
+        yield counter("retain_looked_slots", "Slots that looks read of a pool in a file", stats.looked_slots, "source")
         yield from self._collect_prefixes(stats)
         yield from self._collect_tiers(stats.tier_stats)
 
