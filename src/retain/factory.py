@@ -130,8 +130,6 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
     )
     if cache_config.has_sketches:
         kernels.check_looks(backend)
-    if cache_config.offload_folder:
-        kernels.check_offload(backend, kv_dtype)
     cache = build_cache(
         spec.kv_cache,
         cache_config,

@@ -55,6 +55,7 @@ SCHEDULE_FIELDS = {  # of options of an engine that have another name there
     "Config.tier": "tiers",
     "Config.speculate": "drafter",
     "Config.kv_memory": "pool_factor",
+    "Config.kv_offload": "offloads",
 }
 NEVER_DRAWN = {
     "Config.pooling": "a model that embeds generates nothing: tests/unit/test_pooling.py",

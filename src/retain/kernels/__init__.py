@@ -15,7 +15,7 @@ from typing import cast
 import torch
 
 from retain.kernels.api import CPU, Backend
-from retain.kernels.slots.pool_dtypes import INT4, dtype_name
+from retain.kernels.slots.pool_dtypes import dtype_name
 from retain.plugins import load_module, plugin_names
 
 logger = logging.getLogger(__name__)
@@ -83,14 +83,6 @@ def check_looks(backend: Backend) -> None:
         own = backend.__name__.rpartition(".")[2]
         names = _backends_where(lambda b: b.CAN_LOOK)
         raise ValueError(f"the policy look is for the {names} backend: with {own}, tokens attend to all slots")
-
-
-def check_offload(backend: Backend, dtype: torch.dtype) -> None:
-    """Raise ValueError for a backend, or a dtype of a pool, whose slots must lie in memory."""
-    if not backend.CAN_OFFLOAD:
-        raise ValueError(f"kv_offload is for the {_backends_where(lambda b: b.CAN_OFFLOAD)} backend")
-    if dtype == INT4:
-        raise ValueError("kv_offload: looks read all keys of a pool in 4 bits; use another kv_dtype")
 
 
 def _backends_where(is_able: Callable[[Backend], bool]) -> str:

@@ -312,7 +312,6 @@ class Backend(Protocol):
     POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
     QUANTIZES_ACTIVATIONS: bool  # whether it rounds activations to 8 bits for quantized weights
     CAN_LOOK: bool  # whether tokens may attend to few of the slots that they see: `Tables.looks`
-    CAN_OFFLOAD: bool  # whether a pool may lie in a file
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""
@@ -340,10 +339,10 @@ class Backend(Protocol):
     def allocate_in_file(
         self, num_pages: int, format: PageFormat, page_bytes: tuple[int, int], folder: Path, memory_bytes: int
     ) -> KV:
-        """Allocate a pool whose K and V lie in a file of a folder; it has no sketches yet. Only where CAN_OFFLOAD.
+        """Allocate a pool whose K and V lie in a file of a folder; it has no sketches yet.
 
-        `memory_bytes` are for resident slots, of each format with sketches that the pool has. Raises ValueError or
-        OSError.
+        `memory_bytes` are for resident slots, of each format with sketches that the pool has. Raises OSError, and
+        ValueError if they are too few or the backend has no such pools.
         """
 
     def reinterpret(self, kv: KV, format: PageFormat) -> KV:

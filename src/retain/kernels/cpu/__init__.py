@@ -42,7 +42,7 @@ from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
 from retain.kernels.shape_checks import check_looks, check_write, shape_error
-from retain.kernels.slots.pool_dtypes import INTEGER_DTYPES, dtype_name
+from retain.kernels.slots.pool_dtypes import INT4, INTEGER_DTYPES, dtype_name
 from retain.kernels.slots.reinterpret import PageFormat, view_pages
 from retain.kernels.slots.scoring import AttentionScoring
 
@@ -61,7 +61,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 POOL_DTYPES = (*DTYPES, *INTEGER_DTYPES)
 QUANTIZES_ACTIVATIONS = True
 CAN_LOOK = True
-CAN_OFFLOAD = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
@@ -114,6 +113,8 @@ def allocate_in_file(
     from retain.kernels.cpu.file_pool import MappedFile, map_pages
 
     f = format
+    if f.dtype == INT4:
+        raise ValueError("kv_offload: looks read all keys of a pool in 4 bits; use another kv_dtype")
     page = allocate(1, f.page_size, f.k_dim, f.dtype, f.score_columns, v_dim=f.v_dim)  # refuses what it cannot have
     file = MappedFile(memory_bytes)
     if f.has_sketches:  # before the disk gives room

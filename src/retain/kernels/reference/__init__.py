@@ -6,6 +6,8 @@ kernels/api.py for the arguments of the functions.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -26,7 +28,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
 CAN_LOOK = True
-CAN_OFFLOAD = False
 DEVICES: tuple[str, ...] = ("cpu",)
 
 
@@ -55,6 +56,13 @@ def allocate(
     sizes = page_bytes or format.bytes
     k, v = (torch.zeros(num_pages, size, dtype=torch.uint8, device=device) for size in sizes)
     return _view_pool((k, v), format)
+
+
+def allocate_in_file(
+    num_pages: int, format: PageFormat, page_bytes: tuple[int, int], folder: Path, memory_bytes: int
+) -> KV:
+    """Raise ValueError: slots of this backend lie in memory."""
+    raise ValueError("kv_offload is for the cpu backend: with reference, slots lie in memory")
 
 
 def reinterpret(kv: KV, format: PageFormat) -> KV:

@@ -16,6 +16,8 @@ never waits for the device.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor
 
@@ -40,7 +42,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
 CAN_LOOK = False
-CAN_OFFLOAD = False
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 
@@ -88,6 +89,13 @@ def allocate(
     format = PageFormat(page_size, dtype, k_dim, v_dim, score_columns)
     k, v = (torch.zeros(num_pages, n, dtype=torch.uint8, device=device) for n in page_bytes or format.bytes)
     return _view_pool((k, v), format)
+
+
+def allocate_in_file(
+    num_pages: int, format: PageFormat, page_bytes: tuple[int, int], folder: Path, memory_bytes: int
+) -> KV:
+    """Raise ValueError: slots of this backend lie in memory."""
+    raise ValueError("kv_offload is for the cpu backend: with triton, slots lie in memory")
 
 
 def reinterpret(kv: KV, format: PageFormat) -> KV:

@@ -197,7 +197,8 @@ class Metrics(Observer):
         yield gauge("retain_snapshot_bytes", "Bytes that checkpoints hold beside the pages of their texts", size)
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield counter("retain_evicted_slots", "Evicted slots", evicted, "policy")
-        yield counter("retain_looked_slots", "Slots that looks read of a pool in a file", stats.looked_slots, "source")
+        if looked := stats.looked_slots:
+            yield counter("retain_looked_slots", "Slots that looks read of a pool in a file", looked, "source")
         yield from self._collect_prefixes(stats)
         yield from self._collect_tiers(stats.tier_stats)
 

@@ -155,7 +155,10 @@ AttentionArgs GatheredSlots::gather(const AttentionArgs& args, const QueryTile& 
   grow(values_, num_pages_ * args.kv.value_bytes() + BEHIND_PAGES);
   positions_.assign(num_pages_ * S, -1), pages_.resize(num_pages_);
   const int32_t* table = args.tables.page_table(tile.b, tile.g);
-  for (int64_t i = 0; i < n; ++i) positions_[i] = args.kv.pos[table[places[i] / S] * S + places[i] % S];
+  for (int64_t i = 0; i < n; ++i) {
+    const int32_t in_table = places[i] / args.kv.S;  // in 32 bits: that is faster
+    positions_[i] = args.kv.pos[table[in_table] * S + places[i] - in_table * args.kv.S];
+  }
   std::iota(pages_.begin(), pages_.end(), 0);
   AttentionArgs own = args;
   Pool& to = own.kv;
