@@ -181,3 +181,27 @@ def test_a_pool_in_a_file_changes_no_answer(family: str, num_resident: int, tmp_
         looked = engine.cache.pool_stats().looked_slots
         assert bool(folder) == bool(looked.get("file")) and (not folder or num_resident or looked["memory"])
     assert answers[1] == answers[0]
+
+
+@pytest.mark.parametrize(
+    ("offload", "options", "reason"),
+    [
+        ("", {}, "kv_offload is disk:path=DIR,capacity=SIZE, not ''"),
+        ("ram:capacity=9MiB", {}, "kv_offload is disk:path=DIR"),
+        ("disk:path={path},capacity=9MiB,evict=lfu", {}, "kv_offload is disk:path=DIR"),
+        ("disk:path={path}", {}, "disk needs capacity"),
+        ("disk:path={path},capacity=9MiB", {"kv_policy": "full"}, "is for answers that look, and no policy here does"),
+        ("disk:path={path},capacity=9MiB", {"kv_memory": "100kB"}, "MiB too small: it holds sketches and positions"),
+        ("disk:path={path},capacity=9MiB", {"kv_dtype": "int4"}, "looks read all keys of a pool in 4 bits"),
+        ("disk:path={path},capacity=9MiB", {"backend": "reference"}, "for the cpu backend: with reference"),
+        ("disk:path={file},capacity=9MiB", {}, "a folder was wanted for the file of the pool"),
+    ],
+)
+def test_pools_in_files_that_cannot_be_had_are_refused(
+    offload: str, options: dict[str, str], reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    spec = offload.format(path=tmp_path, file=file)
+    with pytest.raises((ValueError, OSError), match=reason):
+        LLM("random:tiny", **{"kv_policy": FEW, "kv_memory": "64MiB", "kv_offload": spec, **options})
