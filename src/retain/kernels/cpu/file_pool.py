@@ -24,7 +24,7 @@ MIN_RECORDS = 256
 
 @dataclass(frozen=True)
 class MappedFile:
-    """The file of a pool. Slots of each kind may be resident in `memory_bytes`."""
+    """The file of a pool, and how much memory its resident slots get: `memory_bytes` for each page format."""
 
     memory_bytes: int
 

@@ -198,7 +198,7 @@ class Metrics(Observer):
         evicted = {**cache.evicted_slots(), "ring": self.num_ring_overwrites}
         yield counter("retain_evicted_slots", "Evicted slots", evicted, "policy")
         if looked := stats.looked_slots:
-            yield counter("retain_looked_slots", "Slots that looks read of a pool in a file", looked, "source")
+            yield counter("retain_looked_slots", "Slots that looks read, by where they were", looked, "source")
         yield from self._collect_prefixes(stats)
         yield from self._collect_tiers(stats.tier_stats)
 

@@ -46,8 +46,7 @@ static void bind_structs(nb::module_& m) {
   nb::class_<ResidentSlots>(m, "ResidentSlots")
       .def(nb::init<int64_t, int64_t, int64_t>())
       .def("forget", [](ResidentSlots& r, nb::ndarray<const int32_t, nb::c_contig, nb::device::cpu> pages, int S) {
-        for (size_t i = 0; i < pages.size(); ++i)
-          for (int s = 0; s < S; ++s) r.forget(int64_t(pages.data()[i]) * S + s);
+        for (size_t i = 0; i < pages.size(); ++i) r.forget_page(pages.data()[i], S);
       })
       .def_prop_ro("num_read", &ResidentSlots::num_read)
       .def_prop_ro("num_loaded", &ResidentSlots::num_loaded);

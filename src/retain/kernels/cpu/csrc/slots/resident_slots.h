@@ -26,6 +26,10 @@ class ResidentSlots {
   void prefetch(const Pool&, const int32_t* table, const int32_t* places, int64_t n) const;
   // Drops a slot whose K and V change in the file.
   void forget(int64_t slot) { places_[slot].store(0, std::memory_order_relaxed); }
+  // Drops all slots of a page, which has S of them.
+  void forget_page(int64_t page, int S) {
+    for (int64_t slot = page * S; slot < (page + 1) * S; ++slot) forget(slot);
+  }
 
   int64_t record_bytes() const { return record_bytes_; }
   int64_t num_read() const { return num_read_; }

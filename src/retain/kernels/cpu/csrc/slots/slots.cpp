@@ -76,7 +76,7 @@ void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
     memcpy(kv.value_page(dst[i]), kv.value_page(src[i]), value_bytes);
     if (kv.sketches)
       memcpy(kv.sketches + dst[i] * kv.sketch_stride, kv.sketches + src[i] * kv.sketch_stride, kv.sketch_stride);
-    for (int s = 0; s < kv.S && kv.resident; ++s) kv.resident->forget(dst[i] * kv.S + s);
+    if (kv.resident) kv.resident->forget_page(dst[i], kv.S);
     memcpy(kv.pos + dst[i] * kv.S, kv.pos + src[i] * kv.S, size_t(kv.S) * sizeof(int32_t));
     memcpy(kv.mass_page(dst[i]), kv.mass_page(src[i]), size_t(kv.mass_columns) * kv.S * sizeof(float));
   }
