@@ -30,7 +30,7 @@ COUNTS = (10, 30, 60)  # of looks that take whole levels
 D = 64
 
 
-@pytest.fixture(params=["reference", *(v for v in VARIANTS if v != "triton")])
+@pytest.fixture(params=["reference", *VARIANTS])
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Run the test on every backend and instruction set that can look."""
     with use_variant(request.param) as backend:

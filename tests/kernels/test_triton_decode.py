@@ -20,8 +20,8 @@ if not backend.unavailable_reason():
     import triton.language as tl
 
     from retain.kernels.triton import attention, quantized_loads
-    from retain.kernels.triton.attention import ENOUGH_PROGRAMS, MAX_SPLITS_PER_PROGRAM, programs_per_tile
     from retain.kernels.triton.decode_kernels import quantize_queries
+    from retain.kernels.triton.launches import ENOUGH_PROGRAMS, MAX_SPLITS_PER_PROGRAM, programs_per_tile
     from retain.kernels.triton.quantized_loads import locate_block, slot_offsets, word_offsets
 
     @triton.jit

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels.api import Batch, Tables
+from retain.kernels.api import Batch, GroupInputs, Tables
 from retain.kernels.slots.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
@@ -33,7 +33,7 @@ def build_batch(
         num_logits=[s.num_logits for s in scheduled],
     )
     if (looks := build_looks(scheduled)) is not None:
-        groups = [replace(group, tables=replace(group.tables, looks=looks)) for group in batch.groups]
+        groups = [_with_looks(group, looks) for group in batch.groups]
         batch = replace(batch, groups=groups)
     return replace(
         batch,
@@ -72,6 +72,11 @@ def build_looks(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
         slots = s.request.policy.looked_slots(positions + 1)
         counts.append(np.where(positions < len(s.request.prompt), 0, slots).astype(np.int32))
     return torch.from_numpy(np.concatenate(counts))
+
+
+def _with_looks(group: GroupInputs, looks: Tensor) -> GroupInputs:
+    """Return the inputs of a group whose tokens look; where it has windows only, they see all slots of these."""
+    return group if group.kv.sketches is None else replace(group, tables=replace(group.tables, looks=looks))
 
 
 def pack_tokens(

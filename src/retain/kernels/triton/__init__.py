@@ -25,13 +25,13 @@ from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.shape_checks import check_write, shape_error
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, dtype_name
-from retain.kernels.slots.reinterpret import PageFormat, view_pages
+from retain.kernels.slots.reinterpret import PageFormat
 from retain.kernels.slots.scoring import AttentionScoring
 
 try:
     import triton
 
-    from retain.kernels.triton import attention, eviction, fresh_tokens, page_layout, plan, slots
+    from retain.kernels.triton import attention, eviction, fresh_tokens, page_layout, plan, sketches, slots
 except ImportError as error:
     _import_error: str | None = f"triton is not installed ({error})"
 else:
@@ -41,7 +41,7 @@ MAX_K_DIM, MAX_V_DIM = 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
-CAN_LOOK = False
+CAN_LOOK = True
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 
@@ -88,7 +88,7 @@ def allocate(
             raise ValueError(f"the triton backend needs an even {name} (head_dim) for {dtype_name(dtype)}, not {dim}")
     format = PageFormat(page_size, dtype, k_dim, v_dim, score_columns)
     k, v = (torch.zeros(num_pages, n, dtype=torch.uint8, device=device) for n in page_bytes or format.bytes)
-    return _view_pool((k, v), format)
+    return page_layout.view_pool((k, v), format)
 
 
 def allocate_in_file(
@@ -100,15 +100,7 @@ def allocate_in_file(
 
 def reinterpret(kv: KV, format: PageFormat) -> KV:
     """Return the pages of a pool as pages of other slots, with positions and masses of their own."""
-    return _view_pool((kv.k, kv.v), format)
-
-
-def _view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
-    k, v = view_pages(memory, format)
-    if format.dtype not in QUANTIZED_DTYPES:
-        k = k.view(len(k), format.page_size, format.k_dim)
-        v = v.view(len(v), format.page_size, format.v_dim)
-    return KV.over(k, v, format)
+    return page_layout.view_pool((kv.k, kv.v), format)
 
 
 def write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -137,8 +129,6 @@ def attend(
     if D != kv.k_dim or H % G or q_pos.shape != (T,):
         raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
     params.check(H, G, D)
-    if tables.looks is not None:
-        raise ValueError("attend: the triton backend has no looks")
     tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
     return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
 
@@ -164,7 +154,8 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
         raise ValueError(f"copy: src and dst must be int64, not {src.dtype} and {dst.dtype}")
     src, dst = src.to(kv.device).contiguous(), dst.to(kv.device).contiguous()
     pages = page_layout.page_args(kv)
-    for x in (pages.k, pages.v, kv.pos, kv.mass) if len(src) else ():
+    sketch_pages = () if kv.sketches is None else (kv.sketches,)
+    for x in (pages.k, pages.v, kv.pos, kv.mass, *sketch_pages) if len(src) else ():
         size = x[0].numel()
         block = min(triton.next_power_of_2(size), 4096)
         slots.copy[(len(src), triton.cdiv(size, block))](x, src, dst, x.stride(0), size, BLOCK=block)
@@ -184,6 +175,8 @@ def move(kv: KV, src: Tensor, dst: Tensor) -> None:
         for x in (*per_slot, kv.pos):
             x[dst_slots // S, dst_slots % S] = x[src_slots // S, src_slots % S]
         mass[dst_slots // S, dst_slots % S] = mass[src_slots // S, src_slots % S]
+        if kv.sketches is not None:
+            sketches.write(kv, dst_slots[None])
 
 
 def select_victims(

@@ -10,10 +10,10 @@ from retain.kernels.api import KV
 from retain.kernels.rope import Rope
 from retain.kernels.slots import quantized_slots
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, bound_values
-from retain.kernels.triton import elementwise, slots
+from retain.kernels.triton import elementwise, sketches, slots
 from retain.kernels.triton.elementwise import tokens_per_program
 from retain.kernels.triton.kernel_args import array_args, query_args, slot_args
-from retain.kernels.triton.page_layout import page_args, slots_of
+from retain.kernels.triton.page_layout import page_args, write_4bit
 
 
 def rotate(x: Tensor, positions: Tensor, rope: Rope, dtype: torch.dtype | None = None) -> Tensor:
@@ -54,7 +54,7 @@ def write(
         k, v = quantized_slots.rotate(k), bound_values(v, kv.dtype)
         for x, to in ((k, kv.k), (v, kv.v)):
             if to.dtype == torch.uint8:
-                _write_4bit(kv, slot_mapping, x, to)
+                write_4bit(kv, slot_mapping, x, to)
         rope = None
     else:
         k, v = k if rope else k.to(kv.dtype), v.to(kv.dtype)
@@ -110,14 +110,5 @@ def _launch_write(
         INTERLEAVED=rope is not None and rope.interleaved, **pages.constants, FIRST_SLOT=first_slot,
         num_warps=4 if block_t > 1 else 1, enable_fp_fusion=False,
     )  # fmt: skip
-
-
-def _write_4bit(kv: KV, slot_mapping: Tensor, x: Tensor, to: Tensor) -> None:
-    """Store x [T, G, ...] in slots of `to`, which is kv.k or kv.v. A kernel of its own would save little of a step."""
-    integers, scales = quantized_slots.quantize_4bit(x)
-    to_numbers, to_scales = slots_of(kv, to)
-    assert to_scales is not None
-    slots = slot_mapping.T.long()  # [T, G]
-    page, place = slots // kv.page_size, slots % kv.page_size
-    to_numbers[page, place] = quantized_slots.pack_nibbles(integers)
-    to_scales[page, place] = scales
+    if kv.sketches is not None:
+        sketches.write(kv, slot_mapping)

@@ -54,6 +54,7 @@ class GraphShape:
     F: int  # fresh tokens of each request
     groups: tuple[GroupShape, ...]
     noise_mode: int | None  # how scores are changed, a constant of noise.py; None without scoring
+    looks: bool  # whether some tokens look at few slots
 
     @property
     def T(self) -> int:
@@ -77,6 +78,8 @@ def inputs_of(shape: GraphShape) -> dict[str, NDArray[Any]]:
         "hole_indices": int32(len(shape.groups) * T, -1),
         "tiles": int32(6 * B),
     }
+    if shape.looks:
+        inputs |= {"dense_tiles": int32(6 * B), "look_tiles": int32(6 * T), "looks": int32(T)}
     if shape.noise_mode is not None:
         inputs |= {"weights": np.zeros(T, np.float32), "temperature": np.ones(T, np.float32)}
         inputs |= {"decay": np.ones(B, np.float32), "noise": int32(B), "seed": int32(B), "redraw_noise": int32(B)}
@@ -107,10 +110,9 @@ class GraphInputs:
         """Return the scoring on the device."""
         return AttentionScoring(**{f.name: self.device_views[f.name] for f in fields(AttentionScoring)})
 
-    @property
-    def tiles(self) -> Tensor:
-        """Return the tile of each request on the device, int32 [B, 6]."""
-        return self.device_views["tiles"].view(-1, 6)
+    def tiles(self, name: str = "tiles") -> Tensor:
+        """Return tiles on the device, int32 [n, 6]: of each request, or those of another name."""
+        return self.device_views[name].view(-1, 6)
 
     def fill(self, batch: Batch) -> None:
         """Copy the inputs of a step to the device; padding requests get no tokens."""
@@ -161,6 +163,23 @@ class GraphInputs:
         tiles[:B, 3] = starts[1:] - starts[:-1]
         tiles[B:, 3] = 0
         tiles[:B, 5] = starts[:-1]
+        if "looks" in self.host:
+            self._fill_looks(batch, tiles)
+
+    def _fill_looks(self, batch: Batch, tiles: NDArray[np.int32]) -> None:
+        """Fill the tiles of tokens that look, and those of the others, of which a request may have both."""
+        tables = next(group.tables for group in batch.groups if group.tables.looks is not None)
+        assert tables.looks is not None
+        looks = tables.looks.numpy()
+        self.host["looks"][: len(looks)] = looks
+        dense = self.host["dense_tiles"].reshape(-1, 6)
+        dense[:] = tiles
+        dense[: len(batch.rows), 3] = plan.count_dense_tokens(tables)
+        own = self.host["look_tiles"].reshape(-1, 6)
+        own[:] = 0
+        own[: len(looks), 1] = batch.token_rows.numpy()
+        own[: len(looks), 2] = np.arange(len(looks))
+        own[: len(looks), 3] = looks > 0
 
     def _upload(self) -> None:
         """Copy the buffer through pinned memory of this step alone: the copy before may still wait for its step."""
@@ -240,7 +259,8 @@ class CUDAGraphRunner:
                 demoted = min(triton.next_power_of_2(demoted), tables.demoted.pages.shape[-1])
             groups.append(GroupShape(L, G, H, max_pages, demoted))
         noise_mode = plan.noise_mode_of(batch.scoring) if batch.scoring else None
-        return GraphShape(batch_size, T // B, tuple(groups), noise_mode)
+        looks = any(x is not None and bool((x > 0).any()) for x in (group.tables.looks for group in batch.groups))
+        return GraphShape(batch_size, T // B, tuple(groups), noise_mode, looks)
 
     def _capture(self, shape: GraphShape, batch: Batch) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
@@ -254,7 +274,7 @@ class CUDAGraphRunner:
                 groups=groups,
                 caches=batch.caches,
                 plans=[_plan_group(shape, *x, inputs) for x in zip(shape.groups, groups, strict=True)],
-                requests=inputs.tiles,
+                requests=inputs.tiles(),
                 input_ids=inputs.device_views["input_ids"],
                 positions=inputs.device_views["positions"],
                 logits_indices=torch.arange(shape.T, device=self.device),
@@ -288,13 +308,18 @@ def _plan_group(shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: 
     blocks = plan.decode_blocks(kv)
     num_splits = blocks.max_splits(own.max_pages * kv.page_size)
     num_rows = shape.F * own.H // own.G
-    tiles = TileList(inputs.tiles, plan.pad_rows(num_rows), num_splits, num_rows)
+    has_looks = shape.looks and kv.sketches is not None
+    tiles_of_requests = inputs.tiles("dense_tiles" if has_looks else "tiles")
+    tiles = TileList(tiles_of_requests, plan.pad_rows(num_rows), num_splits, num_rows)
     mass_buffers = None
     if shape.noise_mode is not None:
         buffers = plan.allocate_mass_buffers(kv, own.max_pages, shape.T, own.H, shape.T)
         mass_buffers = MassBuffers(inputs.scoring, shape.noise_mode, *buffers)
     whole = AttentionPlan([tiles], [], [], mass_buffers, blocks, own.max_pages)
-    return plan.add_demoted(whole, group.tables, own.max_demoted_pages)
+    whole = plan.add_demoted(whole, group.tables, own.max_demoted_pages)
+    if not has_looks:
+        return whole
+    return plan.add_looks(whole, inputs.tiles("look_tiles"), inputs.device_views["looks"], kv, own.H)
 
 
 def _addressed_tensors(group: GroupInputs) -> list[Tensor | None]:

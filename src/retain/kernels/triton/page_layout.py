@@ -19,9 +19,12 @@ from retain.kernels.slots.quantized_slots import (
     dequantize,
     dequantize_4bit,
     group_size,
+    pack_nibbles,
+    quantize_4bit,
     rotate,
     unpack_nibbles,
 )
+from retain.kernels.slots.reinterpret import PageFormat, view_pages
 
 # Arguments of kernels that read single numbers there: whether 16 bytes divide the address depends on the layer, and
 # must not make a variant of a kernel.
@@ -74,6 +77,15 @@ def _has_halves(dim: int) -> bool:
     return dim >= 32 and dim & (dim - 1) == 0
 
 
+def view_pool(memory: tuple[Tensor, Tensor], format: PageFormat) -> KV:
+    """Return pages of a format in the memory of K and V, with positions and masses of their own."""
+    k, v = view_pages(memory, format)
+    if format.dtype not in QUANTIZED_DTYPES:
+        k = k.view(len(k), format.page_size, format.k_dim)
+        v = v.view(len(v), format.page_size, format.v_dim)
+    return KV.over(k, v, format)
+
+
 def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return views of all slots of x, which is kv.k or kv.v: the numbers, and the scales of quantized slots.
 
@@ -85,6 +97,17 @@ def slots_of(kv: KV, x: Tensor) -> tuple[Tensor, Tensor | None]:
     width = D // 2 if x.dtype == torch.uint8 else D
     numbers, scales = x[:, : S * width].view(P, S, width), x.view(torch.bfloat16)[:, S * width // SCALE_BYTES :]
     return numbers, scales.unflatten(1, (-1, S)).transpose(1, 2) if x.dtype == torch.uint8 else scales
+
+
+def write_4bit(kv: KV, slot_mapping: Tensor, x: Tensor, to: Tensor) -> None:
+    """Store x [T, G, ...] in slots of `to`, which is kv.k or kv.v. A kernel of its own would save little of a step."""
+    integers, scales = quantize_4bit(x)
+    to_numbers, to_scales = slots_of(kv, to)
+    assert to_scales is not None
+    slots = slot_mapping.T.long()  # [T, G]
+    page, place = slots // kv.page_size, slots % kv.page_size
+    to_numbers[page, place] = pack_nibbles(integers)
+    to_scales[page, place] = scales
 
 
 def read_slots(kv: KV, slots: Tensor) -> tuple[Tensor, Tensor]:

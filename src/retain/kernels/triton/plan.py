@@ -7,7 +7,7 @@ rows is one decode tile, computed in splits of its table. A request with many is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -22,6 +22,7 @@ from retain.kernels.triton import decode_kernels, noise
 from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
+LOOK_BYTES = 2**30  # of what tiles that look at few slots compute in between, at most
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,23 @@ class DecodeBlocks:
 
 
 @dataclass(frozen=True)
+class LookPlan:
+    """The tokens of a step that look at few slots: a tile of each, int32 [J, 6] on the device."""
+
+    tiles: Tensor
+    tiles_by_index: Tensor  # the same, whose rows are those of tables with `tiles_at_once` rows
+    num_slots: Tensor  # int32 [J] on the device: how many slots each chooses in a kv head
+    tiles_at_once: int
+
+    def parts(self) -> Iterator[LookPlan]:
+        """Divide the tiles into parts of `tiles_at_once`."""
+        lists = self.tiles, self.tiles_by_index, self.num_slots
+        for parts in zip(*(x.split(self.tiles_at_once) for x in lists), strict=True):
+            tiles, tiles_by_index, num_slots = parts
+            yield LookPlan(tiles, tiles_by_index, num_slots, self.tiles_at_once)
+
+
+@dataclass(frozen=True)
 class AttentionPlan:
     """The tiles of a step, the same in every layer."""
 
@@ -79,6 +97,7 @@ class AttentionPlan:
     blocks: DecodeBlocks
     max_pages: int  # pages of a head, at most
     demoted: AttentionPlan | None = None  # the same tiles over demoted tokens; None where the step has none
+    looks: LookPlan | None = None  # of the tokens that are in no other tile
 
     def without_masses(self) -> AttentionPlan:
         """Return the plan of a layer that changes no mass."""
@@ -135,8 +154,13 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
     decode: dict[int, list[tuple[int, ...]]] = {}  # by rows of a tile
     prefill, prefill_requests, num_decode_tokens = [], [], 0
     rows_per_prefill_tile = attention_block(D, kv).rows
+    num_dense = count_dense_tokens(tables)
+    look_tiles = []
     for b, row in enumerate(rows):
-        first, tokens = starts[b], starts[b + 1] - starts[b]
+        first, tokens = starts[b], num_dense[b]
+        look_tiles += [(b, row, t, 1, 0, 0) for t in range(first + tokens, starts[b + 1])]
+        if tokens == 0 and starts[b + 1] > first:
+            continue
         if tokens * R <= max_decode_rows(D):
             decode.setdefault(pad_rows(tokens * R), []).append((b, row, first, tokens, 0, num_decode_tokens))
             num_decode_tokens += tokens
@@ -165,7 +189,30 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
         blocks=blocks,
         max_pages=max_pages,
     )
-    return add_demoted(plan, tables, max_demoted_pages(tables))
+    plan = add_demoted(plan, tables, max_demoted_pages(tables))
+    if not look_tiles:
+        return plan
+    assert tables.looks is not None
+    num_slots = to_device(tables.looks[[tile[2] for tile in look_tiles]], kv.device)
+    return add_looks(plan, _tiles_to_device(look_tiles, kv.device), num_slots, kv, R * tables.pages.shape[-2])
+
+
+def count_dense_tokens(tables: Tables) -> list[int]:
+    """Return how many of its fresh tokens each request attends to all slots with: those before the ones that look."""
+    starts = tables.query_start_loc
+    if tables.looks is None:
+        return starts.diff().tolist()
+    looking = torch.cat((torch.zeros(1, dtype=torch.int64), (tables.looks > 0).cumsum(0)))
+    return (starts.diff() - looking[starts.long()].diff()).tolist()
+
+
+def add_looks(plan: AttentionPlan, tiles: Tensor, num_slots: Tensor, kv: KV, H: int) -> AttentionPlan:
+    """Return the plan with tiles of tokens that look, on the device; rows without tokens are padding."""
+    bytes_per_slot = H * 4 + H * (8 + 4 + (kv.k_dim + kv.v_dim) * kv.dtype.itemsize)  # at most: G <= H
+    tiles_at_once = max(LOOK_BYTES // (plan.max_pages * kv.page_size * bytes_per_slot or 1), 1)
+    by_index = tiles.clone()
+    by_index[:, 1] = torch.arange(len(tiles), device=tiles.device) % tiles_at_once
+    return replace(plan, looks=LookPlan(tiles, by_index, num_slots, tiles_at_once))
 
 
 def divide_by_scoring(

@@ -34,14 +34,18 @@ def to_fp8(x):
 
 
 @triton.jit
+def round_to_bfloat16(x):
+    """Return finite float32 rounded to the nearest bfloat16, ties to even. The interpreter itself truncates."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 32767 + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def store_8bit(x, to, scales, mask, valid):
     """Store rows x [T, D] as int8 or fp8 slots; quantized_slots.py defines the numbers and scales."""
     IS_INTEGER: tl.constexpr = to.dtype.element_ty == tl.int8
     LARGEST: tl.constexpr = LARGEST_INTEGER if IS_INTEGER else LARGEST_FP8
-    scale = tl.div_rn(tl.max(tl.abs(x), 1), LARGEST)
-    bits = scale.to(tl.int32, bitcast=True)
-    bits = (bits + 32767 + ((bits >> 16) & 1)) & -65536  # to bfloat16, ties to even
-    scale = bits.to(tl.float32, bitcast=True)
+    scale = round_to_bfloat16(tl.div_rn(tl.max(tl.abs(x), 1), LARGEST))
     is_normal = scale > SMALLEST_SCALE
     factor = tl.where(is_normal, tl.div_rn(1.0, tl.where(is_normal, scale, 1.0)), 0.0)
     y = tl.minimum(tl.maximum(x * factor[:, None], -LARGEST), LARGEST)
