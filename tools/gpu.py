@@ -48,7 +48,7 @@ QUICK_STEP_SIZES = ((1, 64), (4, 64))
 
 def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
     """Time kernels."""
-    from tools.gpu_bench import attention, eviction, experts, states, weights
+    from tools.gpu_bench import attention, eviction, experts, looks, states, weights
 
     if args.device == "cpu":
         from tests.helpers.fast_interpreter import speed_up
@@ -62,6 +62,7 @@ def kernel_lines(name: str, args: Namespace) -> Iterator[Line]:
         "weights": weights.bench_weights,
         "experts": experts.bench_experts,
         "states": states.bench_states,
+        "looks": looks.bench_looks,
         "options": attention.bench_options,
     }
     return parts[name](KernelBench(torch.device(args.device), args.quick, args.compile_only))

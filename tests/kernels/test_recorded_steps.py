@@ -18,17 +18,19 @@ from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.fake_device import DEVICE, FakeDevice, to_plain_tensor
 
 pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="memory that is not written is random on a GPU")
+LOOK = "look:slots=5,min=1"
 PROMPTS = [list(range(11, 11 + n)) for n in (17, 7, 20)]
 
 
 @pytest.mark.slow
-def test_rows_of_padding_requests_are_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("policy", ["full", LOOK])
+def test_rows_of_padding_requests_are_finite(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that was never written is NaN here. Three requests are padded to four, in two layers of attention."""
     monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
 
     def run() -> tuple[list[list[int]], Tensor]:
-        engine = make_engine("llama", backend="triton", num_pages=64)
-        answers = run_to_completion(engine, [make_request(prompt, 4) for prompt in PROMPTS])
+        engine = make_engine("llama", backend="triton", num_pages=64, looks=policy == LOOK)
+        answers = run_to_completion(engine, [make_request(prompt, 4, policy) for prompt in PROMPTS])
         return answers, torch.stack([engine.cache.kv.k, engine.cache.kv.v])
 
     expected, _ = run()
@@ -71,13 +73,13 @@ def test_tensors_arrive_together(tensors: list[tuple[torch.dtype, int]]) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["full", "h2o:budget=12,interval=8"])
+@pytest.mark.parametrize("policy", ["full", "h2o:budget=12,interval=8", LOOK])
 def test_a_recorded_step_copies_once_to_the_device(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a pending step, too. Others have changed tables, or are not recorded; of 12 tokens each."""
     monkeypatch.setattr(graphs, "CAPTURE_AFTER", 1)
     with FakeDevice() as device:
         with device.allow_syncs():
-            engine = make_engine("llama", backend="triton", device=DEVICE)
+            engine = make_engine("llama", backend="triton", device=DEVICE, looks=policy == LOOK)
         engine.depth = 2
         engine.add(*(make_request(prompt, 12, policy) for prompt in PROMPTS))
         num_copies = []

@@ -29,6 +29,7 @@ TESTS = (
     "tests/kernels/test_attention_mass.py",
     "tests/kernels/test_demoted.py",
     "tests/kernels/test_value_sizes.py",
+    "tests/kernels/test_looked_slots.py",
     "tests/kernels/test_experts.py",
     "tests/kernels/test_linear_attention.py",
     "tests/kernels/test_recorded_states.py",
@@ -36,7 +37,7 @@ TESTS = (
     "tests/invariants/test_fake_device.py",
 )
 FAILED = re.compile(r"\b(?:FAILED|ERROR) (tests/.+?)(?: - (.*))?$")
-KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states", "options")
+KERNEL_PARTS = ("pools", "mass", "prompts", "evict", "weights", "experts", "states", "looks", "options")
 SHORTEST = 10  # seconds: a part that has less left does not start
 LONGEST_LINES = 20  # of the end of a part's output that is no result
 
@@ -89,6 +90,7 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool) -> dic
         "speculate": Part([*bench, *short, "speculate"], 60),
         "experts": Part([*bench, "experts"], 35),
         "states": Part([*bench, "states"], 25),
+        "looks": Part([*bench, "looks"], 40),
         "options": Part([*bench, "options"], 60),
         "peer": Part([*bench, *small, "peer"], 45),
     }

@@ -83,7 +83,7 @@ def torch_attention(inputs: AttentionInputs) -> Callable[[], Tensor]:
 
 def bench_options(bench: KernelBench) -> Iterator[Line]:
     """Time decode attention compiled in other ways, and with one split a program, beside what the engine does."""
-    from retain.kernels.triton import attention
+    from retain.kernels.triton import launches
 
     slots, sizes = (128, QUICK_SHAPES["llama"]) if bench.quick else (4096, SHAPES["llama"])
     for name, dtype in POOLS.items():
@@ -94,7 +94,7 @@ def bench_options(bench: KernelBench) -> Iterator[Line]:
             way = ", ".join(f"{key} {n}" for key, n in options.items())
             ways[way] = {"decode_options": lambda *_, options=options: options}
         functions = {"retain": attend}
-        functions |= {way: partial(call_with, attention, changes, attend) for way, changes in ways.items()}
+        functions |= {way: partial(call_with, launches, changes, attend) for way, changes in ways.items()}
         expected = attend().double()
         for way, function in functions.items():
             found = check(lambda function=function, expected=expected: [relative_difference(function(), expected)])

@@ -11,9 +11,11 @@ from typing import Any
 
 from tools.gpu_bench.launches import (
     LAUNCH_CASES,
+    LOOK_CASES,
     STATE_CASES,
     launch_kernels,
     launch_llama_attention,
+    launch_look_kernels,
     launch_state_kernels,
     launch_step_kernels,
 )
@@ -60,6 +62,8 @@ def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
     launch_llama_attention(quick)
     for sizes in STATE_CASES[: 2 if quick else None]:
         launch_state_kernels(*sizes)
+    for look in LOOK_CASES[: 3 if quick else None]:
+        launch_look_kernels(*look)
     for kind, dtype in QUICK_WEIGHT_CASES if quick else WEIGHT_CASES:
         launch_weight_kernels(kind, dtype)
     launch_step_kernels()

@@ -35,6 +35,16 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, boo
     (128, 4, FP8, (200, 9), False, True, True),
     (576, 16, BF16, (1, 9), True, False, False),
 ]
+# D, R, dtype, slots of a page
+LOOK_CASES: list[tuple[int, int, torch.dtype, int]] = [
+    (128, 4, BF16, 64),
+    (128, 4, torch.int8, 96),
+    (64, 3, INT4, 128),
+    (64, 3, FP8, 96),
+    (128, 8, torch.uint8, 64),
+    (80, 1, torch.float32, 64),
+    (576, 16, BF16, 64),
+]
 VALUE_SIZES = {576: 512}  # where a value is not as large as a key
 
 
@@ -208,6 +218,33 @@ def launch_state_kernels(k_dim: int, v_dim: int, page_size: int, dtype: torch.dt
         logits_indices=pos,
     )
     run_operations(p, step, [x, gates])
+
+
+def launch_look_kernels(D: int, R: int, dtype: torch.dtype, page_size: int) -> None:
+    """Launch a step of two kv heads whose token looks at few slots, by scores with sinks."""
+    from retain.kernels import triton
+    from retain.kernels.api import NO_WINDOW, Tables
+    from retain.kernels.attention_params import AttentionParams
+    from retain.kernels.slots.reinterpret import PageFormat
+
+    G, n, v_dim = 2, 40, VALUE_SIZES.get(D, D)
+    kv = triton.allocate(1 + G * n, page_size, D, dtype, v_dim=v_dim)
+    kv = kv.with_sketches(PageFormat(page_size, dtype, D, v_dim, has_sketches=True).sketch_bytes)
+    one = torch.ones(1, dtype=torch.int32)
+    tables = Tables(
+        pages=torch.arange(1, 1 + G * n, dtype=torch.int32).view(1, G, n),
+        counts=torch.full((1, G), n, dtype=torch.int32),
+        windows=one * NO_WINDOW,
+        rows=one - 1,
+        query_start_loc=torch.arange(2).int(),
+        dense=one,
+        max_pages=n,
+        looks=one * 100,
+    )
+    q_dtype = torch.float32 if dtype == torch.float32 else BF16
+    q = torch.ones(1, G * R, D, dtype=q_dtype)
+    triton.write(kv, torch.ones(G, 1, dtype=torch.int32), q[:, :G], q[:, :G, :v_dim], one)
+    triton.attend(q, kv, tables, one, AttentionParams(D**-0.5, sink_logits=torch.zeros(G * R)))
 
 
 def as_single_layer(tables: Any) -> Any:

@@ -192,11 +192,11 @@ def choose_slots(
     threshold = tl.where(has_window, -1, threshold)
     tl.store(thresholds + at_head, threshold)
     end = 0
+    table = pages + row.to(tl.int64) * page_row + g * page_head
     for first in range(0, count, SLOTS):
-        exists = first + n < count
+        page, place, exists = find_slots(table, first + n, count, S)
         rank = tl.load(ranks + first + n, mask=exists, other=-1)
         is_attended = (exists & (rank >= threshold)).to(tl.int32)
-        page, place, _ = find_slots(pages + row.to(tl.int64) * page_row + g * page_head, first + n, count, S)
         to = chosen + at_head * max_slots + end + tl.cumsum(is_attended, 0) - 1
         tl.store(to, (page * S + place).to(tl.int32), mask=is_attended != 0)
         end += tl.sum(is_attended, 0)
@@ -271,9 +271,9 @@ def attend_to_means(
         finite_max = finite_or_zero(new_max)
         w = tl.sum(tl.exp2(x - finite_max[None, None, :]), 1)  # [N, M]
         rescale = tl.exp2(row_max - finite_max)
-        page, place, _ = find_slots(table, group * GROUP, count, S)
+        page, place, is_slot = find_slots(table, group * GROUP, count, S)
         at_mean = sketches + page * SKETCH_PAGE + MEANS + place // GROUP * V
-        means = tl.load(at_mean[None, :] + e[:, None], mask=exists[None, :] & (e < V)[:, None], other=0.0)
+        means = tl.load(at_mean[None, :] + e[:, None], mask=is_slot[None, :] & (e < V)[:, None], other=0.0)
         acc = tl.dot(means.to(DOT), w.to(DOT), acc * rescale[None, :], input_precision=PRECISION)
         sums = sums * rescale + tl.sum(w, 0)
         row_max = new_max

@@ -34,6 +34,7 @@ from retain.kernels.triton.plan import DecodeBlocks, LookPlan, TileList, decode_
 from retain.kernels.triton.sketches import Sketches, sketches_of
 
 SCORED_SLOTS = 64  # of a block, whose maximum and sum are kept
+FEW_SCORED_SLOTS = 16  # where long keys fill the memory of a core
 BLOCKS_PER_PROGRAM = 4
 RANKED_SLOTS = 1024  # of a program
 CHOSEN_SLOTS = 4096  # that are read at once
@@ -64,8 +65,10 @@ def attend(call: AttentionCall, looks: LookPlan, o: Tensor) -> None:
 def _choose(call: AttentionCall, looks: LookPlan, sketches: Sketches) -> _Choice:
     """Choose slots for each tile and kv head, by rotated queries."""
     q, tables, device, shape = call.q, call.tables, call.q.device, shape_args(call)
-    J, G, H, max_slots = len(looks.tiles), shape["G"], q.shape[1], call.plan.max_pages * call.kv.page_size
-    num_blocks = triton.cdiv(max_slots, SCORED_SLOTS)
+    J, G, H, max_slots = len(looks.tiles), shape["G"], q.shape[1], max(call.plan.max_pages, 1) * call.kv.page_size
+    is_long = call.kv.k_dim > 256
+    n = FEW_SCORED_SLOTS if is_long else SCORED_SLOTS
+    num_blocks = triton.cdiv(max_slots, n)
     scores = torch.empty(J, H, max_slots, device=device)
     block_max, block_sum = torch.empty(2, J, H, num_blocks, device=device)
     ranks = torch.empty(J, G, max_slots, dtype=torch.int64, device=device)
@@ -75,14 +78,14 @@ def _choose(call: AttentionCall, looks: LookPlan, sketches: Sketches) -> _Choice
     look_kernels.score_sketches[(J, G, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))](
         **query_args(q), k=keys.k, k_scales=keys.scales["k_scales"], k_words=keys.words["k_words"], pos=call.kv.pos,
         **shared, **visibility_args(tables), q_pos=call.q_pos, **score_args(call.params, q), **blocks,
-        **shape, M=pad_rows(shape["R"]), **key_args(call), N=SCORED_SLOTS, BLOCKS=BLOCKS_PER_PROGRAM,
+        **shape, M=pad_rows(shape["R"]), **key_args(call), N=n, BLOCKS=BLOCKS_PER_PROGRAM,
         **dot_args(sketches.kv), K_PAGE=keys.constants["K_PAGE"], K_GROUP=keys.constants["K_GROUP"],
-        K_HALVES=keys.halves["K_HALVES"], num_warps=4,
+        K_HALVES=keys.halves["K_HALVES"], num_warps=8 if is_long else 4, num_stages=1 if is_long else 3,
     )  # fmt: skip
     sinks = call.params.sink_logits
     look_kernels.rank_slots[(J, G, triton.cdiv(max_slots, RANKED_SLOTS))](
         pos=call.kv.pos, sketches=sketches.numbers, **shared, **blocks, ranks=ranks,
-        sinks=q if sinks is None else sinks, **shape, N=SCORED_SLOTS, SINKS=sinks is not None,
+        sinks=q if sinks is None else sinks, **shape, N=n, SINKS=sinks is not None,
         **sketches.constants, SLOTS=RANKED_SLOTS, num_warps=4,
     )  # fmt: skip
     thresholds = torch.empty(J, G, dtype=torch.int64, device=device)
