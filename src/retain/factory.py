@@ -128,8 +128,6 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
         any(p.looks for p in allowed),
         *options.offload,
     )
-    if cache_config.has_sketches:
-        kernels.check_looks(backend)
     cache = build_cache(
         spec.kv_cache,
         cache_config,

@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 import torch
 
-from retain import kernels
 from retain.config import PROMPT_ACTIVATIONS
 from retain.engine.request import Request, RequestInput
 from retain.kernels.slots.pool_dtypes import INT4, pool_dtype, slots_in_page
@@ -256,8 +255,7 @@ def policy_limits(schedule: Schedule) -> PolicyLimits:
     spec = model_spec(s.family).kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     can_demote = slots_in_page(s.page_size, head_dim, s.kv_dtype or s.dtype, DEMOTED_DTYPE) > s.page_size
-    can_look = kernels.import_backend(s.backend).CAN_LOOK
-    return PolicyLimits(can_demote, spec.can_compare_layers, can_look)
+    return PolicyLimits(can_demote, spec.can_compare_layers)
 
 
 def draw_dtypes(rng: random.Random, backend: str) -> tuple[torch.dtype, torch.dtype | None, str]:
@@ -336,17 +334,12 @@ class PolicyLimits:
 
     can_demote: bool = True
     can_compare_layers: bool = True  # see KVCacheSpec
-    can_look: bool = True
 
     def allow(self, name: str, policy: EvictionPolicy) -> bool:
         """Return whether the policy of this name is one of them."""
         compares_layers = getattr(policy, "share", "") in ("all", "fitted") or getattr(policy, "scope", "") == "shared"
         needs_alike = compares_layers or name in ("gate", "gate_replay")
-        return (
-            (self.can_demote or not policy.modes.demote)
-            and (self.can_compare_layers or not needs_alike)
-            and (self.can_look or not policy.looks)
-        )
+        return (self.can_demote or not policy.modes.demote) and (self.can_compare_layers or not needs_alike)
 
 
 def draw_policy(rng: random.Random, limits: PolicyLimits = PolicyLimits()) -> str:

@@ -34,7 +34,6 @@ D = 64
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
     """Run the test on every backend and instruction set that can look."""
     with use_variant(request.param) as backend:
-        assert backend.CAN_LOOK
         yield backend
 
 

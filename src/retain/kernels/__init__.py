@@ -77,14 +77,6 @@ def check_prompt_activations(backend: Backend, activations: str) -> None:
         )
 
 
-def check_looks(backend: Backend) -> None:
-    """Raise ValueError for a backend whose tokens attend to all slots that they see."""
-    if not backend.CAN_LOOK:
-        own = backend.__name__.rpartition(".")[2]
-        names = _backends_where(lambda b: b.CAN_LOOK)
-        raise ValueError(f"the policy look is for the {names} backend: with {own}, tokens attend to all slots")
-
-
 def _backends_where(is_able: Callable[[Backend], bool]) -> str:
     return " or ".join(name for name in backend_names() if is_able(import_backend(name)))
 

@@ -311,7 +311,6 @@ class Backend(Protocol):
     DTYPES: tuple[torch.dtype, ...]  # the dtypes that it computes in
     POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
     QUANTIZES_ACTIVATIONS: bool  # whether it rounds activations to 8 bits for quantized weights
-    CAN_LOOK: bool  # whether tokens may attend to few of the slots that they see: `Tables.looks`
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""

@@ -60,7 +60,6 @@ MAX_PAGE_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
 POOL_DTYPES = (*DTYPES, *INTEGER_DTYPES)
 QUANTIZES_ACTIVATIONS = True
-CAN_LOOK = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

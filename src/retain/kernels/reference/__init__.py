@@ -27,7 +27,6 @@ from retain.kernels.slots.scoring import NO_NOISE, AttentionScoring
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
-CAN_LOOK = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

@@ -41,7 +41,6 @@ MAX_K_DIM, MAX_V_DIM = 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
-CAN_LOOK = True
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 
