@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from retain.kernels import triton
 from retain.sampling_params import SamplingParams
 from tests.helpers.conversation_runner import ConversationRun
 from tests.helpers.conversations import Turn, draw_conversations
@@ -69,6 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--conversations", action="store_true", help="chats in turns, with budgets that resume")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
+    if "triton" in args.backends and triton.is_interpreted():
+        from tests.helpers.fast_interpreter import speed_up
+
+        speed_up()
     counts = Counter[str]()
     num_differing = 0
     draw = draw_conversations if args.conversations else draw_schedule

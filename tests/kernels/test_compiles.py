@@ -122,7 +122,7 @@ def test_runs_without_triton() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not triton.is_interpreted(), reason="the program that counts must not find a GPU")
-@pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4"])
+@pytest.mark.parametrize("policy", ["full", "keyformer:budget=12,interval=4", "look:slots=12,min=1"])
 def test_sizes_of_steps_and_addresses_make_no_variants(policy: str) -> None:
     """A server that has compiled a kernel for some constants never compiles it again, whatever its requests are."""
     counts = run_compiler("compiled_variants", policy)
@@ -138,6 +138,7 @@ def test_sizes_of_steps_and_addresses_make_no_variants(policy: str) -> None:
         ("full;keyformer:budget=50%;sinks:budget=90",),
         ("h2o:budget=100,demote=int4:40", "kv_dtype=int8", "weights=int4"),
         ("knorm:budget=64;snapkv:budget=64", "kv_dtype=fp8", "weights=int8"),
+        ("look:slots=20,min=1;full", "kv_dtype=int8"),
     ],
 )
 def test_all_that_a_server_launches_was_compiled_ahead(args: tuple[str, ...]) -> None:

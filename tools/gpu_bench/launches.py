@@ -38,10 +38,10 @@ LAUNCH_CASES: list[tuple[int, int, torch.dtype, tuple[int, ...], bool, bool, boo
 # D, R, dtype, slots of a page
 LOOK_CASES: list[tuple[int, int, torch.dtype, int]] = [
     (128, 4, BF16, 64),
-    (128, 4, torch.int8, 96),
-    (64, 3, INT4, 128),
-    (64, 3, FP8, 96),
-    (128, 8, torch.uint8, 64),
+    (128, 4, torch.int8, 128),
+    (64, 3, INT4, 224),
+    (64, 3, FP8, 128),
+    (128, 8, torch.uint8, 160),
     (80, 1, torch.float32, 64),
     (576, 16, BF16, 64),
 ]
