@@ -8,6 +8,8 @@ of 8 bits.
 
 Demoted tokens are attended to by further launches of the same kernels, over their own pages and tables.
 
+Tokens that look at few slots choose them by kernels of their own, and attend to them by those for decode tiles.
+
 Triton's interpreter (TRITON_INTERPRET=1) runs the same kernels on a CPU, slowly, for tests.
 
 The host tensors of a step (`Tables.rows`, `Tables.query_start_loc`, the scoring) say which tiles to launch, so a step

@@ -31,7 +31,7 @@ from retain.kernels.triton.launches import (
 )
 from retain.kernels.triton.page_layout import page_args, slots_of, view_pool
 from retain.kernels.triton.plan import DecodeBlocks, LookPlan, TileList, decode_blocks, pad_rows
-from retain.kernels.triton.sketches import Sketches, sketches_of
+from retain.kernels.triton.sketches import DeviceSketches, sketches_of
 
 SCORED_SLOTS = 64  # of a block, whose maximum and sum are kept
 FEW_SCORED_SLOTS = 16  # where long keys fill the memory of a core
@@ -62,7 +62,7 @@ def attend(call: AttentionCall, looks: LookPlan, o: Tensor) -> None:
         _attend_to_choice(call, tiles, choice, sketches, o)
 
 
-def _choose(call: AttentionCall, looks: LookPlan, sketches: Sketches) -> _Choice:
+def _choose(call: AttentionCall, looks: LookPlan, sketches: DeviceSketches) -> _Choice:
     """Choose slots for each tile and kv head, by rotated queries."""
     q, tables, device, shape = call.q, call.tables, call.q.device, shape_args(call)
     J, G, H, max_slots = len(looks.tiles), shape["G"], q.shape[1], max(call.plan.max_pages, 1) * call.kv.page_size
@@ -98,7 +98,9 @@ def _choose(call: AttentionCall, looks: LookPlan, sketches: Sketches) -> _Choice
     return _Choice(scores, ranks, thresholds, chosen, num_chosen)
 
 
-def _attend_to_choice(call: AttentionCall, looks: LookPlan, choice: _Choice, sketches: Sketches, o: Tensor) -> None:
+def _attend_to_choice(
+    call: AttentionCall, looks: LookPlan, choice: _Choice, sketches: DeviceSketches, o: Tensor
+) -> None:
     """Attend to the chosen slots of each tile and kv head, and to means for the others; merge both."""
     shape, device = shape_args(call), o.device
     J, G, R, S, max_slots = len(looks.tiles), shape["G"], shape["R"], shape["S"], choice.chosen.shape[-1]

@@ -21,7 +21,7 @@ from retain.kernels.triton.page_layout import PageArgs, page_args, read_slots, w
 
 
 @dataclass(frozen=True)
-class Sketches:
+class DeviceSketches:
     """The sketches of a pool as kernels address them."""
 
     kv: KV  # whose keys are those of 4 bits
@@ -46,7 +46,7 @@ class Sketches:
         }
 
 
-def sketches_of(kv: KV) -> Sketches:
+def sketches_of(kv: KV) -> DeviceSketches:
     """Return the sketches of a pool. Raises ValueError where it has none."""
     if kv.sketches is None:
         raise ValueError("tables.looks: the pool has no sketches")
@@ -54,7 +54,7 @@ def sketches_of(kv: KV) -> Sketches:
     keys = kv.sketches[:, :size]
     of_keys = replace(kv, k=keys, v=keys, v_dim=kv.k_dim) if size else kv
     first_mean = size // 2
-    return Sketches(
+    return DeviceSketches(
         kv=of_keys,
         numbers=kv.sketches.view(torch.bfloat16),
         first_mean=first_mean,
