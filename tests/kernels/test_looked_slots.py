@@ -302,6 +302,27 @@ def test_slots_that_move_in_any_order_are_sketched_once_all_are_there(backend: B
     assert kv.sketches is not None and torch.equal(kv.sketches[2], kv.sketches[1])
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16, K8V4])
+def test_a_slot_that_is_written_again_changes_its_group(backend: Backend, dtype: torch.dtype) -> None:
+    """As a token does that fills the hole of another: alone, with others, moved, or rounded from another slot."""
+    kv = allocate(backend, 4, 32, dtype)
+    kv.pos.fill_(-1)
+    rng = torch.Generator().manual_seed(3)
+    k, v = (torch.randn(96, 1, D, generator=rng) for _ in "kv")
+    slots = torch.arange(32, 128)[None].int()
+    backend.write(kv, slots[:, :32], k[:32], v[:32], torch.arange(32).int())
+    backend.write(kv, slots[:, 64:], k[64:], v[64:], torch.arange(32).int())
+    holes = torch.tensor([[52, 35, 63]]).int()
+    backend.write(kv, holes, k[32:35], v[32:35], torch.arange(32, 35).int())
+    backend.write(kv, holes[:, :1] + 1, k[35:36], v[35:36], torch.tensor([35]).int())
+    backend.move(kv, torch.tensor([[100, 101]]).int(), torch.tensor([[40, 54]]).int())
+    backend.requantize(kv, torch.tensor([102]), kv, torch.tensor([41]), torch.tensor([2]).int())
+    sources = torch.arange(32)
+    sources[[20, 3, 31, 21, 8, 22, 9]] = torch.tensor([32, 33, 34, 35, 68, 69, 70])
+    backend.write(kv, slots[:, 32:64], k[sources], v[sources], torch.arange(32).int())
+    assert kv.sketches is not None and torch.equal(kv.sketches[2], kv.sketches[1])
+
+
 def test_values_of_any_size_are_ranked(backend: Backend) -> None:
     """A distance that is no finite number counts as the largest one."""
     case = Levels(backend, F32)

@@ -28,10 +28,10 @@ the distance of a value from the mean of its group. For the slots of a group tha
 mean, with the sum of their weights (as SparQ, arXiv 2312.04985, does with one mean of all values).
 
 `KV.sketches` has what that needs. A page has its S keys in 4 bits, rounded from those that it stores (not in a pool of
-4 bits: its own keys serve); then S / 16 means and S deviations in bfloat16. Whatever writes a key writes that in 4
-bits; what writes the last slot of a group computes its mean and deviations. So slots of a group are written in order,
-and the last one again after any other. Tokens that see all slots are before those of their request that look at few.
-A step in which tokens of a request look at few changes none of its masses.
+4 bits: its own keys serve); then S / 16 means and S deviations in bfloat16. Whatever writes a slot writes its key in 4
+bits, and computes the mean and deviations of its group; those of a group that is not full mean nothing. Tokens that see
+all slots are before those of their request that look at few. A step in which tokens of a request look at few changes
+none of its masses.
 
 Laws, which the tests state as equalities:
 

@@ -76,12 +76,12 @@ def sketch_slots(kv: KV, slots: Tensor) -> None:
     S = kv.page_size
     if keys is not None:
         keys[slots // S, slots % S] = to_bytes(rotate(read_slots(kv, slots)[0]), torch.uint8)
-    last = slots[slots % SKETCH_GROUP == SKETCH_GROUP - 1]
-    page = last // S
-    places = last[:, None] % S + torch.arange(1 - SKETCH_GROUP, 1)  # [n, 16]
+    groups = (slots // SKETCH_GROUP).unique()
+    page = groups * SKETCH_GROUP // S
+    places = groups[:, None] * SKETCH_GROUP % S + torch.arange(SKETCH_GROUP)  # [n, 16]
     values = read_slots(kv, page[:, None] * S + places)[1]  # [n, 16, V]
     mean = values.mean(1).bfloat16()
-    means[page, last % S // SKETCH_GROUP] = mean
+    means[page, places[:, 0] // SKETCH_GROUP] = mean
     distances = (values - mean.float()[:, None]).norm(dim=-1)
     deviations[page[:, None], places] = distances.clamp(max=LARGEST_VALUE).bfloat16()
 

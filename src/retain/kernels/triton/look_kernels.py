@@ -285,16 +285,23 @@ def attend_to_means(
 
 @triton.jit(do_not_specialize=[*SIZES, "slots", "slot_head", "slot_token"])
 def summarize_groups(
-    slots, slot_head, slot_token, v, v_scales, sketches,
+    slots, slot_head, slot_token, pos, v, v_scales, sketches,
     S: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, V_PAGE: tl.constexpr, V_GROUP: tl.constexpr,
     QUANTIZED: tl.constexpr, SKETCH_PAGE: tl.constexpr, MEANS: tl.constexpr, DEVIATIONS: tl.constexpr,
 ):  # fmt: skip
-    """Write the mean of the values of a group, and how far they are from it, if a token has its last slot."""
+    """Write the mean of the values of the group that a token was written into, and how far they are from it.
+
+    Not where the group is not full yet, nor where a later token is in its last slot, as in a prompt.
+    """
     t, g = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(slots + g * slot_head + t.to(tl.int64) * slot_token).to(tl.int64)
-    if slot % GROUP != GROUP - 1:
+    at = slots + g * slot_head + t.to(tl.int64) * slot_token
+    slot = tl.load(at).to(tl.int64)
+    last = slot // GROUP * GROUP + GROUP - 1
+    is_inside = (t + (last - slot) < tl.num_programs(0)) & (last > slot)
+    is_followed = tl.load(at + (last - slot) * slot_token, mask=is_inside, other=-1) == last
+    if is_followed | (tl.load(pos + last) < 0):
         return
-    page, first = slot // S, slot % S - (GROUP - 1)
+    page, first = slot // S, slot % S // GROUP * GROUP
     place, e = first + tl.arange(0, GROUP), tl.arange(0, VP)
     exists = place >= 0
     pages = page + tl.zeros_like(place)

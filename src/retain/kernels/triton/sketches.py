@@ -71,7 +71,7 @@ def write(kv: KV, slot_mapping: Tensor) -> None:
     G, T = slot_mapping.shape
     pages = page_args(kv)
     look_kernels.summarize_groups[(T, G)](
-        **slot_args(slot_mapping), v=pages.v, v_scales=pages.scales["v_scales"], sketches=sketches.numbers,
+        **slot_args(slot_mapping), pos=kv.pos, v=pages.v, v_scales=pages.scales["v_scales"], sketches=sketches.numbers,
         S=kv.page_size, V=kv.v_dim, VP=max(triton.next_power_of_2(kv.v_dim), 16),
         **{name: pages.constants[name] for name in ("V_PAGE", "V_GROUP", "QUANTIZED")},
         **sketches.constants, num_warps=1,

@@ -162,7 +162,7 @@ void attend(const AttentionArgs&, AttentionWorkspace&, ThreadTeam::Member&);
 
 void attend(const AttentionArgs&);
 void write(const WriteArgs&);
-// Computes the sketches of the values of groups whose last slot fresh token t was written into.
+// Computes the sketches of the values of groups that fresh token t was written into.
 void sketch_token(const WriteArgs&, int t);
 // Reads K [n, k_dim] and V [n, v_dim] of n slots.
 void read_slots(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);

@@ -91,7 +91,7 @@ void write(const WriteArgs& w, int g, int begin, int end) {
 }
 
 void sketch_values(const Pool& kv, int64_t slot) {
-  if (slot % SKETCH_GROUP == SKETCH_GROUP - 1) sketch_group(kv, slot / kv.S, slot % kv.S / SKETCH_GROUP);
+  if (kv.pos[slot | (SKETCH_GROUP - 1)] >= 0) sketch_group(kv, slot / kv.S, slot % kv.S / SKETCH_GROUP);
 }
 
 void read_slots(const Pool& kv, const int64_t* slots, int64_t n, float* k, float* v) {

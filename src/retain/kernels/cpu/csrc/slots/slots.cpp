@@ -11,9 +11,13 @@ namespace retain {
 constexpr int CHUNK = 64;                       // tokens that one thread writes or reads at a time
 constexpr int64_t MIN_PARALLEL_SIZE = 1 << 15;  // numbers to write, or bytes to copy
 
-// Updates what a pool with sketches has beside the K and V of a slot that was written.
-static void note_written(const Pool& kv, int64_t slot) {
-  selected_isa().sketch_values(kv, slot);
+// Updates what a pool with sketches has beside the K and V of slot i of n that were written. Where another of them ends
+// the group, as in a prompt, that one computes the sketches of its values.
+template <class Slot>
+static void note_written(const Pool& kv, const Slot* slots, int64_t i, int64_t n, int64_t stride = 1) {
+  const int64_t slot = slots[i * stride], last = i + SKETCH_GROUP - 1 - slot % SKETCH_GROUP;
+  const bool is_followed = last > i && last < n && slots[last * stride] - slot == last - i;
+  if (!is_followed) selected_isa().sketch_values(kv, slot);
   if (kv.resident) kv.resident->forget(slot);
 }
 
@@ -39,8 +43,7 @@ void write(const WriteArgs& w) {
 }
 
 void sketch_token(const WriteArgs& w, int t) {
-  const int32_t* slots = w.slots + t * w.slot_token_stride;
-  for (int g = 0; g < w.G; ++g) note_written(w.kv, slots[g * w.slot_head_stride]);
+  for (int g = 0; g < w.G; ++g) note_written(w.kv, w.slots + g * w.slot_head_stride, t, w.T, w.slot_token_stride);
 }
 
 static void check(const Pool& kv, const int64_t* slots, int64_t n) {
@@ -62,7 +65,7 @@ void requantize(const RequantizeArgs& r) {
   const IsaKernels& isa = selected_isa();
 #pragma omp parallel for schedule(dynamic) if (r.n * r.kv.k_dim > MIN_PARALLEL_SIZE)
   for (int64_t i = 0; i < r.n; i += CHUNK) isa.requantize(r, i, std::min(r.n, i + CHUNK));
-  for (int64_t i = 0; i < r.n && r.to.sketches; ++i) note_written(r.to, r.dst[i]);
+  for (int64_t i = 0; i < r.n && r.to.sketches; ++i) note_written(r.to, r.dst, i, r.n);
 }
 
 void copy(const Pool& kv, const int64_t* src, const int64_t* dst, int64_t n) {
@@ -128,7 +131,7 @@ void move(const Pool& kv, const int32_t* src, const int32_t* dst, int64_t lists,
       }
       if (kv.sketches && kv.dtype != DType::int4) copy_sketched_key(kv, src[i], dst[i]);
     }
-  for (int64_t i = 0; i < lists * n && kv.sketches; ++i) note_written(kv, dst[i]);
+  for (int64_t i = 0; i < lists * n && kv.sketches; ++i) note_written(kv, dst, i, lists * n);
 }
 
 }  // namespace retain
