@@ -395,6 +395,7 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         "pool": lambda: rng.choice([1, 3, 5]),
         "sketch": lambda: rng.randint(1, 9),
         "refit": lambda: rng.choice([0, 3, 40]),
+        "look": lambda: rng.choice([f"{rng.randint(5, 100)}%", rng.randint(1, 120)]),
     }
     options: dict[str, Any] = {"budget": rng.choice([f"{rng.randint(5, 100)}%", rng.randint(3, 120)])}
     for key, draw in draws.items():

@@ -93,7 +93,7 @@ def measure_looks(llm: LLM) -> Iterator[Line]:
 
 def _bytes_read(planner: CapacityPlanner, policy: str, num_tokens: int) -> float:
     """Return the bytes of the cache that attention of a token behind so many reads. Layers without a window look."""
-    looked = int(policies.parse(policy).looked_slots(np.array([num_tokens]))[0])
+    looked = int(policies.parse(policy).resolve(num_tokens).looked_slots(np.array([num_tokens]))[0])
     total = 0.0
     assert planner.pages, "a planner of an engine has them"
     for group, pages in zip(planner.spec.groups, planner.pages.formats, strict=True):

@@ -69,8 +69,8 @@ def build_looks(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
     counts = []
     for s in scheduled:
         positions = np.arange(s.request.next_position, s.request.next_position + s.num_tokens, dtype=np.int32)
-        slots = s.request.policy.looked_slots(positions + 1)
-        counts.append(np.where(positions < len(s.request.prompt), 0, slots).astype(np.int32))
+        is_looking = ~np.bool_(s.request.scoring) & (positions >= s.request.first_look)
+        counts.append(np.where(is_looking, s.request.policy.looked_slots(positions + 1), 0).astype(np.int32))
     return torch.from_numpy(np.concatenate(counts))
 
 

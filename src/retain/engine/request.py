@@ -242,7 +242,7 @@ class Request:
         reads = self.input.needs_logits or self.input.needs_prompt_logits
         limit = len(self.prompt) + self.num_logits_read if reads else len(self.tokens)
         if self.policy.looks:
-            limit = min(limit, len(self.prompt) + 1)
+            limit = min(limit, self.first_look + 1)
         return RowTask(
             self.text,
             len(self.prompt),
@@ -254,6 +254,11 @@ class Request:
             explain=self.explains_prefix and self.stats.prefix_diagnosis is None,
             trace=self.attention_trace,
         )
+
+    @property
+    def first_look(self) -> int:
+        """The first position whose token attends to few slots, if the policy looks: of the answer, under its budget."""
+        return max(len(self.prompt), self.policy.plan.begins_at)
 
     # ---- drafts --------------------------------------------------------------------------------------------------
 
@@ -311,7 +316,7 @@ class Request:
 
         None where some of them look at few slots: such a step changes no masses.
         """
-        if self.policy.looks and len(positions) and positions[-1] >= len(self.prompt):
+        if self.policy.looks and not self.scoring and len(positions) and positions[-1] >= self.first_look:
             return None
         weights = self.policy.query_weights(positions, self.input.max_tokens)
         if weights or (self.score_decay is None and not self.attention_trace):

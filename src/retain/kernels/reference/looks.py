@@ -76,7 +76,7 @@ def sketch_slots(kv: KV, slots: Tensor) -> None:
     S = kv.page_size
     if keys is not None:
         keys[slots // S, slots % S] = to_bytes(rotate(read_slots(kv, slots)[0]), torch.uint8)
-    groups = (slots // SKETCH_GROUP).unique()
+    groups = torch.unique(slots // SKETCH_GROUP)
     page = groups * SKETCH_GROUP // S
     places = groups[:, None] * SKETCH_GROUP % S + torch.arange(SKETCH_GROUP)  # [n, 16]
     values = read_slots(kv, page[:, None] * S + places)[1]  # [n, 16, V]

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Self
 
+import numpy as np
+
 from retain.kv.eviction.demotion import Demotion
 from retain.options import Bounds, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
+from retain.types import Ints
 
+MIN_LOOKED_SLOTS = 64  # of a head, by default
 NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
 MAX_REFIT_BUDGET = 4096  # tokens of a head: all layers' new values are held in float32 while slots move
 NumRefitQueries = Annotated[int, Bounds(0, 1024)]  # of tokens that are held together, in float32 and for all layers
@@ -25,6 +29,7 @@ class RowModes:
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
     resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
     refit: NumRefitQueries = 0  # newest tokens of the prompt, whose queries fit the values of what is kept
+    look: Amount | None = None  # slots of each head that tokens of the answer attend to: 1024, or 25% of those held
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -35,6 +40,8 @@ class RowModes:
         check_choice("resume", self.resume, "on", "off")
         if self.demote and self.shrink:
             raise ValueError("demote does not go with shrink")
+        if self.demote and self.look:
+            raise ValueError("demote does not go with look: demoted tokens have no sketches")
         if self.refit and (self.demote or self.is_streamed or self.resume == "on"):
             raise ValueError("refit goes with resume=off, and not with demote or prefill=stream: give refit=0 there")
 
@@ -53,6 +60,13 @@ class RowModes:
         """Return the options for a prompt, with amounts in tokens. The first `sinks` tokens always stay."""
         floor = self.shrink and Amount(tokens=max(self.shrink.resolve(prompt_len), sinks + 1))
         return replace(self, shrink=floor, demote=self.demote and self.demote.resolve(prompt_len))
+
+
+def choose_looked_slots(wanted: Amount, least: int, num_held: Ints) -> Ints:
+    """Return how many of `num_held` slots of a head [n] tokens attend to: no fewer than `least`; 0 where to all."""
+    shares = np.ceil(wanted.fraction * num_held) if wanted.tokens is None else wanted.tokens
+    shares = np.maximum(shares, least)
+    return np.where(shares < num_held, shares, 0).astype(np.int32)
 
 
 STARTS_ANEW = RowModes(resume="off")

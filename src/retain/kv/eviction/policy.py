@@ -18,7 +18,7 @@ from retain.kernels.slots.scoring import NO_NOISE
 from retain.kv.eviction.gate_weights import Gate
 from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.view import CacheView
-from retain.types import Floats
+from retain.types import Floats, Ints
 
 # Returns the gate in a file of this name; "" is the model's own. Raises ValueError.
 GateLoader = Callable[[str], Gate]
@@ -53,12 +53,16 @@ class EvictionPolicy:
     resume_key = ""  # what requests have in common that may go on from each other's evicted states; "": from none
     streamed_key = ""  # the same of states inside a prompt; "" where what is kept there depends on more than the text
     modes = RowModes()  # the other options of its spec: how a row carries it out
-    looks = False  # whether tokens of the answer attend to few of the slots that they see
 
     @property
     def ring_window(self) -> int | None:
         """Newest tokens that a head keeps, where that has a closed form: slot = pos mod capacity."""
         return None
+
+    @property
+    def looks(self) -> bool:
+        """Whether tokens of the answer attend to few of the slots that they see. These leave no mass."""
+        return self.modes.look is not None
 
     @property
     def per_query_head(self) -> bool:
@@ -143,8 +147,8 @@ class EvictionPolicy:
         """
         return None
 
-    def looked_slots(self, num_seen: NDArray[np.int32]) -> NDArray[np.int32]:
-        """Return how many slots of a head tokens of the answer attend to that see `num_seen` [n]; 0: all of them."""
+    def looked_slots(self, num_seen: Ints) -> Ints:
+        """Return how many slots of a head the last of `num_seen` [n] tokens attends to; 0 for all. Resolved."""
         return np.zeros_like(num_seen)
 
     def priority(self, view: CacheView) -> Tensor:

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from retain.kv.eviction.plan import MIN_LOOKED_SLOTS, choose_looked_slots
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import CacheView
 from retain.options import PositiveInt, check_bounds
 from retain.plugins import Amount
+from retain.types import Ints
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,19 @@ class Policy(EvictionPolicy):
     """
 
     slots: Amount  # that a token chooses in each head: 1024, or 12.5% of the tokens so far
-    min: PositiveInt = 64  # slots that it chooses at least
-
-    looks = True
+    min: PositiveInt = MIN_LOOKED_SLOTS  # slots that it chooses at least
 
     def __post_init__(self) -> None:
         check_bounds(self)
 
-    def looked_slots(self, num_seen: NDArray[np.int32]) -> NDArray[np.int32]:
+    @property
+    def looks(self) -> bool:
+        """Tokens of the answer do."""
+        return True
+
+    def looked_slots(self, num_seen: Ints) -> Ints:
         """Return the larger of `slots` and `min`, and 0 where a token sees no more."""
-        wanted = np.ceil(self.slots.fraction * num_seen) if self.slots.tokens is None else self.slots.tokens
-        wanted = np.maximum(wanted, self.min)
-        return np.where(wanted < num_seen, wanted, 0).astype(np.int32)
+        return choose_looked_slots(self.slots, self.min, num_seen)
 
     def priority(self, view: CacheView) -> Tensor:
         """Rank all slots alike; the cache never asks, since nothing is evicted."""
