@@ -6,15 +6,18 @@ Which slots are looked at is tested in tests/kernels/test_looked_slots.py.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
 
 from retain import LLM
-from retain.engine import drafters
+from retain.engine import batch_builder, drafters
 from retain.engine.request import Request
+from retain.engine.scheduler import ScheduledRequest
 from retain.kernels import import_backend
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.kv.memory.group_pages import divide_pages
@@ -33,13 +36,15 @@ FEW = "look:slots=20,min=1"
 PROMPT = [random.Random(0).randrange(128) for _ in range(100)]
 
 
-def logits(family: str, policy: str, backend: str = "cpu", kv_dtype: torch.dtype | None = None) -> Tensor:
+def logits(
+    family: str, policy: str, backend: str = "cpu", kv_dtype: torch.dtype | None = None, prompt: list[int] = PROMPT
+) -> Tensor:
     """Return the logits of 20 tokens of an answer, [20, V]."""
     if reason := import_backend(backend).unavailable_reason():
         pytest.skip(reason)
     engine = make_engine(family, backend=backend, looks=True, kv_dtype=kv_dtype)
     forced = [7 * i % 128 for i in range(20)]
-    (found,) = record_logits(engine, [make_request(PROMPT, 20, policy, needs_logits=True, forced_tokens=forced)])
+    (found,) = record_logits(engine, [make_request(prompt, 20, policy, needs_logits=True, forced_tokens=forced)])
     return found
 
 
@@ -113,6 +118,47 @@ def test_an_answer_that_looks_never_begins_with_what_others_computed_of_its_text
         engine.step()
     assert one.stats.num_cached_tokens <= len(PROMPT) and one.stats.num_preemptions
     assert [one.output_tokens] == alone
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("policy", ["keydiff:budget=60", "snapkv:budget=50%,interval=30", "h2o:budget=60,interval=20"])
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
+def test_a_budget_whose_answers_look_at_all_that_it_keeps(family: str, policy: str, backend: str) -> None:
+    """It is the budget alone, where no answer's attention chooses what goes."""
+    if policy.startswith("keydiff") and backend == "triton":
+        pytest.skip("it evicts by keys, whose bits depend on the chunk there")
+    assert torch.equal(logits(family, f"{policy},look=100%", backend), logits(family, policy, backend))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_budget_keeps_is_looked_at_as_the_reference_does(family: str) -> None:
+    """Also where tokens fill holes of others, in groups that were full before."""
+    policy = "random:budget=200,interval=3"
+    prompt = 3 * PROMPT
+    expected = logits(family, f"{policy},look=64", "reference", prompt=prompt)
+    error = (logits(family, f"{policy},look=64", prompt=prompt) - expected).abs().mean()
+    change = (logits(family, policy, "reference", prompt=prompt) - expected).abs().mean()
+    has_full_layers = None in tiny_model(family).spec.kv_cache.windows
+    assert error < 0.4 * change if has_full_layers else change == 0, (error, change)
+
+
+def test_tokens_look_once_their_budget_has_begun() -> None:
+    """Those before are seen by whole queries, as is the prompt that is read again."""
+    engine = make_engine("llama", backend="cpu", looks=True)
+    seen: list[tuple[int, int]] = []
+    build = batch_builder.build_looks
+
+    def record(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+        looks = build(scheduled)
+        assert looks is not None
+        seen.extend(zip(range(scheduled[0].request.next_position, 10**6), looks.tolist(), strict=False))
+        return looks
+
+    with patch.object(batch_builder, "build_looks", record):
+        run_to_completion(engine, [make_request(PROMPT, 20, "reread:budget=50%,first=8,interval=30,look=1")])
+    assert {n for p, n in seen if p < len(PROMPT) + 8} == {0}
+    assert all(n == 64 for p, n in seen if p >= len(PROMPT) + 8 and n), seen
+    assert [n for p, n in seen][-1] == 64
 
 
 def test_answers_that_look_add_no_masses() -> None:

@@ -35,6 +35,9 @@ def backend() -> Backend:
         (K8V4, {"S": 48, "pages": ((6, 6), (5, 7)), "alibi": True}),
         (torch.bfloat16, {"D": 256, "R": 9, "softcap": 5.0}),
         (torch.float32, {"D": 320, "V": 64, "sinks": True}),
+        (torch.float32, {"D": 32, "V": 33}),
+        (INT8, {"D": 264, "V": 64, "R": 36, "S": 32}),
+        (torch.float32, {"D": 264, "V": 32, "R": 2, "S": 128, "fresh": (1,), "pages": ((36,),), "looks": (150,)}),
     ],
 )
 def test_pools_of_any_form_agree_with_the_reference(
@@ -44,8 +47,8 @@ def test_pools_of_any_form_agree_with_the_reference(
     case = CASE.with_changes(dtype=dtype, **changes)
     expected = case.attend(reference)
     error = (case.attend(backend) - expected).abs().mean()
-    looks = CASE.looks or ()
-    others = [case.with_changes(looks=tuple(n // 2 for n in looks)), case.with_changes(looks=(0,) * 4)]
+    looks = case.looks or ()
+    others = [case.with_changes(looks=tuple(n // 2 for n in looks)), case.with_changes(looks=(0,) * len(looks))]
     changes_of_others = [(other.attend(reference) - expected).abs().mean() for other in others]
     assert error < 0.2 * min(changes_of_others), (error, changes_of_others)
 
@@ -57,7 +60,20 @@ def test_tiles_in_parts_have_the_same_bits(
     case = CASE.with_changes(dtype=dtype)
     expected = case.attend(backend)
     monkeypatch.setattr(plan, "LOOK_BYTES", 1)
+    monkeypatch.setattr(plan, "ALIGNED_TILES", 1)
     assert torch.equal(case.attend(backend), expected)
+
+
+def test_means_of_the_largest_values_are_finite(backend: Backend) -> None:
+    """Rounded to bfloat16 they are larger than any number of float16."""
+    case = CASE.with_changes(dtype=torch.float16)
+    q, q_pos = case.build_queries()
+    for of in (reference, backend):
+        kv = case.build_cache(of)
+        slots = torch.arange(case.S, kv.num_pages * case.S)
+        v = torch.full((len(slots), 1, case.D), 65504.0)
+        of.write(kv, slots[None].int(), 0 * v, v, kv.pos.view(-1)[slots])
+        assert (of.attend(q, kv, case.build_tables(), q_pos, case.params) > 65000).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, INT8, K8V4])
@@ -102,7 +118,7 @@ def test_the_highest_ranks_are_found(num_priorities: int) -> None:
     num_chosen = torch.zeros(J, 1, dtype=torch.int32)
     look_kernels.choose_slots[(J, 1)](
         pages=pages, page_row=n, page_head=n, counts=counts, count_row=1, count_head=1, windows=windows, window_row=1,
-        dense=windows, tiles=tiles, looks=looks, ranks=ranks, thresholds=thresholds, chosen=chosen,
+        tiles=tiles, looks=looks, ranks=ranks, thresholds=thresholds, chosen=chosen,
         num_chosen=num_chosen, max_slots=n * S, G=1, S=S, SLOTS=128,
     )  # fmt: skip
     for j in range(J):

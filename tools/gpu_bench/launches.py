@@ -43,7 +43,7 @@ LOOK_CASES: list[tuple[int, int, torch.dtype, int]] = [
     (64, 3, FP8, 128),
     (128, 8, torch.uint8, 160),
     (80, 1, torch.float32, 64),
-    (576, 16, BF16, 64),
+    (576, 128, BF16, 64),
 ]
 VALUE_SIZES = {576: 512}  # where a value is not as large as a key
 

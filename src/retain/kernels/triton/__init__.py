@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.shape_checks import check_write, shape_error
+from retain.kernels.shape_checks import check_looks, check_write, shape_error
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, dtype_name
 from retain.kernels.slots.reinterpret import PageFormat
 from retain.kernels.slots.scoring import AttentionScoring
@@ -130,6 +130,7 @@ def attend(
     if D != kv.k_dim or H % G or q_pos.shape != (T,):
         raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
     params.check(H, G, D)
+    check_looks(tables, T)
     tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
     return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
 

@@ -319,7 +319,7 @@ def _plan_group(shape: GraphShape, own: GroupShape, group: GroupInputs, inputs: 
     whole = plan.add_demoted(whole, group.tables, own.max_demoted_pages)
     if not has_looks:
         return whole
-    return plan.add_looks(whole, inputs.tiles("look_tiles"), inputs.device_views["looks"], kv, own.H)
+    return plan.add_looks(whole, inputs.tiles("look_tiles"), inputs.device_views["looks"], kv, (own.H // own.G, own.G))
 
 
 def _addressed_tensors(group: GroupInputs) -> list[Tensor | None]:

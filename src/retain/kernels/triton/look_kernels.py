@@ -32,8 +32,8 @@ from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero,
 GROUP = tl.constexpr(reinterpret.SKETCH_GROUP)  # slots whose values have one mean
 CHUNK = tl.constexpr(256)  # blocks whose maxima are read at once
 SEEN = tl.constexpr(2**63 - 1)  # above the rank of every slot that can be chosen
-LARGEST_VALUE = tl.constexpr(pool_dtypes.LARGEST_VALUE)
-SIZES = ("max_slots", "num_blocks", "width", "num_splits", "first_split", "looks")
+LARGEST_VALUE, LARGEST_FLOAT16 = tl.constexpr(pool_dtypes.LARGEST_VALUE), tl.constexpr(pool_dtypes.LARGEST_FLOAT16)
+OF_ANY_SIZE = ("max_slots", "num_blocks", "width", "num_splits", "first_split", "looks")
 
 
 @triton.jit
@@ -44,19 +44,22 @@ def slots_of_tile(tiles, j, g, counts, count_row, count_head, S: tl.constexpr):
     return row, t, tl.where(tokens == 0, 0, count)
 
 
-@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *SIZES])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *OF_ANY_SIZE])
 def score_sketches(
     q, q_token, q_head, k, k_scales, k_words, pos,
-    pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
+    pages, page_row, page_head, counts, count_row, count_head, windows, window_row,
     tiles, q_pos, slopes, factor, softcap, scores, block_max, block_sum, max_slots, num_blocks,
-    G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, M: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    N: tl.constexpr, BLOCKS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, DOT: tl.constexpr,
-    PRECISION: tl.constexpr, K_PAGE: tl.constexpr, K_GROUP: tl.constexpr, K_HALVES: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, S: tl.constexpr, M: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, N: tl.constexpr, BLOCKS: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr, K_PAGE: tl.constexpr, K_GROUP: tl.constexpr, K_HALVES: tl.constexpr,
 ):  # fmt: skip
-    """Score BLOCKS blocks of N slots for one tile and kv head; write each block's maximum, and its sum beside that."""
+    """Score BLOCKS blocks of N slots for one token and R query heads; write each block's maximum and its sum.
+
+    A kv head has PARTS such programs, where it has more query heads than fit into one. G counts these.
+    """
     K_PART: tl.constexpr = K_GROUP if K_HALVES else 0
     j, g = tl.program_id(0), tl.program_id(1)
-    row, t, count = slots_of_tile(tiles, j, g, counts, count_row, count_head, S)
+    row, t, count = slots_of_tile(tiles, j, g // PARTS, counts, count_row, count_head, S)
     first_block = tl.program_id(2) * BLOCKS
     if first_block * N >= count:
         return
@@ -72,7 +75,7 @@ def score_sketches(
         queries = tl.load(at_q + d[:, None], mask=(d < D)[:, None] & valid[None, :], other=0.0).to(DOT)
     p, window = tl.load(q_pos + t), tl.load(windows + row * window_row)
     slope = tl.load(slopes + g * R + r, mask=valid, other=0.0) * LOG2E if ALIBI else 0.0
-    table = pages + row.to(tl.int64) * page_row + g * page_head
+    table = pages + row.to(tl.int64) * page_row + g // PARTS * page_head
     at_row = ((j * G + g) * R + r).to(tl.int64)
     for i in range(first_block, tl.minimum(first_block + BLOCKS, (count + N - 1) // N)):
         slot = i * N + n
@@ -121,12 +124,12 @@ def add_blocks(block_max, block_sum, count, sink, N: tl.constexpr, SINKS: tl.con
     return finite + safe_log2(total)
 
 
-@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *SIZES])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *OF_ANY_SIZE])
 def rank_slots(
     pos, sketches, pages, page_row, page_head, counts, count_row, count_head, tiles,
     scores, block_max, block_sum, sinks, ranks, max_slots, num_blocks,
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, N: tl.constexpr, SINKS: tl.constexpr,
-    SKETCH_PAGE: tl.constexpr, MEANS: tl.constexpr, DEVIATIONS: tl.constexpr, SLOTS: tl.constexpr,
+    SKETCH_PAGE: tl.constexpr, DEVIATIONS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     """Write the ranks of SLOTS slots of one tile and kv head: by the sum of the weights of its R query heads.
 
@@ -156,9 +159,9 @@ def rank_slots(
     tl.store(ranks + at_head * max_slots + slot, rank, mask=exists)
 
 
-@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *SIZES])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *OF_ANY_SIZE])
 def choose_slots(
-    pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense, tiles,
+    pages, page_row, page_head, counts, count_row, count_head, windows, window_row, tiles,
     looks, ranks, thresholds, chosen, num_chosen, max_slots,
     G: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
@@ -236,24 +239,27 @@ def gather_slots(
         tl.store(to_scale, scale, mask=is_written & (c < SCALES))
 
 
-@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *SIZES, "split_max", "split_sum"])
+@triton.jit(do_not_specialize=[*TABLE_ADDRESSES, *OF_ANY_SIZE, "split_max", "split_sum"])
 def attend_to_means(
     split_max, split_sum, split_out, width, num_splits, first_split, sketches,
     pages, page_row, page_head, counts, count_row, count_head, tiles, scores, ranks, thresholds, max_slots,
-    G: tl.constexpr, R: tl.constexpr, M: tl.constexpr, S: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SKETCH_PAGE: tl.constexpr, MEANS: tl.constexpr,
-    DEVIATIONS: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
+    G: tl.constexpr, R: tl.constexpr, PARTS: tl.constexpr, M: tl.constexpr, S: tl.constexpr, V: tl.constexpr,
+    VP: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.constexpr, SKETCH_PAGE: tl.constexpr, MEANS: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute a split of the groups of one tile and kv head: what their means add for the slots that are not chosen."""
+    """Compute a split of the groups for one token: what their means add for the slots that are not chosen.
+
+    G counts parts of kv heads, of R query heads each.
+    """
     j, g, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, _, count = slots_of_tile(tiles, j, g, counts, count_row, count_head, S)
+    row, _, count = slots_of_tile(tiles, j, g // PARTS, counts, count_row, count_head, S)
     groups = count // GROUP
     blocks, blocks_per_split, splits = split_blocks(groups, N, MIN_BLOCKS)
     if split >= splits:
         return
-    at_head = (j * G + g).to(tl.int64)
-    threshold = tl.load(thresholds + at_head)
-    table = pages + row.to(tl.int64) * page_row + g * page_head
+    at_head, at_choice = (j * G + g).to(tl.int64), (j * (G // PARTS) + g // PARTS).to(tl.int64)
+    threshold = tl.load(thresholds + at_choice)
+    table = pages + row.to(tl.int64) * page_row + g // PARTS * page_head
     r, e = tl.arange(0, M), tl.arange(0, VP)
     n, c = tl.arange(0, N), tl.arange(0, GROUP)
     valid = r < R
@@ -263,7 +269,7 @@ def attend_to_means(
         group = i * N + n
         exists = group < groups
         slot = group[:, None] * GROUP + c[None, :]
-        rank = tl.load(ranks + at_head * max_slots + slot, mask=exists[:, None], other=-1)
+        rank = tl.load(ranks + at_choice * max_slots + slot, mask=exists[:, None], other=-1)
         is_other = (rank >= 0) & (rank < threshold)
         at = (at_head * R + r)[None, None, :] * max_slots + slot[:, :, None]
         x = tl.load(scores + at, mask=is_other[:, :, None] & valid[None, None, :], other=float("-inf"))
@@ -274,6 +280,8 @@ def attend_to_means(
         page, place, is_slot = find_slots(table, group * GROUP, count, S)
         at_mean = sketches + page * SKETCH_PAGE + MEANS + place // GROUP * V
         means = tl.load(at_mean[None, :] + e[:, None], mask=is_slot[None, :] & (e < V)[:, None], other=0.0)
+        if DOT == tl.float16:  # which a mean of its largest values, rounded to bfloat16, is too large for
+            means = tl.minimum(tl.maximum(means.to(tl.float32), -LARGEST_FLOAT16), LARGEST_FLOAT16)
         acc = tl.dot(means.to(DOT), w.to(DOT), acc * rescale[None, :], input_precision=PRECISION)
         sums = sums * rescale + tl.sum(w, 0)
         row_max = new_max
@@ -283,7 +291,7 @@ def attend_to_means(
     tl.store(split_out + at[None, :] * V + e[:, None], acc, mask=(e < V)[:, None] & valid[None, :])
 
 
-@triton.jit(do_not_specialize=[*SIZES, "slots", "slot_head", "slot_token"])
+@triton.jit(do_not_specialize=["slots", "slot_head", "slot_token"])
 def summarize_groups(
     slots, slot_head, slot_token, pos, v, v_scales, sketches,
     S: tl.constexpr, V: tl.constexpr, VP: tl.constexpr, V_PAGE: tl.constexpr, V_GROUP: tl.constexpr,

@@ -17,7 +17,7 @@ from retain.kernels.slots import quantized_slots
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES
 from retain.kernels.slots.reinterpret import SKETCH_GROUP, PageFormat
 from retain.kernels.triton import look_kernels
-from retain.kernels.triton.kernel_args import query_args, table_args, visibility_args
+from retain.kernels.triton.kernel_args import array_args, query_args, table_args
 from retain.kernels.triton.launches import (
     AttentionCall,
     dot_args,
@@ -30,7 +30,7 @@ from retain.kernels.triton.launches import (
     value_args,
 )
 from retain.kernels.triton.page_layout import page_args, slots_of, view_pool
-from retain.kernels.triton.plan import DecodeBlocks, LookPlan, TileList, decode_blocks, pad_rows
+from retain.kernels.triton.plan import DecodeBlocks, LookPlan, TileList, decode_blocks, max_decode_rows, pad_rows
 from retain.kernels.triton.sketches import DeviceSketches, sketches_of
 
 SCORED_SLOTS = 64  # of a block, whose maximum and sum are kept
@@ -66,19 +66,22 @@ def _choose(call: AttentionCall, looks: LookPlan, sketches: DeviceSketches) -> _
     """Choose slots for each tile and kv head, by rotated queries."""
     q, tables, device, shape = call.q, call.tables, call.q.device, shape_args(call)
     J, G, H, max_slots = len(looks.tiles), shape["G"], q.shape[1], max(call.plan.max_pages, 1) * call.kv.page_size
+    parts = count_parts(shape["R"], call.kv.k_dim)
     is_long = call.kv.k_dim > 256
     n = FEW_SCORED_SLOTS if is_long else SCORED_SLOTS
     num_blocks = triton.cdiv(max_slots, n)
     scores = torch.empty(J, H, max_slots, device=device)
-    block_max, block_sum = torch.empty(2, J, H, num_blocks, device=device)
+    block_max, block_sum = (torch.empty(J, H, num_blocks, device=device) for _ in range(2))
     ranks = torch.empty(J, G, max_slots, dtype=torch.int64, device=device)
     blocks = {"scores": scores, "block_max": block_max, "block_sum": block_sum, "num_blocks": num_blocks}
     shared = {**table_args(tables), "tiles": looks.tiles, "max_slots": max_slots}
     keys = sketches.keys
-    look_kernels.score_sketches[(J, G, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))](
+    windows = array_args(tables.windows, "windows", "window_row")
+    look_kernels.score_sketches[(J, G * parts, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM))](
         **query_args(q), k=keys.k, k_scales=keys.scales["k_scales"], k_words=keys.words["k_words"], pos=call.kv.pos,
-        **shared, **visibility_args(tables), q_pos=call.q_pos, **score_args(call.params, q), **blocks,
-        **shape, M=pad_rows(shape["R"]), **key_args(call), N=n, BLOCKS=BLOCKS_PER_PROGRAM,
+        **shared, **windows, q_pos=call.q_pos, **score_args(call.params, q), **blocks,
+        G=G * parts, R=shape["R"] // parts, PARTS=parts, S=shape["S"],
+        M=pad_rows(shape["R"] // parts), **key_args(call), N=n, BLOCKS=BLOCKS_PER_PROGRAM,
         **dot_args(sketches.kv), K_PAGE=keys.constants["K_PAGE"], K_GROUP=keys.constants["K_GROUP"],
         K_HALVES=keys.halves["K_HALVES"], num_warps=8 if is_long else 4, num_stages=1 if is_long else 3,
     )  # fmt: skip
@@ -86,13 +89,14 @@ def _choose(call: AttentionCall, looks: LookPlan, sketches: DeviceSketches) -> _
     look_kernels.rank_slots[(J, G, triton.cdiv(max_slots, RANKED_SLOTS))](
         pos=call.kv.pos, sketches=sketches.numbers, **shared, **blocks, ranks=ranks,
         sinks=q if sinks is None else sinks, **shape, N=n, SINKS=sinks is not None,
-        **sketches.constants, SLOTS=RANKED_SLOTS, num_warps=4,
+        SKETCH_PAGE=sketches.constants["SKETCH_PAGE"], DEVIATIONS=sketches.first_deviation, SLOTS=RANKED_SLOTS,
+        num_warps=4,
     )  # fmt: skip
     thresholds = torch.empty(J, G, dtype=torch.int64, device=device)
     chosen = torch.empty(J, G, max_slots, dtype=torch.int32, device=device)
     num_chosen = torch.empty(J, G, dtype=torch.int32, device=device)
     look_kernels.choose_slots[(J, G)](
-        **shared, **visibility_args(tables), looks=looks.num_slots, ranks=ranks, thresholds=thresholds, chosen=chosen,
+        **shared, **windows, looks=looks.num_slots, ranks=ranks, thresholds=thresholds, chosen=chosen,
         num_chosen=num_chosen, G=G, S=shape["S"], SLOTS=CHOSEN_SLOTS, num_warps=16,
     )  # fmt: skip
     return _Choice(scores, ranks, thresholds, chosen, num_chosen)
@@ -102,16 +106,18 @@ def _attend_to_choice(
     call: AttentionCall, looks: LookPlan, choice: _Choice, sketches: DeviceSketches, o: Tensor
 ) -> None:
     """Attend to the chosen slots of each tile and kv head, and to means for the others; merge both."""
-    shape, device = shape_args(call), o.device
-    J, G, R, S, max_slots = len(looks.tiles), shape["G"], shape["R"], shape["S"], choice.chosen.shape[-1]
+    S, device = call.kv.page_size, o.device
     rows = looks.tiles[:, 1].long()
-    slots = _decode_call(call, choice, rows)
-    groups = replace(
+    parts = count_parts(shape_args(call)["R"], call.kv.k_dim)
+    slots = _decode_call(call, choice, rows, parts)
+    groups = replace(  # to the merge, whose splits they are: each is a page of one slot
         slots,
-        kv=replace(call.kv, page_size=1),  # a group is a slot
-        tables=replace(slots.tables, counts=call.tables.counts[rows] * (S // SKETCH_GROUP)),
+        kv=replace(call.kv, page_size=1),
+        tables=replace(slots.tables, counts=_for_parts(call.tables.counts[rows], parts) * (S // SKETCH_GROUP)),
         plan=replace(call.plan, blocks=MEAN_BLOCKS),
     )
+    J, G, max_slots = len(looks.tiles), slots.tables.pages.shape[1], choice.chosen.shape[-1]
+    R = call.q.shape[1] // G
     num_splits = slots.plan.blocks.max_splits(max_slots)
     mean_splits = MEAN_BLOCKS.max_splits(max_slots // SKETCH_GROUP)
     tiles = TileList(looks.tiles_by_index, pad_rows(R), num_splits, R)
@@ -124,23 +130,36 @@ def _attend_to_choice(
     look_kernels.attend_to_means[(J, G, mean_splits)](
         **splits, **sizes, first_split=num_splits, sketches=sketches.numbers, **table_args(call.tables),
         tiles=looks.tiles, scores=choice.scores, ranks=choice.ranks, thresholds=choice.thresholds, max_slots=max_slots,
-        **shape, M=pad_rows(R), **value_args(call), **MEAN_BLOCKS.constants, **sketches.constants,
+        G=G, R=R, PARTS=parts, M=pad_rows(R), S=S, **value_args(call), **MEAN_BLOCKS.constants, **sketches.constants,
         **dot_args(call.kv), num_warps=4,
     )  # fmt: skip
     launch_merge([slots, groups], tiles, o, splits | sizes)
 
 
-def _decode_call(call: AttentionCall, choice: _Choice, rows: Tensor) -> AttentionCall:
-    """Return the call for tables of chosen slots, each a page of its own; slots with scales are copied to pages."""
+def count_parts(R: int, D: int) -> int:
+    """Return into how many parts the R query heads of a kv head are divided, so that tiles of them are small enough."""
+    return next(n for n in range(1, R + 1) if R % n == 0 and R // n <= max_decode_rows(D))
+
+
+def _for_parts(x: Tensor, parts: int) -> Tensor:
+    """Return what is of kv heads [J, G, ...] for each part of these."""
+    return x.repeat_interleave(parts, 1) if parts > 1 else x
+
+
+def _decode_call(call: AttentionCall, choice: _Choice, rows: Tensor, parts: int) -> AttentionCall:
+    """Return the call for tables of chosen slots, each a page of its own; slots with scales are copied to pages.
+
+    Each part of the query heads of a kv head has its table.
+    """
     kv, chosen, num_chosen = call.kv, choice.chosen, choice.num_chosen
-    if has_plain_slots(kv):
+    if _has_plain_slots(kv):
         k, v = kv.k.view(-1, 1, kv.k_dim), kv.v.view(-1, 1, kv.v_dim)
         pages = replace(kv, k=k, v=v, pos=kv.pos.view(-1, 1), page_size=1)
     else:
         pages, chosen, num_chosen = _gather(kv, chosen, num_chosen)
     tables = Tables(
-        pages=chosen,
-        counts=num_chosen,
+        pages=_for_parts(chosen, parts),
+        counts=_for_parts(num_chosen, parts),
         windows=call.tables.windows[rows],
         rows=call.tables.rows,
         query_start_loc=call.tables.query_start_loc,
@@ -149,7 +168,7 @@ def _decode_call(call: AttentionCall, choice: _Choice, rows: Tensor) -> Attentio
     return replace(call, kv=pages, tables=tables, plan=plan)
 
 
-def has_plain_slots(kv: KV) -> bool:
+def _has_plain_slots(kv: KV) -> bool:
     """Return whether slot after slot of a pool lies as far behind the one before, also across pages."""
     widths = (kv.k, kv.k_dim), (kv.v, kv.v_dim)
     return kv.dtype not in QUANTIZED_DTYPES and all(x.stride(0) == kv.page_size * dim for x, dim in widths)
@@ -175,5 +194,7 @@ def _gather(kv: KV, chosen: Tensor, num_chosen: Tensor) -> tuple[KV, Tensor, Ten
             SCALE_ROWS=triton.next_power_of_2(max(num_scales, 1)), FIRST_SCALE=S * width // 2, N=GATHERED_SLOTS,
             num_warps=4,
         )  # fmt: skip
-    tables = 1 + torch.arange(J * G * n, dtype=torch.int32, device=kv.device).view(J, G, n)
-    return to, tables, (num_chosen + S - 1) // S
+    width = triton.cdiv(n, 16) * 16  # strides of other widths would be variants of kernels
+    places = torch.arange(width, dtype=torch.int32, device=kv.device)
+    heads = torch.arange(J * G, dtype=torch.int32, device=kv.device).view(J, G, 1)
+    return to, 1 + heads * n + places, (num_chosen + S - 1) // S

@@ -52,7 +52,7 @@ def page_args(kv: KV) -> PageArgs:
     is_quantized = kv.dtype in QUANTIZED_DTYPES
     k, v = (x.view(torch.uint8) if kv.dtype == FP8 else x for x in (kv.k, kv.v))
     k_scales, v_scales = (x.view(torch.bfloat16) if is_quantized else x for x in (kv.k, kv.v))
-    k_words, v_words = (x.view(torch.int32) if is_quantized else x for x in (kv.k, kv.v))
+    k_words, v_words = (x.view(torch.int32) if is_quantized and x.stride(0) % 4 == 0 else x for x in (kv.k, kv.v))
     scales = {"k_scales": k_scales, "v_scales": v_scales}
     words = {"k_words": k_words, "v_words": v_words}
     pair_dtypes = {torch.int8: torch.int16, FP8: torch.uint16}

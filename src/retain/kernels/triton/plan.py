@@ -15,13 +15,14 @@ import triton
 from torch import Tensor
 
 from retain.kernels.api import KV, Tables
-from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES
+from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
 from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, AttentionScoring
 from retain.kernels.transfers import to_device
 from retain.kernels.triton import decode_kernels, noise
 from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring
 
 MAX_DECODE_ROWS = 64  # query rows of a decode tile, at most
+ALIGNED_TILES = 4  # of which 16 bytes divide the size: kernels have no variants for other addresses
 LOOK_BYTES = 2**30  # of what tiles that look at few slots compute in between, at most
 
 
@@ -74,7 +75,7 @@ class LookPlan:
     """The tokens of a step that look at few slots: a tile of each, int32 [J, 6] on the device."""
 
     tiles: Tensor
-    tiles_by_index: Tensor  # the same, whose rows are those of tables with `tiles_at_once` rows
+    tiles_by_index: Tensor  # the same, whose rows are their places in their own part
     num_slots: Tensor  # int32 [J] on the device: how many slots each chooses in a kv head
     tiles_at_once: int
 
@@ -194,7 +195,7 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
         return plan
     assert tables.looks is not None
     num_slots = to_device(tables.looks[[tile[2] for tile in look_tiles]], kv.device)
-    return add_looks(plan, _tiles_to_device(look_tiles, kv.device), num_slots, kv, R * tables.pages.shape[-2])
+    return add_looks(plan, _tiles_to_device(look_tiles, kv.device), num_slots, kv, (R, tables.pages.shape[-2]))
 
 
 def count_dense_tokens(tables: Tables) -> list[int]:
@@ -206,10 +207,16 @@ def count_dense_tokens(tables: Tables) -> list[int]:
     return (starts.diff() - looking[starts.long()].diff()).tolist()
 
 
-def add_looks(plan: AttentionPlan, tiles: Tensor, num_slots: Tensor, kv: KV, H: int) -> AttentionPlan:
-    """Return the plan with tiles of tokens that look, on the device; rows without tokens are padding."""
-    bytes_per_slot = H * 4 + H * (8 + 4 + (kv.k_dim + kv.v_dim) * kv.dtype.itemsize)  # at most: G <= H
-    tiles_at_once = max(LOOK_BYTES // (plan.max_pages * kv.page_size * bytes_per_slot or 1), 1)
+def add_looks(plan: AttentionPlan, tiles: Tensor, num_slots: Tensor, kv: KV, heads: tuple[int, int]) -> AttentionPlan:
+    """Return the plan with tiles of tokens that look, on the device; rows without tokens are padding.
+
+    `heads` are the query heads of a kv head, and the kv heads.
+    """
+    R, G = heads
+    copies = key_bytes(kv.k_dim, kv.dtype) + value_bytes(kv.v_dim, kv.dtype) + 8 if kv.dtype in QUANTIZED_DTYPES else 0
+    bytes_per_slot = G * (R * 4 + 8 + 4 + copies)  # scores, ranks, numbers of chosen slots
+    tiles_at_once = LOOK_BYTES // (max(plan.max_pages, 1) * kv.page_size * bytes_per_slot)
+    tiles_at_once = max(tiles_at_once // ALIGNED_TILES, 1) * ALIGNED_TILES
     by_index = tiles.clone()
     by_index[:, 1] = torch.arange(len(tiles), device=tiles.device) % tiles_at_once
     return replace(plan, looks=LookPlan(tiles, by_index, num_slots, tiles_at_once))

@@ -38,12 +38,8 @@ class DeviceSketches:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Return the constants of kernels: how far pages are apart, in bfloat16, and where in one its parts begin."""
-        return {
-            "SKETCH_PAGE": self.numbers.stride(0),
-            "MEANS": self.first_mean,
-            "DEVIATIONS": self.first_deviation,
-        }
+        """Return the constants of kernels: how far pages are apart, and where means begin, in bfloat16."""
+        return {"SKETCH_PAGE": self.numbers.stride(0), "MEANS": self.first_mean}
 
 
 def sketches_of(kv: KV) -> DeviceSketches:
@@ -74,5 +70,5 @@ def write(kv: KV, slot_mapping: Tensor) -> None:
         **slot_args(slot_mapping), pos=kv.pos, v=pages.v, v_scales=pages.scales["v_scales"], sketches=sketches.numbers,
         S=kv.page_size, V=kv.v_dim, VP=max(triton.next_power_of_2(kv.v_dim), 16),
         **{name: pages.constants[name] for name in ("V_PAGE", "V_GROUP", "QUANTIZED")},
-        **sketches.constants, num_warps=1,
+        **sketches.constants, DEVIATIONS=sketches.first_deviation, num_warps=4,
     )  # fmt: skip
