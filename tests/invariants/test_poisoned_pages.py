@@ -14,7 +14,15 @@ NAMES = [n for n in ("cpu", "reference") if kernels.import_backend(n).unavailabl
 CASES = [(backend, family) for backend in NAMES for family in ("llama", "gemma3_text")]
 # States are slow on the reference backend.
 CASES += [pytest.param("cpu", x, marks=pytest.mark.slow) for x in ("mpt", "lfm2", "qwen3_next", "nemotron_h")]
-POLICIES = ["full", "ring:window=24", "h2o:budget=40,interval=9", "keyformer:budget=30,prefill=stream,chunk=30"]
+POLICIES = [
+    "full",
+    "ring:window=24",
+    "h2o:budget=40,interval=9",
+    "keyformer:budget=30,prefill=stream,chunk=30",
+    "h2o:budget=12,interval=4,share=fitted,scope=shared",  # layers hold a token at different places
+    "keydiff:budget=20,interval=3",
+    "look:slots=5,min=1",
+]
 
 
 def poison(engine: Engine, number: float) -> None:
@@ -41,7 +49,7 @@ def test_pages_of_an_overflown_model_change_no_token(
 ) -> None:
     if kv_dtype not in (None, *kernels.import_backend(backend).POOL_DTYPES):
         pytest.skip("the cpu backend has no slots in fp8")
-    engine = make_engine(family, backend=backend, kv_dtype=kv_dtype, num_pages=1500)
+    engine = make_engine(family, backend=backend, kv_dtype=kv_dtype, num_pages=1500, looks=True)
     prompts = random_prompts(len(POLICIES), seed=5)
 
     def answer() -> list[list[int]]:

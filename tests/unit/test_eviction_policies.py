@@ -14,6 +14,7 @@ from retain.kernels.slots.kv_cache_spec import KVCacheSpec, uniform_layers
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
 from retain.kv.eviction.view import CacheView, KeyTransform
+from tests.helpers.attention_case import assert_close
 from tests.helpers.gates import random_gate
 from tests.helpers.policy_specs import spec_of
 from tests.unit.test_kv_cache import cached_positions, compute, make_cache
@@ -23,6 +24,26 @@ def view_of(pos: Tensor) -> CacheView:
     """Return a view of slots with these positions [L, G, S], and random masses, keys and values."""
     mass = torch.rand(*pos.shape[:2], 1, pos.shape[2])
     return CacheView(pos, mass, 100, lambda: (torch.randn(*pos.shape, 8), torch.randn(*pos.shape, 8)))
+
+
+def test_a_score_of_all_layers_is_of_tokens_wherever_layers_hold_them() -> None:
+    """Heads may keep different numbers of tokens, and holes have the masses of their earlier owners."""
+    pos = torch.tensor([[[0, 3, 7, 5]], [[3, 0, -1, -1]], [[7, -1, 3, 0]]], dtype=torch.int32)
+    view = view_of(pos)
+    priority = policies.parse("h2o:budget=9,scope=shared").priority(view)
+    for p in (0, 3, 5, 7):
+        expected = sum(view.mass[:, :, 0][pos == p].tolist())
+        assert_close(priority[pos == p], torch.full((int((pos == p).sum()),), expected))
+
+
+@pytest.mark.parametrize("num_layers", [2, 5, 30])
+def test_a_score_of_all_layers_does_not_depend_on_empty_slots(num_layers: int) -> None:
+    """To the bit: how many slots a row owns depends on its history."""
+    pos = torch.arange(80, dtype=torch.int32).masked_fill_(torch.arange(80) >= 40, -1).expand(num_layers, 1, -1)
+    view = view_of(pos)
+    fewer = dataclasses.replace(view, pos=pos[..., :48], mass=view.mass[..., :48].contiguous())
+    policy = policies.parse("h2o:budget=9,scope=shared")
+    assert torch.equal(policy.priority(view)[..., :40], policy.priority(fewer)[..., :40])
 
 
 def test_the_priority_of_a_ring_defines_what_it_overwrites() -> None:

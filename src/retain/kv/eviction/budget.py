@@ -311,7 +311,7 @@ class AttentionScoredPolicy(BudgetPolicy):
         if self.value == "norm":
             mass = mass * view.values.norm(dim=-1)[:, :, None]
         if self.scope == "shared":
-            mass = mass.sum(0, keepdim=True).expand_as(mass)
+            mass = sum_layers(mass, view.pos, view.query_position)
         if self.heads in ("kv-sum", "kv-max"):
             return sum_columns(mass) if self.heads == "kv-sum" else mass.amax(2)
         free = (view.pos >= 0) & ~self.protected_mask(view.pos, view.query_position)
@@ -326,3 +326,17 @@ class AttentionScoredPolicy(BudgetPolicy):
         stay = protected.sum(-1, keepdim=True)  # [M, G, 1]
         kept = (-self.priority(view) < budget - stay).sum(-1) + stay[..., 0]
         return kept.clamp(max=view.pos.shape[-1] - self.interval)  # a streamed prompt has few slots to spare
+
+
+def sum_layers(mass: Tensor, pos: Tensor, newest: int) -> Tensor:
+    """Return for each slot the masses of its token in all layers [M, G, C, S], added in the order of layers.
+
+    Layers may hold a token at different places, and not all of them hold it: heads may keep different numbers of
+    tokens. So masses are added by position [M, G, S], and what an earlier owner left in a hole counts nowhere.
+    """
+    known = pos.clamp(0, newest)
+    index = known.long()[:, :, None].expand_as(mass)
+    total = mass.new_zeros(*mass.shape[1:3], newest + 1)
+    for i, x in zip(index, mass.masked_fill((known != pos)[:, :, None], 0), strict=True):
+        total.scatter_add_(-1, i, x)
+    return total.expand(len(mass), -1, -1, -1).gather(-1, index)

@@ -20,5 +20,6 @@ class Policy(BudgetPolicy):
 
     def priority(self, view: CacheView) -> Tensor:
         """Return minus the cosine of the angle between a key and the mean of the head's unit keys."""
-        keys = torch.nn.functional.normalize(view.keys, dim=-1) * (view.pos >= 0)[..., None]  # [M, G, S, D]
+        keys = view.keys.where((view.pos >= 0)[..., None], 0)  # [M, G, S, D]; holes may have any numbers
+        keys = torch.nn.functional.normalize(keys, dim=-1)
         return -torch.nn.functional.cosine_similarity(keys, keys.sum(-2, keepdim=True), dim=-1)
