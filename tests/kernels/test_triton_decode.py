@@ -19,7 +19,7 @@ if not backend.unavailable_reason():
     import triton
     import triton.language as tl
 
-    from retain.kernels.triton import attention, quantized_loads
+    from retain.kernels.triton import launches, quantized_loads
     from retain.kernels.triton.decode_kernels import quantize_queries
     from retain.kernels.triton.launches import ENOUGH_PROGRAMS, MAX_SPLITS_PER_PROGRAM, programs_per_tile
     from retain.kernels.triton.quantized_loads import locate_block, slot_offsets, word_offsets
@@ -120,7 +120,7 @@ def test_splits_in_one_program_have_the_bits_of_splits_in_many(
     scoring = case.build_scoring(*SCORING_KINDS["keyformer"]) if scored else None
     results = []
     for enough in (1, 10**6):
-        monkeypatch.setattr(attention, "ENOUGH_PROGRAMS", enough)
+        monkeypatch.setattr(launches, "ENOUGH_PROGRAMS", enough)
         kv = case.build_cache(backend)
         results.append((case.attend(backend, kv, scoring), kv.mass))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
