@@ -29,7 +29,7 @@ class RowModes:
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
     resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
     refit: NumRefitQueries = 0  # newest tokens of the prompt, whose queries fit the values of what is kept
-    look: Amount | None = None  # slots of each head that tokens of the answer attend to: 1024, or 25% of budget + interval
+    look: Amount | None = None  # slots of a head that tokens of the answer attend to: 1024, or 25% of budget + interval
 
     def __post_init__(self) -> None:
         check_bounds(self)
