@@ -54,6 +54,8 @@ def record(model: str, policy: str, prompt: str, layer: int, num_tokens: int) ->
     with patch.multiple(reference, attend=recorder.attend, look=recorder.look):
         llm = LLM(model, backend="reference", kv_policy=policy)
         llm.generate(prompt, SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True))
+    if not recorder.attended:
+        raise SystemExit(f"looks.py: no token looks in layer {layer} under {policy}")
     G = llm.spec.kv_cache.groups[0].num_kv_heads
     width = max(len(x) for x in recorder.attended)
     steps = [torch.nn.functional.pad(x, (0, width - len(x))) for x in recorder.attended]

@@ -20,6 +20,7 @@ from retain.engine.request import Request
 from retain.engine.scheduler import ScheduledRequest
 from retain.kernels import import_backend
 from retain.kernels.slots.pool_dtypes import INT4
+from retain.kv.eviction import policies
 from retain.kv.memory.group_pages import divide_pages
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.sampling_params import SamplingParams
@@ -159,6 +160,13 @@ def test_tokens_look_once_their_budget_has_begun() -> None:
     assert {n for p, n in seen if p < len(PROMPT) + 8} == {0}
     assert all(n == 64 for p, n in seen if p >= len(PROMPT) + 8 and n), seen
     assert [n for p, n in seen][-1] == 64
+
+
+def test_demoted_tokens_cannot_be_looked_at_and_nothing_resumes_from_what_looked() -> None:
+    with pytest.raises(ValueError, match="demote does not go with look"):
+        policies.parse("h2o:budget=50%,look=25%,demote=int4")
+    assert policies.parse("h2o:budget=50%").resolve(100).resume_key
+    assert not policies.parse("h2o:budget=50%,look=25%").resolve(100).resume_key
 
 
 def test_answers_that_look_add_no_masses() -> None:

@@ -257,7 +257,7 @@ class Request:
 
     @property
     def first_look(self) -> int:
-        """The first position whose token attends to few slots, if the policy looks: of the answer, under its budget."""
+        """The position of the first token that looks, if the policy does: of the answer, and under its budget."""
         return max(len(self.prompt), self.policy.plan.begins_at)
 
     # ---- drafts --------------------------------------------------------------------------------------------------

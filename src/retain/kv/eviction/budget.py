@@ -142,9 +142,9 @@ class BudgetPolicy(EvictionPolicy):
         )
 
     def looked_slots(self, num_seen: Ints) -> Ints:
-        """Return the part of what is held that `look` says. Where heads share a budget, that is its mean."""
+        """Return `look`: a number of slots, or a share of budget and interval together."""
         if self.modes.look is None:
-            return np.zeros_like(num_seen)
+            return super().looked_slots(num_seen)
         return choose_looked_slots(self.modes.look, MIN_LOOKED_SLOTS, np.minimum(num_seen, self.plan.decode_slots))
 
     # ---- what to evict, resolved ---------------------------------------------------------------------------------

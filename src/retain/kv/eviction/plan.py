@@ -64,9 +64,9 @@ class RowModes:
 
 def choose_looked_slots(wanted: Amount, least: int, num_held: Ints) -> Ints:
     """Return how many of `num_held` slots of a head [n] tokens attend to: no fewer than `least`; 0 where to all."""
-    shares = np.ceil(wanted.fraction * num_held) if wanted.tokens is None else wanted.tokens
-    shares = np.maximum(shares, least)
-    return np.where(shares < num_held, shares, 0).astype(np.int32)
+    counts = np.ceil(wanted.fraction * num_held) if wanted.tokens is None else wanted.tokens
+    counts = np.maximum(counts, least)
+    return np.where(counts < num_held, counts, 0).astype(np.int32)
 
 
 STARTS_ANEW = RowModes(resume="off")

@@ -357,7 +357,7 @@ struct IsaKernels {
   void (*reduce_mass)(const AttentionArgs&, const QueryTile&, const MassBuffers&, const float* factors, float decay);
   // Writes fresh tokens begin .. end - 1 of kv head g into their slots.
   void (*write)(const WriteArgs&, int g, int begin, int end);
-  // Computes the sketch of the values of a slot's group. Of a slot that is not the last one of its group: nothing.
+  // Computes the sketch of the values of a slot's group. Nothing where its last slot is a hole: it is not full.
   void (*sketch_values)(const Pool&, int64_t slot);
   // Reads K [n, k_dim] and V [n, v_dim] of n slots.
   void (*read_slots)(const Pool&, const int64_t* slots, int64_t n, float* k, float* v);

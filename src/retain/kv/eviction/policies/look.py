@@ -34,7 +34,7 @@ class Policy(EvictionPolicy):
 
     @property
     def looks(self) -> bool:
-        """Tokens of the answer do."""
+        """Whether tokens of the answer attend to few slots: they do."""
         return True
 
     def looked_slots(self, num_seen: Ints) -> Ints:
