@@ -1,4 +1,4 @@
-"""Draw which slots the heads of one layer attend to, token by token of an answer that looks at few.
+"""Draw which tokens the heads of one layer attend to, step by step of an answer that looks at few.
 
     python -m tools.looks PROMPT.txt OUT.png --model smollm2 --layer 15 --policy look:slots=12.5%
 
@@ -25,7 +25,7 @@ from retain.kernels import reference
 
 
 class Recorder:
-    """Records what tokens attend to in one layer: bool [slots] of each kv head, call by call."""
+    """Records what tokens attend to in one layer: bool [positions] of each kv head, call by call."""
 
     def __init__(self, layer: int):
         self.layer = layer
@@ -41,7 +41,10 @@ class Recorder:
         """Choose as the backend does."""
         found = LOOK(*args)
         if self.is_recording:
-            self.attended.append(found.attended[-1])
+            pos = args[2][0]  # of slots, which a budget fills in any order
+            attended = torch.zeros(int(pos.max()) + 1, dtype=torch.bool)
+            attended[pos[found.attended[-1]].long()] = True
+            self.attended.append(attended)
         return found
 
 
@@ -49,7 +52,7 @@ ATTEND, LOOK = reference.attend, reference.look
 
 
 def record(model: str, policy: str, prompt: str, layer: int, num_tokens: int) -> tuple[list[Tensor], int]:
-    """Return what the heads of a layer attend to, [steps, slots] of each, and the tokens of the prompt."""
+    """Return what the heads of a layer attend to, [steps, positions] of each, and the tokens of the prompt."""
     recorder = Recorder(layer)
     with patch.multiple(reference, attend=recorder.attend, look=recorder.look):
         llm = LLM(model, backend="reference", kv_policy=policy)

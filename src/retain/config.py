@@ -54,8 +54,8 @@ class Config:
     allow_policy: tuple[str, ...] = option(
         (),
         "KV policy that requests may select, of those that need room in the cache: for tokens in 4 bits "
-        "(demote=int4), or for masses of each query head (heads=query); and of those that cost more than requests "
-        "may choose (may be repeated)",
+        "(demote=int4), for keys in 4 bits (looks), or for masses of each query head (heads=query); and of those that "
+        "cost more than requests may choose (may be repeated)",
     )
     prefix_cache: str = option("exact", "reuse of prefixes: exact, exact:keep=prompt, selective:ratio=0.25, or off")
     snapshot_interval: NonNegativeInt = option(

@@ -197,7 +197,7 @@ def parse_offload(c: Config) -> tuple[str, int]:
         raise ValueError(f"kv_offload is disk:path=DIR,capacity=SIZE, not {c.kv_offload!r}")
     offload = tiers.parse(c.kv_offload)
     assert isinstance(offload, disk.Tier)
-    if not any(policies.parse(spec).looks for spec in (c.kv_policy, *c.allow_policy) if not spec.startswith("auto")):
+    if not any(check_spec(spec).looks for spec in (c.kv_policy, *c.allow_policy)):
         raise ValueError("kv_offload is for answers that look, and no policy here does, such as look:slots=1024")
     return offload.path, offload.capacity
 

@@ -401,6 +401,8 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
     for key, draw in draws.items():
         if key in allowed and rng.random() < 0.3:
             options[key] = draw()
+    if "demote" in options and "refit" in allowed:
+        options["refit"] = 0
     if options.get("refit"):
         options["resume"] = "off"
     if name == "press":

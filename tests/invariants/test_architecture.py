@@ -92,9 +92,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1946, "cli": 1093, "engine": 1820, "formats": 2784, "kernels": 7389, "models": 3748},
+    **{"bench": 1957, "cli": 1095, "engine": 1821, "formats": 2784, "kernels": 7389, "models": 3748},
     **{"processing": 2908, "server": 8920, "top": 1217},
-    **{"kv": 9002, "prefix": 1512, "checkpoints": 803, "stores": 2395, "eviction": 2404, "memory": 840},
+    **{"kv": 9003, "prefix": 1512, "checkpoints": 803, "stores": 2395, "eviction": 2402, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

@@ -5,11 +5,13 @@ Which slots are looked at is tested in tests/kernels/test_looked_slots.py.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,11 +21,14 @@ from retain.engine import batch_builder, drafters
 from retain.engine.request import Request
 from retain.engine.scheduler import ScheduledRequest
 from retain.kernels import import_backend
+from retain.kernels.api import NO_WINDOW
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.kv.eviction import policies
+from retain.kv.manager import KVCacheManager
 from retain.kv.memory.group_pages import divide_pages
 from retain.kv.stats.attention_trace import AttentionTrace
 from retain.sampling_params import SamplingParams
+from tests.helpers.chats import record_positions
 from tests.helpers.engines import make_engine, make_request, record_logits, run_alone, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.tiny_models import tiny_model
@@ -149,17 +154,78 @@ def test_tokens_look_once_their_budget_has_begun() -> None:
     seen: list[tuple[int, int]] = []
     build = batch_builder.build_looks
 
-    def record(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
-        looks = build(scheduled)
+    def record(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Tensor | None:
+        looks = build(scheduled, cache)
         assert looks is not None
         seen.extend(zip(range(scheduled[0].request.next_position, 10**6), looks.tolist(), strict=False))
         return looks
 
     with patch.object(batch_builder, "build_looks", record):
-        run_to_completion(engine, [make_request(PROMPT, 20, "reread:budget=50%,first=8,interval=30,look=1")])
+        run_to_completion(engine, [make_request(PROMPT, 20, "reread:budget=50%,first=8,interval=30,look=9")])
     assert {n for p, n in seen if p < len(PROMPT) + 8} == {0}
-    assert all(n == 64 for p, n in seen if p >= len(PROMPT) + 8 and n), seen
-    assert [n for p, n in seen][-1] == 64
+    assert all(n == 9 for p, n in seen if p >= len(PROMPT) + 8 and n), seen
+    assert [n for p, n in seen][-1] == 9
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("gemma3_text", "gpt2", "deepseek_v3")])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "sinks:budget=40,interval=5",
+        "h2o:budget=70%,interval=9,share=all",
+        "h2o:budget=30,interval=6,heads=union",
+        "h2o:budget=40,interval=9,prefill=stream,chunk=30",
+        "tova:budget=130,interval=4",  # which the answer fills
+        "h2o:budget=64,interval=16,shrink=8",
+    ],
+)
+def test_a_share_is_of_the_tokens_that_a_head_holds(policy: str, family: str) -> None:
+    """Rows say how many at each step: also between evictions, before the first one, and where a budget was halved."""
+    more = {"score_columns": tiny_model(family).spec.num_heads} if "union" in policy else {}
+    engine = make_engine(family, backend="cpu", looks=True, **more)
+    request = make_request(PROMPT, 60, f"{policy},look=50%")
+    layers = np.flatnonzero(engine.cache.planner.windows(request.policy) == NO_WINDOW)
+    found: list[tuple[int, float]] = []
+
+    def evict(cache: KVCacheManager) -> None:
+        for row in cache.rows.values():
+            positions = row.positions()
+            held = [len(head) for layer in layers for head in positions[layer]]
+            found.append((int(row.num_held(np.array([row.num_computed], np.int32))[0]), sum(held) / max(len(held), 1)))
+        original(cache)
+
+    original = KVCacheManager.evict
+    with patch.object(KVCacheManager, "evict", evict):
+        engine.add(request)
+        while engine.has_unfinished_requests:
+            engine.step()
+            if engine.scheduler.running and "shrink" in policy and request.num_computed_tokens in (130, 145):
+                assert engine.scheduler.running[request].shrink(request.num_computed_tokens)
+    assert len(found) >= 60
+    assert all(said == math.ceil(held) for said, held in found), found
+
+
+def test_a_second_reading_of_the_prompt_adds_masses_although_answers_look() -> None:
+    kept = []
+    for look in ("", ",look=64"):
+        engine = make_engine("llama", backend="cpu", looks=True)
+        positions = record_positions(engine)
+        run_to_completion(engine, [make_request(PROMPT, 1, f"reread:budget=50%{look}")])
+        kept.append(positions)
+    assert kept[1] == kept[0]
+
+
+@pytest.mark.parametrize("policy", ["h2o:budget=70,prefill=stream,chunk=30", "sinks:budget=70,prefill=stream,chunk=30"])
+@pytest.mark.parametrize("first", ["", ",look=64"])
+def test_streamed_prompts_are_shared_whoever_computed_them(policy: str, first: str) -> None:
+    """Up to a chunk: a prompt attends to all that it keeps, and its answer goes on as if nobody had computed it."""
+    engine = make_engine("llama", backend="cpu", looks=True, prefix_cache="exact")
+    run_to_completion(engine, [make_request(3 * PROMPT, 40, policy + first)])
+    text = [*PROMPT, *PROMPT, *PROMPT[:90], 5, 6]
+    request = make_request(text, 30, f"{policy},look=64")
+    found = run_to_completion(engine, [request])
+    assert request.stats.num_cached_tokens >= 250
+    assert found == [run_alone("llama", text, 30, f"{policy},look=64", backend="cpu", looks=True)]
 
 
 def test_demoted_tokens_cannot_be_looked_at_and_nothing_resumes_from_what_looked() -> None:
@@ -214,7 +280,8 @@ def test_pages_have_sketches_where_a_policy_looks() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("num_resident", [0, *slow(40)])
-def test_a_pool_in_a_file_changes_no_answer(family: str, num_resident: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", [FEW, *slow("random:budget=80,interval=7,look=64")])
+def test_a_pool_in_a_file_changes_no_answer(family: str, policy: str, num_resident: int, tmp_path: Path) -> None:
     """Texts take turns in a small pool over a tier, with drafts that are rejected: pages forget what they held."""
     prompts = [[(7 * i * i + i // 9 * seed) % 128 for i in range(90)] for seed in range(4)]
     answers = []
@@ -231,7 +298,7 @@ def test_a_pool_in_a_file_changes_no_answer(family: str, num_resident: int, tmp_
             num_resident=num_resident if folder else 0,
             max_running_requests=2,
         )
-        turns = [run_to_completion(engine, [make_request(p, 60, FEW) for p in prompts]) for _ in range(3)]
+        turns = [run_to_completion(engine, [make_request(p, 60, policy) for p in prompts]) for _ in range(3)]
         answers.append(turns)
         looked = engine.cache.pool_stats().looked_slots
         assert bool(folder) == bool(looked.get("file")) and (not folder or num_resident or looked["memory"])
@@ -260,3 +327,9 @@ def test_pools_in_files_that_cannot_be_had_are_refused(
     spec = offload.format(path=tmp_path, file=file)
     with pytest.raises((ValueError, OSError), match=reason):
         LLM("random:tiny", **{"kv_policy": FEW, "kv_memory": "64MiB", "kv_offload": spec, **options})
+
+
+def test_a_pool_in_a_file_goes_with_whatever_policy_looks(tmp_path: Path) -> None:
+    offload = f"disk:path={tmp_path},capacity=9MiB"
+    for policies_given in ({"kv_policy": "auto:budget=50%,look=64"}, {"allow_policy": "h2o:budget=50%,look=25%"}):
+        assert LLM("random:tiny", kv_memory="64MiB", kv_offload=offload, **policies_given).generate("a")

@@ -14,9 +14,11 @@ import pytest
 
 from retain import LLM
 from retain.bench import budget, speed
+from retain.bench.bytes_read import cache_bytes_read
 from retain.bench.engines import DecodeTimer
 from retain.bench.speed import measure_peer
 from retain.engine.engine import Engine
+from retain.kv.eviction import policies
 from tests.helpers.cli import run_cli
 
 DECODE_STEP_S = 0.01  # of the fake clock; a step that computes prompts takes 0.5 to 1.5 s
@@ -68,6 +70,37 @@ def test_decode_time_is_part_of_the_wall_time(llm: LLM) -> None:
     wall_s = perf_counter() - started
     assert timer.tokens_per_s * wall_s >= workload.output_len * workload.batch_size
     assert 0 < timer.forward_seconds < timer.seconds
+
+
+@pytest.mark.parametrize(
+    ("policy", "length", "tokens"),
+    [
+        ("full", 400, 400),
+        ("h2o:budget=100,interval=20", 400, 120),
+        ("h2o:budget=100,interval=20", 90, 90),
+        ("ring:window=70", 400, 70),
+        ("h2o:budget=100,interval=20,look=30", 400, None),
+        ("look:slots=30", 400, None),
+    ],
+)
+def test_a_step_reads_what_is_attended_to(policy: str, length: int, tokens: int | None) -> None:
+    """A look reads sketches of all that is held, and what it chose; positions of all."""
+    llm = LLM("random:tiny", kv_memory="32MiB", allow_policy=(policy,))
+    planner = llm.cache.planner
+    heads = sum(len(g.windows) * g.num_kv_heads for g in planner.spec.groups)
+    (pages,) = planner.pages.formats if planner.pages else ()
+    slot = sum(pages.bytes) / pages.page_size
+    read = cache_bytes_read(planner, llm.cache.plan_policy(policies.parse(policy), length), length)
+    held = 120 if "budget" in policy else length
+    looked = 30 * slot + held * (4 + pages.sketch_bytes / pages.page_size)
+    assert read == pytest.approx(heads * (looked if tokens is None else tokens * (slot + 4)))
+
+
+def test_workloads_beyond_the_context_are_left_out_or_refused(llm: LLM) -> None:
+    chosen = speed.that_fit(speed.select_workloads([]), llm.max_model_len)
+    assert [w.name for w in chosen] == ["short-1", "short-8", "short-32"]
+    with pytest.raises(ValueError, match="4096 tokens and 1 more do not fit the model's context of 2048"):
+        speed.measure_workload(llm, speed.WORKLOADS[3], bandwidth=1e9)
 
 
 def test_batch_that_never_decodes_together_is_reported() -> None:

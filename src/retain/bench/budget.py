@@ -11,8 +11,7 @@ from statistics import median
 from time import perf_counter
 from typing import Any
 
-import numpy as np
-
+from retain.bench.bytes_read import cache_bytes_read
 from retain.bench.engines import (
     cancel_all,
     greedy_request,
@@ -24,8 +23,6 @@ from retain.bench.engines import (
 from retain.bench.quality import policy_at_budget
 from retain.engine.engine import Engine
 from retain.engine.request import Request
-from retain.kernels.slots.pool_dtypes import INT4
-from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction import policies
 from retain.llm import LLM
 
@@ -88,24 +85,9 @@ def measure_looks(llm: LLM) -> Iterator[Line]:
         if prompt_len <= llm.max_model_len - 200:
             times = time_side_by_side(llm, names, prompt_len, batch_size=1, num_steps=96)
             for line in _compare_with_first(f"decode, {prompt_len} tokens", names, times):
-                yield {**line, "cache_mb": round(_bytes_read(llm.cache.planner, line["policy"], prompt_len) / 1e6, 2)}
-
-
-def _bytes_read(planner: CapacityPlanner, policy: str, num_tokens: int) -> float:
-    """Return the bytes of the cache that attention of a token behind so many reads. Layers without a window look."""
-    looked = int(policies.parse(policy).resolve(num_tokens).looked_slots(np.array([num_tokens]))[0])
-    total = 0.0
-    assert planner.pages, "a planner of an engine has them"
-    for group, pages in zip(planner.spec.groups, planner.pages.formats, strict=True):
-        key, value = (size / pages.page_size for size in pages.bytes)
-        chosen = value if pages.dtype == INT4 else key + value  # all keys of 4 bits are read in any case
-        sketch = pages.sketch_bytes / pages.page_size + key + value - chosen
-        for window in group.windows:
-            if window is None and looked:
-                total += group.num_kv_heads * (looked * chosen + num_tokens * sketch)
-            else:
-                total += group.num_kv_heads * min(num_tokens, window or num_tokens) * (key + value)
-    return total
+                policy = policies.parse(line["policy"]).resolve(prompt_len)
+                read = cache_bytes_read(llm.cache.planner, policy, prompt_len)
+                yield {**line, "cache_mb": round(read / 1e6, 2)}
 
 
 def _compare_with_first(measurement: str, names: Sequence[str], times: Sequence[list[float]]) -> list[Line]:

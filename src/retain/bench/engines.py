@@ -40,8 +40,11 @@ def greedy_request(
 ) -> Request:
     """Return a request of exactly `output_len` tokens for an engine on this cache.
 
-    `seed` is that of a policy's noise.
+    `seed` is that of a policy's noise. Raises ValueError for a text that the context does not hold.
     """
+    if len(prompt) + output_len > cache.max_model_len:
+        needed = f"a prompt of {len(prompt)} tokens and {output_len} more"
+        raise ValueError(f"{needed} do not fit the model's context of {cache.max_model_len}: see --max-model-len")
     params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
     planned = cache.plan_policy(policy, len(prompt))
     return Request(RequestInput(prompt=list(prompt), params=params, policy=planned, max_tokens=output_len))

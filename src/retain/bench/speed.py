@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 import retain
+from retain.bench.bytes_read import cache_bytes_read
 from retain.bench.engines import DecodeTimer, greedy_request, random_prompts
 from retain.engine.request import Request
 from retain.llm import LLM
@@ -62,6 +63,11 @@ def select_workloads(names: Sequence[str]) -> list[Workload]:
     known = {w.name: w for w in (*WORKLOADS, *LARGE_BATCHES)}
     check_known("workload", names, known)
     return [known[n] for n in names or (w.name for w in WORKLOADS)]
+
+
+def that_fit(workloads: Sequence[Workload], max_model_len: int) -> list[Workload]:
+    """Return the workloads whose texts a context of so many tokens holds."""
+    return [w for w in workloads if w.prompt_len + w.output_len <= max_model_len]
 
 
 def run(llm: LLM, workloads: Sequence[Workload], as_json: bool, peer: str | None = None) -> None:
@@ -114,12 +120,11 @@ def measure_read_bandwidth(device: torch.device) -> float:
 
 
 def decode_step_bytes(llm: LLM, workload: Workload) -> int:
-    """Return the bytes that the step in the middle of decoding must read: weights, and visible slots."""
-    policy = llm.policy.resolve(workload.prompt_len)
+    """Return the bytes that the step in the middle of decoding must read: weights, and slots that are attended to."""
     length = workload.prompt_len + workload.output_len // 2
-    layers = llm.cache.planner.layer_sizes(policy)
-    pages = sum(min(length, policy.plan.decode_slots, s.window) * s.num_kv_heads / s.page_size for s in layers)
-    return llm.program.weight_bytes + int(workload.batch_size * pages * llm.cache.page_bytes)
+    policy = llm.cache.plan_policy(llm.policy, workload.prompt_len)
+    of_request = cache_bytes_read(llm.cache.planner, policy, length)
+    return llm.program.weight_bytes + int(workload.batch_size * of_request)
 
 
 def measure_workload(

@@ -53,7 +53,9 @@ def run_speed(args: Namespace) -> None:
     config = engine_config(args)
     options = from_args(SpeedBenchConfig, args)
     workloads = speed.select_workloads(options.workloads)
-    speed.run(loading.load_llm(config), workloads, as_json=args.json, peer=options.peer)
+    llm = loading.load_llm(config)
+    chosen = workloads if options.workloads else speed.that_fit(workloads, llm.max_model_len)
+    speed.run(llm, chosen, as_json=args.json, peer=options.peer)
 
 
 def run_budget(args: Namespace) -> None:

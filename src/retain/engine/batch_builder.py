@@ -32,7 +32,7 @@ def build_batch(
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
         num_logits=[s.num_logits for s in scheduled],
     )
-    if (looks := build_looks(scheduled)) is not None:
+    if (looks := build_looks(scheduled, cache)) is not None:
         groups = [_with_looks(group, looks) for group in batch.groups]
         batch = replace(batch, groups=groups)
     return replace(
@@ -59,18 +59,19 @@ def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
     return ranges
 
 
-def build_looks(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+def build_looks(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Tensor | None:
     """Return how many slots of a head each fresh token attends to, int32 [T], 0 for all; None where none looks.
 
-    As with `prompt_rows`, that depends on a token's request and position alone.
+    As with `prompt_rows`, that depends on a token's request and position alone, but where a budget has shrunk.
     """
     if not any(s.request.policy.looks for s in scheduled):
         return None
     counts = []
     for s in scheduled:
         positions = np.arange(s.request.next_position, s.request.next_position + s.num_tokens, dtype=np.int32)
+        looked = s.request.policy.looked_slots(cache.rows[s.row.index].num_held(positions + 1))
         is_looking = ~np.bool_(s.request.scoring) & (positions >= s.request.first_look)
-        counts.append(np.where(is_looking, s.request.policy.looked_slots(positions + 1), 0).astype(np.int32))
+        counts.append(np.where(is_looking, looked, 0).astype(np.int32))
     return torch.from_numpy(np.concatenate(counts))
 
 

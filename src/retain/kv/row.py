@@ -200,6 +200,11 @@ class Row:
         """The scoring pass that is due."""
         return self.task.find_scoring(self.num_computed) if self.task else None
 
+    def num_held(self, num_computed_tokens: Ints) -> Ints:
+        """Return how many of so many tokens [n] a head without a window holds, on average, before it evicts again."""
+        dropped = [n for e in self.evictors for n in e.num_dropped.flat]  # of each head
+        return num_computed_tokens - np.int32(sum(dropped) // max(len(dropped), 1))
+
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
         have_freed = [evictor.shrink(num_computed_tokens) for evictor in self.evictors]

@@ -20,12 +20,11 @@ from torch import Tensor
 from retain.kernels.slots.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.head_shares import HeadShares
-from retain.kv.eviction.plan import MIN_LOOKED_SLOTS, RowModes, RowPlan, choose_looked_slots
+from retain.kv.eviction.plan import RowModes, RowPlan
 from retain.kv.eviction.policy import EvictionPolicy, GateLoader
 from retain.kv.eviction.view import CacheView
 from retain.options import OPTION_GROUP, RESOLVED, NonNegativeInt, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
-from retain.types import Ints
 
 DEFAULT_RECENT = Amount(fraction=0.3)
 DEFAULT_MODES = RowModes()
@@ -67,8 +66,8 @@ class BudgetPolicy(EvictionPolicy):
         sinks = max(self.sinks, system_len)
         budget = max(self.budget.resolve(prompt_len), sinks + 1)
         recent = min(max(self.recent.resolve(budget), 1), budget - sinks)
-        resumes = modes.resume == "on" and not self.looks
-        resume_key = f"{type(self).__module__} {self!r} {system_len}" if resumes else ""
+        whole = replace(self, modes=replace(modes, look=None))  # a prompt attends to everything
+        key = f"{type(self).__module__} {whole!r} {system_len}" if modes.resume == "on" else ""
         # With amounts in tokens, what is kept inside a streamed prompt depends on the text up to there alone.
         is_alike = modes.is_streamed and modes.protect == "none" and "%" not in f"{self.budget} {modes.demote}"
         return replace(
@@ -78,8 +77,8 @@ class BudgetPolicy(EvictionPolicy):
             sinks=sinks,
             modes=modes.resolve(prompt_len, sinks),
             prompt_len=prompt_len,
-            resume_key=resume_key,
-            streamed_key=resume_key if is_alike else "",
+            resume_key="" if self.looks else key,
+            streamed_key=key if is_alike else "",
         )
 
     def fit(self, max_model_len: int, load_gate: GateLoader) -> Self:
@@ -140,12 +139,6 @@ class BudgetPolicy(EvictionPolicy):
             demoted_tokens=self.modes.demote.num_tokens(self.prompt_len) if self.modes.demote else 0,
             refit=self.modes.refit,
         )
-
-    def looked_slots(self, num_seen: Ints) -> Ints:
-        """Return `look`: a number of slots, or a share of budget and interval together."""
-        if self.modes.look is None:
-            return super().looked_slots(num_seen)
-        return choose_looked_slots(self.modes.look, MIN_LOOKED_SLOTS, np.minimum(num_seen, self.plan.decode_slots))
 
     # ---- what to evict, resolved ---------------------------------------------------------------------------------
 

@@ -99,8 +99,12 @@ class BudgetEvictor:
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
-        num_dropped = self.holes_from * self.num_held.size - int(self.num_held.sum()) if self.has_holes else 0
-        return num_dropped - self.num_inherited - (self.demoter.num_tokens if self.demoter else 0)
+        return int(self.num_dropped.sum()) - self.num_inherited - (self.demoter.num_tokens if self.demoter else 0)
+
+    @property
+    def num_dropped(self) -> Ints:
+        """Tokens that each head [M, G] does not have in its own slots any more: evicted, or demoted."""
+        return self.holes_from - self.num_held if self.has_holes else np.zeros_like(self.num_held)
 
     def begin_reserve(self) -> None:
         """Free the pages for demoted tokens until they are reserved again: a scoring pass of the prompt comes first."""

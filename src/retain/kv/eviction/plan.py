@@ -12,7 +12,7 @@ from retain.options import Bounds, PositiveInt, check_bounds
 from retain.plugins import Amount, check_choice
 from retain.types import Ints
 
-MIN_LOOKED_SLOTS = 64  # of a head, by default
+MIN_LOOKED_SLOTS = 64  # of a head, where a share is wanted
 NEVER = 2**31 - 1  # tokens between two evictions of what never evicts
 MAX_REFIT_BUDGET = 4096  # tokens of a head: all layers' new values are held in float32 while slots move
 NumRefitQueries = Annotated[int, Bounds(0, 1024)]  # of tokens that are held together, in float32 and for all layers
@@ -29,7 +29,7 @@ class RowModes:
     demote: Demotion | None = None  # tokens over the budget that stay in 4 bits: int4 (all), int4:50%
     resume: str = "on"  # or off: go on from what an earlier request kept of the same text, under this policy
     refit: NumRefitQueries = 0  # newest tokens of the prompt, whose queries fit the values of what is kept
-    look: Amount | None = None  # slots of a head that tokens of the answer attend to: 1024, or 25% of budget + interval
+    look: Amount | None = None  # slots that tokens of the answer attend to: 1024, or 25% of those that a head holds
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -63,9 +63,9 @@ class RowModes:
 
 
 def choose_looked_slots(wanted: Amount, least: int, num_held: Ints) -> Ints:
-    """Return how many of `num_held` slots of a head [n] tokens attend to: no fewer than `least`; 0 where to all."""
-    counts = np.ceil(wanted.fraction * num_held) if wanted.tokens is None else wanted.tokens
-    counts = np.maximum(counts, least)
+    """Return how many of `num_held` slots of a head [n] tokens attend to, a share to no fewer than `least`; 0: all."""
+    share = np.maximum(np.ceil(wanted.fraction * num_held), least)
+    counts = share if wanted.tokens is None else np.full_like(share, wanted.tokens)
     return np.where(counts < num_held, counts, 0).astype(np.int32)
 
 

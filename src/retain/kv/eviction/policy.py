@@ -16,7 +16,7 @@ from torch import Tensor
 
 from retain.kernels.slots.scoring import NO_NOISE
 from retain.kv.eviction.gate_weights import Gate
-from retain.kv.eviction.plan import RowModes, RowPlan
+from retain.kv.eviction.plan import MIN_LOOKED_SLOTS, RowModes, RowPlan, choose_looked_slots
 from retain.kv.eviction.view import CacheView
 from retain.types import Floats, Ints
 
@@ -147,9 +147,10 @@ class EvictionPolicy:
         """
         return None
 
-    def looked_slots(self, num_seen: Ints) -> Ints:
-        """Return how many slots of a head the last of `num_seen` [n] tokens attends to; 0 for all. Resolved."""
-        return np.zeros_like(num_seen)
+    def looked_slots(self, num_held: Ints) -> Ints:
+        """Return how many of `num_held` [n] slots of a head a token attends to; 0 for all. Resolved."""
+        look = self.modes.look
+        return np.zeros_like(num_held) if look is None else choose_looked_slots(look, MIN_LOOKED_SLOTS, num_held)
 
     def priority(self, view: CacheView) -> Tensor:
         """Return a number for each slot, [M, G, S]; the lowest are evicted first. Those of holes mean nothing."""

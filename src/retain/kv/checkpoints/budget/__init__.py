@@ -38,16 +38,13 @@ class CheckpointKind:
         self.planner = planner
 
     def keys(self, demand: Demand) -> Sequence[Key]:
-        """Return a key for the ends of rows and one for the ends of chunks: the policy as the user wrote it."""
+        """Return a key for the ends of rows and one for the ends of chunks, as far as others may go on from there."""
         policy = demand.policy
-        if not policy.resume_key or not isinstance(policy, BudgetPolicy):
+        if not isinstance(policy, BudgetPolicy):
             return ()
-        noise = demand.seed.to_bytes(8, "little") if policy.uses_noise else b""
-        names = [
-            hash_key(moment + noise + policy.weights_fingerprint + key.encode(errors="surrogatepass"))
-            for moment, key in ((b"ended", policy.resume_key), (b"streamed", policy.streamed_key))
-        ]
-        return (Key(names[0]), Key(names[1], policy.prompt_len - 1))[: 1 + bool(policy.streamed_key)]
+        ended = [Key(_name(demand, b"ended", policy.resume_key))] if policy.resume_key else []
+        streamed = [Key(_name(demand, b"streamed", policy.streamed_key), policy.prompt_len - 1)]
+        return [*ended, *(streamed if policy.streamed_key else [])]
 
     def reach(self, demand: Demand, checkpoint: BudgetCheckpoint | None) -> Reach:
         """Return the position of a checkpoint, if the row is then as if it had never paused."""
@@ -76,20 +73,19 @@ class CheckpointKind:
     def capture(self, row: CheckpointedRow, moment: Moment) -> Mapping[bytes, BudgetCheckpoint]:
         """Hold what a row keeps when it ends, or copy it at the end of a chunk of its prompt."""
         policy = row.demand.policy
-        if not row.evictors or not policy.resume_key:
+        if not row.evictors:
             return {}
-        keys = self.keys(row.demand)
         first = row.evictors[0]
         n = moment.num_computed
         if moment.has_evicted:
             is_chunk = first.has_holes and first.holes_from == n >= first.first_eviction
             found = self._copy(row, n) if policy.streamed_key and row.depends_on_text_alone and is_chunk else None
-            return {keys[1].name: found} if found else {}
+            return {_name(row.demand, b"streamed", policy.streamed_key): found} if found else {}
         has_begun = max(first.compacts_at, 1) <= n < first.next_eviction and not first.has_shrunk
-        if moment.is_running or moment.position != n or not has_begun:
+        if moment.is_running or moment.position != n or not has_begun or not policy.resume_key:
             return {}
         found = self._hold(row, n)
-        return {keys[0].name: found} if found else {}
+        return {_name(row.demand, b"ended", policy.resume_key): found} if found else {}
 
     def _hold(self, row: CheckpointedRow, position: int) -> BudgetCheckpoint | None:
         """Return what a row has after `position` tokens, whose pages are held once more.
@@ -198,6 +194,13 @@ class CheckpointKind:
         """Return what a checkpoint of this policy must fit."""
         windows = [group.windows(policy) for group in self.planner.groups]
         return CheckpointShape(self.groups, windows)
+
+
+def _name(demand: Demand, moment: bytes, key: str) -> bytes:
+    """Return the name of what rows of a policy leave at such a moment; the seed counts where masses depend on it."""
+    policy = demand.policy
+    noise = demand.seed.to_bytes(8, "little") if policy.uses_noise else b""
+    return hash_key(moment + noise + policy.weights_fingerprint + key.encode(errors="surrogatepass"))
 
 
 def _copy_part(evictor: BudgetEvictor, part: EvictorState, owned: list[Ints]) -> EvictorState:

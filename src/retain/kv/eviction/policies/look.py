@@ -21,13 +21,13 @@ from retain.types import Ints
 
 @dataclass(frozen=True)
 class Policy(EvictionPolicy):
-    """Attend to `slots` of each head, a number or a share of the tokens that a token sees, but to no fewer than `min`.
+    """Attend to `slots` of each head: a number, or a share of the tokens that a token sees, no fewer than `min`.
 
     Layers with a window of the model's own attend to all of it.
     """
 
     slots: Amount  # that a token chooses in each head: 1024, or 12.5% of the tokens so far
-    min: PositiveInt = MIN_LOOKED_SLOTS  # slots that it chooses at least
+    min: PositiveInt = MIN_LOOKED_SLOTS  # slots that a share is at least
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -37,9 +37,9 @@ class Policy(EvictionPolicy):
         """Whether tokens of the answer attend to few slots: they do."""
         return True
 
-    def looked_slots(self, num_seen: Ints) -> Ints:
-        """Return the larger of `slots` and `min`, and 0 where a token sees no more."""
-        return choose_looked_slots(self.slots, self.min, num_seen)
+    def looked_slots(self, num_held: Ints) -> Ints:
+        """Return `slots`, a share of no fewer than `min`, and 0 where a head holds no more."""
+        return choose_looked_slots(self.slots, self.min, num_held)
 
     def priority(self, view: CacheView) -> Tensor:
         """Rank all slots alike; the cache never asks, since nothing is evicted."""
