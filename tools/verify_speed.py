@@ -28,6 +28,7 @@ class RandomDrafter:
 
     k = "16"
     max_draft_tokens = 16
+    needs_hidden_states = False
 
     def __init__(self, vocab_size: int):
         self.ids = plain_token_ids(vocab_size)

@@ -18,7 +18,7 @@ from retain.config import Config, check_weights, default_kv_memory
 from retain.engine import drafters
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
-from retain.engine.runner import ProgramRunner, Runner
+from retain.engine.runner import HeadRunner, ProgramRunner, Runner
 from retain.formats.checkpoint import Checkpoint, list_model_files, metadata_reader, open_checkpoint
 from retain.formats.pooling import Pooling, choose_pooling
 from retain.gates.loader import GateLoader
@@ -45,6 +45,7 @@ from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import disk, ram
 from retain.models.decoder import Decoder, ModelSpec
+from retain.models.heads import HeadTarget
 from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
 from retain.plugins import parse_spec
@@ -109,7 +110,7 @@ def build_engine(config: Config, progress: bool = False) -> EngineParts:
     options = parse_options(c)
     device = kernels.resolve_device(c.device)
     backend = load_backend(c, device)
-    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress)
+    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, options.drafter)
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
@@ -212,15 +213,16 @@ def load_backend(c: Config, device: torch.device) -> Backend:
 
 
 def load_with_tokenizer(
-    c: Config, backend: Backend, device: torch.device, progress: bool
+    c: Config, backend: Backend, device: torch.device, progress: bool, drafter: Drafter | None
 ) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
     """Load the model of a configuration. Nothing of its file is held afterwards: the cache may take the memory."""
     path = resolve_model(c.model)
     checkpoint = open_checkpoint(path)
     reader = metadata_reader(checkpoint)
     pooling = choose_pooling(path, c.pooling, reader)
+    outputs = "states" if pooling else "both" if drafter and drafter.needs_hidden_states else "logits"
     loaded = load_model(
-        path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, pooling is None, checkpoint
+        path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, outputs, checkpoint
     )
     return loaded, Tokenizer.open(path, reader), pooling
 
@@ -274,7 +276,24 @@ def build_target(
         )
         return loaded.runner, draft_cache
 
-    return TargetModel(target.runner, cache, load_draft_model, lambda weights: load(None, weights).runner)
+    def load_draft_head(model: str, weights: str) -> Runner:
+        """Load a head that was trained for this model, with a copy of its token embeddings."""
+        if not target.runner.gives_states:
+            raise ValueError(f"{model} reads hidden states: name it by --speculate when the engine starts")
+        path = resolve_model(model)
+        check_weights(weights, c.dtype)
+        program = cache.backend.program(dtype, device)
+        own, opened = (
+            open_weights(p, dtype, w, vector_dtype=program.vector_dtype, context_limit=longest)
+            for p, w in ((target.path, c.weights), (path, weights))
+        )
+        embedding = models.load_family(own.config["model_type"]).build(own).embedding
+        shared = HeadTarget(target.spec, embedding, target.key_transform.factors)
+        return HeadRunner(program, models.build_head(opened, shared, program))
+
+    return TargetModel(
+        target.runner, cache, load_draft_model, lambda weights: load(None, weights).runner, load_draft_head
+    )
 
 
 def add_drafter(engine: Engine, target: TargetModel, spec: str) -> None:
@@ -302,23 +321,24 @@ def load_model(
     progress: bool = False,
     device: torch.device = CPU,
     context_limit: int | None = None,
-    has_head: bool = True,
+    outputs: str = "logits",
     checkpoint: Checkpoint | None = None,
 ) -> LoadedModel:
     """Load a model for a backend, as a program. Raises ValueError or OSError.
 
     `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
-    Without `has_head` the program returns states in place of logits. `checkpoint`: that of `path` where it is open
+    `outputs` of the program: logits, states in their place, or both. `checkpoint`: that of `path` where it is open
     already.
     Where a program packs weights, nothing of the file outlives this call, unless the caller holds `checkpoint`: the
     cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
+    has_head = outputs != "states"
     opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head, checkpoint)
-    decoder = models.build(opened, program)
+    decoder = models.build(opened, program, gives_states=outputs == "both")
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
-    runner = ProgramRunner(program)
+    runner = ProgramRunner(program, gives_states=outputs == "both")
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
     return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes))
 

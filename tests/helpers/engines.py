@@ -36,6 +36,7 @@ from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 from tests.helpers.gates import random_gate
+from tests.helpers.tiny_heads import load_assistant
 from tests.helpers.tiny_models import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a noised policy
@@ -92,7 +93,8 @@ def make_engine(
     kernel = kernels.load(backend, device)
     slot_dtype = kv_dtype or dtype
     program = kernel.program(dtype, device)
-    model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program)
+    gives_states = drafter is not None and drafter.needs_hidden_states
+    model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program, gives_states)
     spec = model.spec.kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
@@ -120,7 +122,12 @@ def make_engine(
         offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, fingerprint)
         offloader.cost_model = AlwaysLoad()
         prefix.set_offloader(offloader)
-    runner = ProgramRunner(program)
+    runner = ProgramRunner(program, gives_states)
+
+    def load_draft_head(model_name: str, weights: str) -> Runner:
+        """Load the tiny assistant of the model; its name says whether it gives logits to few tokens."""
+        head = kernel.program(dtype, device)
+        return load_assistant(head, model, tiny_checkpoint(family).config, dtype, ordered=model_name == "ordered")
 
     def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:
         """Load the same model once more, with a cache of its own."""
@@ -134,7 +141,7 @@ def make_engine(
         return other.runner, other.cache
 
     if drafter:
-        drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner))
+        drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner, load_draft_head))
     return PlanningEngine(runner, cache, drafter, prompt_activations)
 
 

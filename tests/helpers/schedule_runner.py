@@ -78,6 +78,10 @@ class WatchedDrafter:
         return self.drafter.k
 
     @property
+    def needs_hidden_states(self) -> bool:
+        return self.drafter.needs_hidden_states
+
+    @property
     def max_draft_tokens(self) -> int:
         return self.drafter.max_draft_tokens
 
@@ -210,10 +214,15 @@ class ScheduleRun:
             accepted = num_drafts(request)[1]
             if accepted > num_accepted and is_scored(request):
                 self._compare_up_to(request, num_tokens + accepted - num_accepted + 1)
-            if request in drafted and not request.params.greedy and self.schedule.drafter.startswith(("draft", "self")):
+            if request in drafted and not request.params.greedy and self._samples_drafts:
                 self._compare_up_to(request, num_tokens)
             if request in evictors and evictors[request].has_shrunk:
                 self._compare_up_to(request, num_tokens)
+
+    @property
+    def _samples_drafts(self) -> bool:
+        """Whether drafts are sampled, so that other numbers are drawn with them than without."""
+        return self.schedule.drafter.startswith(("draft", "self", "assistant"))
 
     def _compare_up_to(self, request: Request, num_tokens: int) -> None:
         self.comparable[request] = min(self.comparable[request], num_tokens)

@@ -61,6 +61,7 @@ DRAFTERS_ON_OWN_CACHE = (  # for models whose layers are alike
     "self:k=3,dtype=int8",
     "self:dtype=k8v4",
 )
+DRAFTERS_OF_GEMMA4 = ("assistant:k=4,model=any", "assistant:model=ordered", "assistant:k=7,model=any")
 TIERS = (
     ("ram:capacity=300kB",),
     ("ram:capacity=10MB",),
@@ -221,6 +222,8 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     spec = model_spec(family).kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(spec.groups) == 1)) if rng.random() < 0.6 else ""
+    if drafter and family == "gemma4_text" and seed % 4:
+        drafter = DRAFTERS_OF_GEMMA4[seed % 4 - 1]
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:
         drafter = ""  # such a copy saves nothing, and is refused

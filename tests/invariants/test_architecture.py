@@ -92,8 +92,8 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1957, "cli": 1095, "engine": 1821, "formats": 2784, "kernels": 7389, "models": 3748},
-    **{"processing": 2908, "server": 8920, "top": 1217},
+    **{"bench": 1960, "cli": 1095, "engine": 1925, "formats": 2784, "kernels": 7430, "models": 3919},
+    **{"processing": 2908, "server": 8920, "top": 1231},
     **{"kv": 9003, "prefix": 1512, "checkpoints": 803, "stores": 2395, "eviction": 2402, "memory": 840},
 }
 
@@ -257,12 +257,14 @@ def test_a_scheduler_can_use_any_cache_that_has_the_members_of_the_protocol(cls)
 def test_a_family_imports_at_most_llama_of_the_others():
     """What several families share lies in models/, which imports none of them: `load_family` finds one by its name.
 
-    A family X whose config has a text model inside may import X_text.
+    A family X whose config has a text model inside may import X_text, and so may the draft head X_assistant.
     """
     for name, path in MODULES.items():
         if room_of(name) == "models":
             found = {m for m in imported_modules(path) if m.startswith(f"{FAMILIES}.")} - {name}
             may_import = {f"{FAMILIES}.llama", f"{name}_text"} if name.startswith(f"{FAMILIES}.") else set()
+            if name.startswith("retain.models.heads."):
+                may_import = {f"{FAMILIES}.{name.rpartition('.')[2].removesuffix('_assistant')}_text"}
             assert found <= may_import, path
 
 

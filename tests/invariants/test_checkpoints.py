@@ -101,6 +101,7 @@ class WrongDrafter:
 
     k = "3"
     max_draft_tokens = 3
+    needs_hidden_states = False
 
     def attach(self, target: TargetModel) -> None:
         """Need nothing."""

@@ -74,7 +74,7 @@ class NullRunner:
 class RandomDrafter:
     """Draft a number of tokens that depends on the request, without regard to its text."""
 
-    k, max_draft_tokens = "9", 9
+    k, max_draft_tokens, needs_hidden_states = "9", 9, False
 
     def attach(self, target: TargetModel) -> None:
         pass
@@ -121,7 +121,8 @@ class Schedule(RuleBasedStateMachine):
         )
         runner = NullRunner(self.cache)
         drafter = drafters.parse(drafter) if isinstance(drafter, str) else drafter
-        drafter.attach(TargetModel(runner, self.cache, lambda *_: (runner, self.cache), lambda _: runner))
+        loaders = (lambda *_: (runner, self.cache), lambda _: runner, lambda *_: runner)
+        drafter.attach(TargetModel(runner, self.cache, *loaders))
         self.engine = PlanningEngine(runner, self.cache, drafter)
         self.requests: list[Request] = []
         self.specs: dict[int, str] = {}  # policies, by request

@@ -48,6 +48,11 @@ class WorkRecorder:
         self.work = measure_work((p, end - start) for p, start, end in zip(first_positions, starts, ends, strict=True))
         return self.runner.forward(batch)
 
+    @property
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states of the last batch."""
+        return self.runner.hidden_states
+
 
 def calibrate(llm: LLM) -> Calibration:
     """Measure an engine that nobody else uses. Raises ValueError for one that cannot be simulated."""

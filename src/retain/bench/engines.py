@@ -131,6 +131,11 @@ class TimedRunner:
         self.seconds += self.clock() - started
         return logits
 
+    @property
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states of the last batch."""
+        return self.runner.hidden_states
+
 
 def _computes_prompt(request: Request) -> bool:
     """Whether the next step computes more than the last token: a prompt, or tokens that a preemption dropped."""

@@ -114,6 +114,7 @@ class Engine:
         for request in step.samples.requests:
             request.num_pending_tokens -= 1
         sampled = dict(zip(step.samples.requests, step.samples.read(), strict=True))
+        step.samples.keep_hidden_states(sampled)
         self._record_times(step, sampled)
         self._commit_drafts(step, sampled)
         going_on = ((request, tokens) for request, tokens in sampled.items() if request.finish_reason is None)
@@ -186,7 +187,8 @@ class Engine:
                 if s.request.will_sample(s.num_tokens) if is_leader else not request.input.forced_tokens:
                     requests.append(request)
                     indices += range(end - 1 - len(request.drafts), end)
-        return sample(select_rows(logits, indices), requests)
+        states = self.runner.hidden_states if self.speculator.needs_hidden_states else None
+        return sample(select_rows(logits, indices), requests, None if states is None else states[indices])
 
     def _restart_followers(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Let followers of a failed step, which may have drawn their first token, draw it again."""

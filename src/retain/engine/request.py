@@ -74,7 +74,8 @@ class Request:
 
     `text` is prompt and answer; the first `num_computed_tokens` of its tokens have their K and V in slots. `drafts` are
     guesses of the next tokens, which the next step verifies; `draft_probs` [K, V] the distributions that they were
-    sampled from, or None if they were certain. `id`s ascend with the order of creation.
+    sampled from, or None if they were certain. `hidden_state` [E] is what gave the newest token its logits, where a
+    drafter reads it. `id`s ascend with the order of creation.
     """
 
     _ids: ClassVar = itertools.count()
@@ -92,6 +93,7 @@ class Request:
         self.scoring_passes: list[ScoringProgress] = []
         self.drafts: list[int] = []
         self.draft_probs: Tensor | None = None
+        self.hidden_state: Tensor | None = None
         self.score_decay: float | None = None  # of masses that a drafter needs, where the policy needs none
         self.num_logits_read = self._first_logits_read()  # below 0: of the prompt
         self.finish_reason: FinishReason | None = None

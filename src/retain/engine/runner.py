@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from retain.kernels.api import Batch, Program
+from retain.models.heads import DraftHead
 
 
 class Runner(Protocol):
@@ -18,13 +19,44 @@ class Runner(Protocol):
     def forward(self, batch: Batch) -> Tensor:
         """Return float32 logits [N, V] of the tokens `batch.logits_indices`; good until the next step."""
 
+    @property
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states [N, E] of the same tokens, if the program gives them; good until the next step."""
+
 
 class ProgramRunner:
     """Run a model as one program of the backend."""
 
-    def __init__(self, program: Program):
+    def __init__(self, program: Program, gives_states: bool = False):
         self.program = program
+        self.gives_states = gives_states
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of a batch, as the program computes them."""
         return self.program.run(batch)
+
+    @property
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states of the last batch, as the program computes them."""
+        return self.program.hidden_states
+
+
+class HeadRunner:
+    """Run a draft head, whose program may restrict the tokens that have logits."""
+
+    def __init__(self, program: Program, head: DraftHead):
+        self.program = program
+        self.head = head
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Return the logits of a batch that has hidden states; -inf for tokens that the head leaves out."""
+        logits = self.program.run(batch)
+        states = self.program.hidden_states
+        assert states is not None
+        return self.head.restrict(logits, states[:, self.head.hidden_size :]) if self.head.restrict else logits
+
+    @property
+    def hidden_states(self) -> Tensor | None:
+        """The hidden states for the next tokens, [N, E]."""
+        states = self.program.hidden_states
+        return None if states is None else states[:, : self.head.hidden_size]

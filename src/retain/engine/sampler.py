@@ -7,7 +7,7 @@ request with K drafts has K + 1 rows of logits and gets from one to K + 1 tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -41,6 +41,13 @@ class Samples:
     drafts: dict[Request, tuple[list[int], Tensor | None]]  # of requests that have some, with their distributions
     probs: dict[Request, Tensor]  # [K + 1, V]: the target's distributions where drafts are verified at random
     logprobs: dict[Request, Tensor]  # [K + 1, V] of requests that want some
+    hidden_states: Tensor | None = None  # [N, E], where a drafter reads them
+
+    def keep_hidden_states(self, sampled: Mapping[Request, SampledTokens]) -> None:
+        """Give each request the hidden state behind the last draft that was accepted."""
+        if self.hidden_states is not None:
+            for request, start in zip(self.requests, self.starts, strict=False):
+                request.hidden_state = self.hidden_states[start + len(sampled[request]) - 1]
 
     def read(self) -> list[SampledTokens]:
         """Return the tokens of each request, with log-probabilities for those that want them.
@@ -64,11 +71,11 @@ class Samples:
         return found
 
 
-def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
+def sample(logits: Tensor, requests: Sequence[Request], hidden_states: Tensor | None = None) -> Samples:
     """Sample the next tokens of each request; nothing waits for the device.
 
     Logits are float32 [N, V]: for a request with K drafts the rows before each draft and after the last one, request by
-    request.
+    request. So are `hidden_states` [N, E], which are a copy.
     """
     starts = [0, *accumulate(len(r.drafts) + 1 for r in requests)]
     if not requests:
@@ -102,6 +109,7 @@ def sample(logits: Tensor, requests: Sequence[Request]) -> Samples:
         drafts={r: (r.drafts, r.draft_probs) for r in requests if r.drafts},
         probs={r: probs[first : first + n] for r, first, n in verified},
         logprobs={r: logits[b:e].log_softmax(-1) for r, b, e in ranges if r.params.logprobs is not None},
+        hidden_states=hidden_states,
     )
 
 

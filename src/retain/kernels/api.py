@@ -244,6 +244,7 @@ class Batch:
     # Ranges [begin, end) of fresh tokens, ascending. A backend that rounds activations to 8 bits for quantized weights
     # rounds those of these tokens to bfloat16, in `MatMul` before `GatherRows`.
     bfloat16_rows: Sequence[tuple[int, int]] = ()
+    hidden_states: Tensor | None = None  # float32 [T, E], on the pool's device, for a program that loads them
 
     def token_ids(self) -> Tensor:
         """Return the ids of all fresh tokens, int64 [T]: on the device if some are pending."""
@@ -292,6 +293,13 @@ class Program(Protocol):
         """Compute one step: write the fresh tokens' K and V, attend, and return logits float32 [N, V].
 
         The next step overwrites the logits, which lie on the pool's device.
+        """
+
+    @property
+    def hidden_states(self) -> Tensor | None:
+        """The rows [N, E] of the buffer HIDDEN_STATES (ops.py) after a step, float32, where an operation writes it.
+
+        The next step overwrites them.
         """
 
     @property

@@ -21,6 +21,7 @@ from retain.kernels.rope import Rope
 from retain.kernels.weights.weight import Weight
 
 LOGITS = "logits"  # the name of the buffer that a program returns
+HIDDEN_STATES = "hidden states"  # the name of one that it gives beside them, if some operation writes it
 # In C++ and Triton they are numbers, in this order. The last one exists only with gates.
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_tanh", "sigmoid", "relu2", "swiglu_oai")
 
@@ -375,6 +376,13 @@ class AttendLinearly(Operation):
         check_equal("the decay of linear attention", H, len(p.decay), len(p.time_bias))
         if isinstance(p.rule, Mamba2Rule):
             check_equal("the skip of linear attention", H, len(p.rule.skip))
+
+
+@dataclass(frozen=True, eq=False)
+class LoadHiddenStates(Operation):
+    """Set out = the hidden states of the step: what another program, or an earlier step, has computed of each token."""
+
+    out: Buffer
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import importlib
 import logging
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Protocol
 
@@ -21,9 +22,11 @@ from retain.kernels.ops import Operation, WidthError
 from retain.kernels.weights.weight import Weight
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
+from retain.models.heads import DraftHead, HeadTarget, load_head
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.passes.note_attention import note_attention
+from retain.models.passes.tap import tap
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
 
@@ -55,10 +58,10 @@ class Target(Protocol):
         """Return the sum of factors[i] * w[i]^2 over each row w."""
 
 
-def build(weights: Weights, program: Target) -> Decoder:
+def build(weights: Weights, program: Target, gives_states: bool = False) -> Decoder:
     """Build the decoder of a checkpoint, and load its operations into a program, which checks every shape.
 
-    Without a head the program returns the states that the head would read.
+    Without a head the program returns the states that the head would read. With `gives_states` it gives both.
 
     Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
     match the tensors, and for a tensor that the family does not use.
@@ -66,25 +69,42 @@ def build(weights: Weights, program: Target) -> Decoder:
     family = load_family(weights.config["model_type"])
     if not getattr(family, "READS_PER_LAYER_CONFIG", False):
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
-    try:
+    with explained_errors():
         decoder: Decoder = family.build(weights)
         spec = decoder.spec
         operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
         operations = note_attention(operations, decoder.attention)
         if not weights.has_head:
             operations = headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
-        program.load(operations)
+        program.load(tap(operations) if gives_states else operations)
+    ignored = getattr(family, "IGNORED_TENSORS", ())
+    if hasattr(family, "ignored_tensors"):
+        ignored = family.ignored_tensors(weights.config)
+    check_all_tensors_used(weights, ignored)
+    return decoder
+
+
+def build_head(weights: Weights, target: HeadTarget, program: Target) -> DraftHead:
+    """Build the draft head of a checkpoint, and load its operations into a program. Raises ValueError as `build`."""
+    module = load_head(weights.config["model_type"])
+    with explained_errors():
+        head = module.build(weights, target)
+        program.load(head.operations)
+    check_all_tensors_used(weights, ())
+    return head
+
+
+@contextmanager
+def explained_errors() -> Iterator[None]:
+    """Raise ValueError in place of what values of a config, shapes of tensors, and too little memory raise."""
+    try:
+        yield
     except torch.OutOfMemoryError as e:
         raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
     except VALUE_ERRORS as e:
         raise ValueError(f"config.json has a value that cannot be used: {shorten(e)}") from e
     except SHAPE_ERRORS as e:
         raise ValueError(f"the tensors of the model do not fit its config: {shorten(e)}") from e
-    ignored = getattr(family, "IGNORED_TENSORS", ())
-    if hasattr(family, "ignored_tensors"):
-        ignored = family.ignored_tensors(weights.config)
-    check_all_tensors_used(weights, ignored)
-    return decoder
 
 
 def check_all_tensors_used(weights: Weights, ignored: tuple[str, ...]) -> None:

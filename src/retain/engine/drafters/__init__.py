@@ -27,19 +27,25 @@ class TargetModel:
     """The model that a drafter drafts for, and ways to load others.
 
     `load_draft_model` takes the name of a model and its quantization; `load_requantized_runner` loads the target again
-    with another quantization, to run on the same cache.
+    with another quantization, to run on the same cache; `load_draft_head` takes the name of a head and its
+    quantization, and returns what reads hidden states and that cache. It raises ValueError where the target gives none.
     """
 
     runner: Runner
     cache: KVCacheManager
     load_draft_model: Callable[[str, str], tuple[Runner, KVCacheManager]]
     load_requantized_runner: Callable[[str], Runner]
+    load_draft_head: Callable[[str, str], Runner]
 
 
 class Drafter(Protocol):
     """What the engine asks of a drafter, which guesses the next tokens of requests."""
 
     k: str  # drafts of a request in a round; auto: as many as are worth their time, at most max_draft_tokens
+
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether it reads `Request.hidden_state`."""
 
     @property
     def max_draft_tokens(self) -> int:

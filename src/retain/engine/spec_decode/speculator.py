@@ -30,6 +30,11 @@ class Speculator:
         """All drafters by name; the default's name is empty."""
         return {"": self.default, **self.named} if self.default else self.named
 
+    @property
+    def needs_hidden_states(self) -> bool:
+        """Whether a drafter reads the hidden states of the target."""
+        return any(drafter.needs_hidden_states for drafter in self.drafters.values())
+
     def get_drafter(self, request: Request) -> Drafter | None:
         """Return the drafter of a request, if it has one."""
         return self.drafters.get(request.input.drafter_name)

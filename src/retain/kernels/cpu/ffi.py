@@ -150,6 +150,15 @@ def check_eviction_lists(lists: EvictionLists, holes: Tensor, n: int) -> None:
             raise ValueError(f"punch: the last dimension of {name} must be contiguous")
 
 
+def to_c_hidden_states(states: Tensor | None, T: int) -> tuple[int, int]:
+    """Return the address of the hidden states of T tokens, and their width; 0 and 0 for None. Raises ValueError."""
+    if states is None:
+        return 0, 0
+    if states.dim() != 2 or len(states) != T or states.dtype != torch.float32 or not states.is_contiguous():
+        raise ValueError(f"hidden states of {T} tokens are rows of float32, not {states.dtype} {list(states.shape)}")
+    return states.data_ptr(), states.shape[1]
+
+
 def check_scoring(scoring: AttentionScoring | None, T: int, B: int) -> None:
     """Raise ValueError or TypeError unless the scoring fits T fresh tokens of B requests."""
     if scoring is None:

@@ -43,6 +43,8 @@ class CpuProgram:
         self.lowerings = dict(LOWERINGS)
         self._cache_ops: list[CacheOp] = []
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]
+        self._hidden_states: ops.Buffer | None = None
+        self.hidden_states: Tensor | None = None  # of the last step
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
         """Append a model's operations to the program, lowered to those of C++."""
@@ -54,6 +56,8 @@ class CpuProgram:
                 if name == type(op).__name__:
                     self._note_caches(op)
                 self._program.add(name, fields)
+            if op.out.name == ops.HIDDEN_STATES:
+                self._hidden_states = op.out
             del op  # its weights are packed: they may be freed before the next ones are read
         self._logits = torch.empty(0, o.logits_width)
 
@@ -98,6 +102,7 @@ class CpuProgram:
             [ffi.to_c_group(group) for group in batch.groups], batch.caches,
             input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring), batch.bfloat16_rows,
+            *ffi.to_c_hidden_states(batch.hidden_states, T),
         )  # fmt: skip
         begin = 0
         if batch.before_attention:
@@ -107,12 +112,20 @@ class CpuProgram:
                     batch.before_attention(cache, self._queries(op, T))
                 begin = op.op_index
         self._program.run(*c_args, begin, self._program.num_ops())
+        if self._hidden_states:
+            self.hidden_states = self._view(self._hidden_states, N)
         return self._logits[:N]
 
     def _queries(self, op: CacheOp, T: int) -> Tensor:
         """Return a layer's queries [T, H, D] as a view of the buffer in C++."""
-        width = op.queries.width
-        address = self._program.buffer_address(self.operands.buffers[op.queries])
-        rows = (ctypes.c_float * (T * width)).from_address(address)
-        qkv = torch.frombuffer(rows, dtype=torch.float32).view(T, width)
+        qkv = self._view(op.queries, T)
         return qkv[:, : op.num_heads * op.head_dim].view(T, op.num_heads, op.head_dim)
+
+    def _view(self, buffer: ops.Buffer, num_rows: int) -> Tensor:
+        """Return the first rows of a buffer in C++, [num_rows, width]."""
+        width = buffer.width
+        if not num_rows:
+            return torch.empty(0, width)
+        address = self._program.buffer_address(self.operands.buffers[buffer])
+        numbers = (ctypes.c_float * (num_rows * width)).from_address(address)
+        return torch.frombuffer(numbers, dtype=torch.float32).view(num_rows, width)

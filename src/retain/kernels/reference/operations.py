@@ -48,6 +48,7 @@ class Step:
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # [T]
     logits_indices: Tensor  # int64 [N]
+    hidden_states: Tensor | None = None  # [T, E]; see Batch
     buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
 
 
@@ -201,6 +202,18 @@ def scale_by_position(o: Operands, op: ops.ScaleByPosition) -> Compute:
     return compute
 
 
+def load_hidden_states(o: Operands, op: ops.LoadHiddenStates) -> Compute:
+    """Return the rows that the step has. The computation raises ValueError where it has none of this width."""
+    width = op.out.width
+
+    def compute(s: Step) -> Tensor:
+        if s.hidden_states is None or s.hidden_states.shape != (len(s.positions), width):
+            raise ValueError(f"the program needs {width} hidden numbers of each token")
+        return s.hidden_states.to(o.device, o.dtype)
+
+    return compute
+
+
 def gather_rows(o: Operands, op: ops.GatherRows) -> Compute:
     """Select the rows whose logits the caller needs."""
     x = o.buffers[op.x]
@@ -298,6 +311,7 @@ WITHOUT_CACHES: Lowerings = {
     ops.Multiply: multiply,
     ops.Scale: scale,
     ops.ScaleByPosition: scale_by_position,
+    ops.LoadHiddenStates: load_hidden_states,
     ops.GatherRows: gather_rows,
 }
 OPERATIONS: Lowerings = {

@@ -38,6 +38,8 @@ class TorchProgram(Generic[S, O]):
         self.lowerings = dict(lowerings)
         self.computes: list[tuple[int, Compute]] = []  # the buffer that is written, and its new rows
         self._logits: int | None = None
+        self._hidden_states: int | None = None  # the buffer
+        self.hidden_states: Tensor | None = None  # of the last step
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
         """Append a model's operations to the program, lowered to functions of torch."""
@@ -49,6 +51,8 @@ class TorchProgram(Generic[S, O]):
             self.computes.append((out, self.lowerings[type(op)](self.operands, op)))
             if op.out.name == ops.LOGITS:
                 self._logits = out
+            if op.out.name == ops.HIDDEN_STATES:
+                self._hidden_states = out
             del op  # its weights are converted: they may be freed before the next ones are read
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
@@ -82,6 +86,8 @@ class TorchProgram(Generic[S, O]):
             s.buffers[out] = compute(s)
         if self._logits is None:
             raise ValueError("no operation of the program writes logits")
+        if self._hidden_states is not None:
+            self.hidden_states = s.buffers[self._hidden_states].float()
         return s.buffers[self._logits].float()
 
 
@@ -133,6 +139,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             input_ids=batch.token_ids(),
             positions=batch.positions,
             logits_indices=batch.logits_indices,
+            hidden_states=batch.hidden_states,
             attend=attend,
             use_cache=use_cache,
         )

@@ -238,7 +238,7 @@ class CUDAGraphRunner:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
         T, B = len(batch.input_ids), len(batch.rows)
         batch_size = pad_batch_size(B)
-        if not B or T % B or batch_size is None or len(batch.logits_indices) != T:
+        if not B or T % B or batch_size is None or len(batch.logits_indices) != T or batch.hidden_states is not None:
             return None
         if not bool((batch.query_start_loc.diff() == T // B).all()):
             return None

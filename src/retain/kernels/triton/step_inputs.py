@@ -108,6 +108,7 @@ def upload_step(
         positions=positions,
         logits_indices=logits_indices,
         groups=[_map_group(group, fresh, own, device) for group, own in zip(batch.groups, indices, strict=True)],
+        hidden_states=batch.hidden_states,
         caches=batch.caches,
         plans=plans,
         requests=requests,

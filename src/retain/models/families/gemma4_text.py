@@ -250,14 +250,15 @@ def load_layer_input(w: Weights, i: int) -> PerLayerInput:
     return PerLayerInput(gate, projection, norm, act, i, w.config["num_hidden_layers"])
 
 
-def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> Gemma4Layer:
-    """Build one layer from the weights in layers.<i>."""
+def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope, cache: int | None = None) -> Gemma4Layer:
+    """Build one layer from the weights in layers.<i>. It has the cache of that number, or of another one."""
     c = w.config
     is_full = read_layer_types(c)[i] == "full_attention"
     eps = c["rms_norm_eps"]
+    attention = w.scope("self_attn.")
     return Gemma4Layer(
         load_norm(w, "input_layernorm", eps),
-        build_attention(w.scope("self_attn."), i, s, rope, is_full and c["attention_k_eq_v"]),
+        build_attention(attention, i if cache is None else cache, s, rope, is_full and c["attention_k_eq_v"]),
         load_norm(w, "post_attention_layernorm", eps),
         load_norm(w, "pre_feedforward_layernorm", eps),
         load_mlp(w.scope("mlp."), act_key="hidden_activation"),

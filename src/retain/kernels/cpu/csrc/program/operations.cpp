@@ -337,6 +337,21 @@ struct LinearAttentionOp {
   }
 };
 
+struct LoadHiddenStatesOp {
+  int out;
+
+  void run_rows(const State& state, int begin, int end) const {
+    const int64_t n = state.width(out);
+    memcpy(state.data(out) + begin * n, state.step.hidden_states + begin * n, size_t(end - begin) * n * 4);
+  }
+
+  void check(const State& state) const {
+    if (!state.step.hidden_states || state.step.hidden_size != state.width(out))
+      throw std::invalid_argument("the program needs " + std::to_string(state.width(out)) +
+                                  " hidden numbers of each token");
+  }
+};
+
 struct GatherRowsOp {
   int in, out;
 
@@ -438,6 +453,7 @@ static const std::unordered_map<std::string, Add> OPERATIONS = {
     {"Attend", add_attention},
     {"Convolve", add_convolution},
     {"AttendLinearly", add_linear_attention},
+    {"LoadHiddenStates", [](Program& p, const Record& r) { p.push(LoadHiddenStatesOp{r.get("out")}); }},
     {"GatherRows", [](Program& p, const Record& r) { p.push(GatherRowsOp{r.get("x"), r.get("out")}); }},
 };
 

@@ -1,0 +1,77 @@
+"""Draft heads of random weights for the tiny models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.engine.runner import HeadRunner
+from retain.kernels.api import Program
+from retain.models import build_head
+from retain.models.decoder import Decoder
+from retain.models.heads import HeadTarget
+from retain.models.weights import Weights
+from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes
+
+NUM_CLUSTERS, TOP_CLUSTERS = 16, 4
+
+
+def assistant_config(target: dict[str, Any], ordered: bool = False) -> dict[str, Any]:
+    """Return the config of an assistant for a Gemma 4: three sliding layers and a full one, half as wide."""
+    c = target.get("text_config", target)
+    text = {
+        **c,
+        "model_type": "gemma4_text",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 4,
+        "use_double_wide_mlp": False,
+        "enable_moe_block": False,
+        "final_logit_softcapping": None,
+    }
+    return {
+        "model_type": "gemma4_assistant",
+        "text_config": text,
+        "backbone_hidden_size": c["hidden_size"],
+        "use_ordered_embeddings": ordered,
+        "num_centroids": NUM_CLUSTERS,
+        "centroid_intermediate_top_k": TOP_CLUSTERS,
+        "tie_word_embeddings": True,
+    }
+
+
+class AssistantCheckpoint(TinyCheckpoint):
+    """The checkpoint of an assistant; a cluster has every sixteenth token of a permutation."""
+
+    def read(self, name: str) -> Tensor:
+        if name.endswith("token_ordering"):
+            return torch.randperm(self.shapes[name][0], generator=torch.Generator().manual_seed(self.seed)).float()
+        return super().read(name)
+
+
+def tiny_assistant(target: dict[str, Any], seed: int = 0, ordered: bool = False) -> AssistantCheckpoint:
+    """Create the checkpoint of an assistant for a target with this config."""
+    config = assistant_config(target, ordered)
+    text = config["text_config"]
+    h, E = text["hidden_size"], config["backbone_hidden_size"]
+    shapes = dict(gemma4_shapes(text)) | {"pre_projection.weight": (h, 2 * E), "post_projection.weight": (E, h)}
+    if ordered:
+        shapes["masked_embedding.centroids.weight"] = (NUM_CLUSTERS, h)
+        shapes["masked_embedding.token_ordering"] = (text["vocab_size"],)
+    return AssistantCheckpoint(config, shapes, seed)
+
+
+def load_assistant(
+    program: Program, target: Decoder, config: dict[str, Any], dtype: torch.dtype, ordered: bool = False
+) -> HeadRunner:
+    """Load the tiny assistant of a target into a program of a dtype."""
+    weights = Weights(tiny_assistant(config, ordered=ordered), dtype, vector_dtype=program.vector_dtype)
+    return HeadRunner(
+        program, build_head(weights, HeadTarget(target.spec, target.embedding, target.key_factors), program)
+    )
