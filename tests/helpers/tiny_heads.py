@@ -16,15 +16,17 @@ from retain.models.weights import Weights
 from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes
 
 NUM_CLUSTERS, TOP_CLUSTERS = 16, 4
+HIDDEN_SIZE = 32
 
 
 def assistant_config(target: dict[str, Any], ordered: bool = False) -> dict[str, Any]:
     """Return the config of an assistant for a Gemma 4: three sliding layers and a full one, half as wide."""
     c = target.get("text_config", target)
     text = {
+        "global_head_dim": 32,
         **c,
         "model_type": "gemma4_text",
-        "hidden_size": 32,
+        "hidden_size": HIDDEN_SIZE,
         "intermediate_size": 48,
         "num_hidden_layers": 4,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],

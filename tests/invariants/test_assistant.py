@@ -9,14 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from retain import LLM
 from retain.engine import drafters
+from retain.engine.drafters import Drafter
+from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels import import_backend
 from retain.kernels.api import Batch
-from tests.helpers.engines import make_engine, make_request
+from retain.kernels.slots.pool_dtypes import INT4
+from retain.processing.input import GenerateRequest
+from tests.helpers import tiny_heads
+from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
 from tests.helpers.marks import slow
 from tests.helpers.tiny_heads import tiny_assistant
-from tests.helpers.tiny_models import CONFIGS, tiny_checkpoint
+from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
 PROMPT = [random.Random(3).randrange(128) for _ in range(60)]
@@ -99,3 +105,108 @@ def test_drafts_equal_those_of_transformers(
     torch.testing.assert_close(found[named], expected[named], rtol=1e-3, atol=1e-3)
     if ordered:  # transformers gives the others less than all of these
         assert (expected[~named].max() < expected[named].max()) and int(named.sum(1).min()) == 4 * 128 // 16
+
+
+POLICIES = [
+    "full",
+    "ring:window=24",
+    "sinks:budget=40,interval=3",
+    "h2o:budget=50%,interval=5,look=30",
+    "look:slots=20",
+]
+
+
+@pytest.mark.parametrize(
+    "spec", ["assistant:k=5,model=any", *slow("assistant:k=3,model=ordered", "assistant:model=any")]
+)
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
+@pytest.mark.parametrize("kv_dtype", [None, *slow(torch.int8, INT4)])
+def test_greedy_tokens_and_hits_are_those_of_plain_decoding(
+    spec: str, backend: str, kv_dtype: torch.dtype | None
+) -> None:
+    """In company of other policies, behind prefixes of any length, and where requests are preempted."""
+    if reason := import_backend(backend).unavailable_reason():
+        pytest.skip(reason)
+
+    def run(drafter: Drafter | None) -> list[Request]:
+        engine = make_engine(
+            "gemma4_text", backend=backend, kv_dtype=kv_dtype, looks=True, prefix_cache="exact", drafter=drafter
+        )
+        done = []
+        for turn in range(2):
+            prompts = [[*PROMPT[: 60 - 7 * i * turn], *[5, i, 9][: 3 * turn]] for i in range(5)]
+            requests = [make_request(p, 30, policy) for p, policy in zip(prompts, POLICIES, strict=True)]
+            engine.add(*requests)
+            for step in iter_steps(engine):
+                if step == 8:
+                    engine.scheduler.preempt(next(iter(engine.scheduler.running)))
+            done += requests
+        return done
+
+    plain = run(None)
+    drafted = run(drafters.parse(spec))
+    assert [r.output_tokens for r in drafted] == [r.output_tokens for r in plain]
+    assert [r.stats.num_cached_tokens for r in drafted] == [r.stats.num_cached_tokens for r in plain]
+    assert any(r.stats.num_cached_tokens for r in plain) and sum(r.stats.num_preemptions for r in drafted)
+    assert sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in drafted) > 100 * ("k=" in spec)
+
+
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
+def test_an_assistant_that_copies_its_target_is_always_right(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that add nothing make a target of the newest token alone, and its assistant the same."""
+    if reason := import_backend(backend).unavailable_reason():
+        pytest.skip(reason)
+    read = TinyCheckpoint.read
+
+    def read_copy(checkpoint: TinyCheckpoint, name: str) -> Tensor:
+        if name.endswith("pre_projection.weight"):
+            return torch.eye(64, 128)  # the token's embedding
+        return read(checkpoint, name) * (0 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1)
+
+    monkeypatch.setattr(TinyCheckpoint, "read", read_copy)
+    monkeypatch.setattr(tiny_heads, "HIDDEN_SIZE", 64)
+    engine = make_engine("gemma4_text", backend=backend, drafter=drafters.parse("assistant:k=4,model=any"))
+    request = make_request(PROMPT, 31)
+    run_to_completion(engine, [request])
+    stats = request.stats.spec_decode
+    assert stats.num_accepted_per_position == stats.num_drafted_per_position == [6] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"backbone_hidden_size": 32}, "for a model with states of 32 numbers, not 64"),
+        ({"vocab_size": 64}, "the assistant knows 64 tokens, the target 128"),
+        ({"model_type": "llama"}, "model type 'llama' is no draft head: one of gemma4_assistant"),
+        ({"head_dim": 32}, "the tensors of the model do not fit its config"),
+        ({"rope_parameters": 3}, "config.json has a value that cannot be used"),
+    ],
+    ids=str,
+)
+def test_assistants_of_other_models_are_refused(
+    changes: dict[str, Any], reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_config = tiny_heads.assistant_config
+
+    def change_config(target: dict[str, Any], ordered: bool = False) -> dict[str, Any]:
+        config = make_config(target, ordered)
+        text = {k: v for k, v in changes.items() if k not in config}
+        return config | changes | {"text_config": config["text_config"] | text}
+
+    monkeypatch.setattr(tiny_heads, "assistant_config", change_config)
+    with pytest.raises(ValueError, match=reason):
+        make_engine("gemma4_text", backend="cpu", drafter=drafters.parse("assistant:model=any"))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_target_without_both_kinds_of_layers_has_no_assistant(family: str) -> None:
+    with pytest.raises(ValueError, match="needs a target with full and with sliding layers"):
+        make_engine(family, backend="cpu", drafter=drafters.parse("assistant:model=any"))
+
+
+def test_an_assistant_is_named_when_the_engine_starts() -> None:
+    llm = LLM("random:tiny", kv_memory="32MiB")
+    with pytest.raises(ValueError, match="x reads hidden states: name it by --speculate when the engine starts"):
+        llm.generate_from_requests([GenerateRequest("a", speculate="assistant:model=x")])
+    with pytest.raises(ValueError, match="say which model= drafts"):
+        LLM("random:tiny", kv_memory="32MiB", speculate="assistant")
