@@ -29,7 +29,8 @@ def save_model_folder(
 ) -> Path:
     """Write a folder as `save_pretrained` does."""
     (folder / "config.json").write_text(json.dumps(checkpoint.config))
-    tensors = {n: checkpoint.read(n).to(dtype).contiguous() for n in sorted(checkpoint.names())}
+    read = ((n, checkpoint.read(n)) for n in sorted(checkpoint.names()))
+    tensors = {n: (x.to(dtype) if x.is_floating_point() else x).contiguous() for n, x in read}
     if shards == 1:
         save_file(tensors, folder / "model.safetensors")
         return folder

@@ -53,7 +53,7 @@ class AssistantCheckpoint(TinyCheckpoint):
 
     def read(self, name: str) -> Tensor:
         if name.endswith("token_ordering"):
-            return torch.randperm(self.shapes[name][0], generator=torch.Generator().manual_seed(self.seed)).float()
+            return torch.randperm(self.shapes[name][0], generator=torch.Generator().manual_seed(self.seed))
         return super().read(name)
 
 

@@ -128,6 +128,8 @@ def test_greedy_tokens_and_hits_are_those_of_plain_decoding(
     if reason := import_backend(backend).unavailable_reason():
         pytest.skip(reason)
 
+    num_tokens = 8 if backend == "triton" else 30  # the interpreter is slow
+
     def run(drafter: Drafter | None) -> list[Request]:
         engine = make_engine(
             "gemma4_text", backend=backend, kv_dtype=kv_dtype, looks=True, prefix_cache="exact", drafter=drafter
@@ -135,10 +137,10 @@ def test_greedy_tokens_and_hits_are_those_of_plain_decoding(
         done = []
         for turn in range(2):
             prompts = [[*PROMPT[: 60 - 7 * i * turn], *[5, i, 9][: 3 * turn]] for i in range(5)]
-            requests = [make_request(p, 30, policy) for p, policy in zip(prompts, POLICIES, strict=True)]
+            requests = [make_request(p, num_tokens, policy) for p, policy in zip(prompts, POLICIES, strict=True)]
             engine.add(*requests)
             for step in iter_steps(engine):
-                if step == 8:
+                if step == num_tokens // 4:
                     engine.scheduler.preempt(next(iter(engine.scheduler.running)))
             done += requests
         return done
@@ -148,7 +150,7 @@ def test_greedy_tokens_and_hits_are_those_of_plain_decoding(
     assert [r.output_tokens for r in drafted] == [r.output_tokens for r in plain]
     assert [r.stats.num_cached_tokens for r in drafted] == [r.stats.num_cached_tokens for r in plain]
     assert any(r.stats.num_cached_tokens for r in plain) and sum(r.stats.num_preemptions for r in drafted)
-    assert sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in drafted) > 100 * ("k=" in spec)
+    assert sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in drafted) > 3 * num_tokens * ("k=" in spec)
 
 
 @pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])

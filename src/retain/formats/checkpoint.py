@@ -28,7 +28,10 @@ class Checkpoint(Protocol):
         """Return the Hugging Face names of all tensors."""
 
     def read(self, name: str) -> Tensor:
-        """Read one tensor, dequantized, as float32, float16 or bfloat16. Raises ValueError when it is damaged."""
+        """Read one tensor, dequantized, as float32, float16 or bfloat16; one of indices as int64.
+
+        Raises ValueError when it is damaged.
+        """
 
     def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
         """Return a matrix [out, in] as it is stored, or None where the file holds no matrix that can be read in parts.

@@ -26,6 +26,7 @@ from retain.kernels.weights.weight import dequantize
 # Prefixes of the language model in a multimodal model, and in the model alone. The second is that of older files.
 MULTIMODAL_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))
 DENSE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DRAFT_HEADS = ("gemma4_assistant",)  # models that are no multimodal ones, although their config has a text model inside
 SHARED_KEYS = ("eos_token_id", "tie_word_embeddings")  # of a multimodal config; they count there, not in text_config
 
 
@@ -36,7 +37,8 @@ class SafetensorsCheckpoint:
         self.path = path
         config = read_json_object(path / "config.json")
         self.config = config
-        if is_multimodal := isinstance(text_config := config.get("text_config"), dict):
+        text_config = config.get("text_config")
+        if is_multimodal := isinstance(text_config, dict) and config.get("model_type") not in DRAFT_HEADS:
             self.config = {key: value for key, value in text_config.items() if key not in SHARED_KEYS}
             self.config |= {key: config[key] for key in SHARED_KEYS if key in config}
         check_config_file(self.config, path / "config.json")
@@ -71,10 +73,11 @@ class SafetensorsCheckpoint:
         return self._names
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor, dequantized. Raises ValueError where it is damaged, or of integers."""
+        """Read a tensor, dequantized; int64 as it is. Raises ValueError where it is damaged, or of other integers."""
         if name in self._parts:
             return dequantize(replace(self._open_quantized(name), kind=torch.float32))
-        return self._read_dense(name)
+        tensor = self._read_tensor(name)
+        return tensor if tensor.dtype == torch.int64 else self._read_dense(name)
 
     def read_stored(self, name: str, transposed: bool = False) -> StoredWeight | None:
         """Return a matrix as it is stored. Stacked ones [n, out, in] are one below the other: [n out, in]."""

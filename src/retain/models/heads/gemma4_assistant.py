@@ -127,7 +127,7 @@ def make_restriction(w: Weights, vocab_size: int) -> partial[Tensor] | None:
     c = w.config
     if not c["use_ordered_embeddings"]:
         return None
-    tokens = w.checkpoint.read(w.full_name("masked_embedding.token_ordering")).long()
+    tokens = w.checkpoint.read(w.full_name("masked_embedding.token_ordering")).long().clone()  # the file may be closed
     num_clusters = c["num_centroids"]
     is_complete = torch.equal(tokens.sort()[0], torch.arange(vocab_size))
     if not is_complete or vocab_size % num_clusters:
