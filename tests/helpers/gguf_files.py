@@ -155,18 +155,19 @@ def write_gguf(
     extra: dict[str, Any] | None = None,
     tensors: Mapping[str, NDArray[Any] | tuple[NDArray[Any], GGMLQuantizationType] | None] | None = None,
     split_max_tensors: int = 0,
+    named: str = "",
 ) -> Path:
     """Write a checkpoint with matrices of `ggml_type`, or of several types in turn.
 
     `extra` and `tensors` replace what there is; None removes it, and blocks come with their type. In parts of
-    `split_max_tensors`, where it is not 0.
+    `split_max_tensors`, where it is not 0. `named`: the architecture that the file says, in place of the checkpoint's.
     """
     arch, keys = list_metadata(checkpoint)
-    meta = {f"{arch}.{key}": value for key, value in keys.items()} | {**(vocabulary or {}), **(extra or {})}
+    meta = {f"{named or arch}.{key}": value for key, value in keys.items()} | {**(vocabulary or {}), **(extra or {})}
     others = {**extra_tensors(arch, checkpoint.config), **longrope_tensors(checkpoint.config)}
     others |= {**qk_norm_tensors(arch, checkpoint.config), **(tensors or {})}
     types = cycle([ggml_type] if isinstance(ggml_type, str) else ggml_type)
-    w = GGUFWriter(path, arch, split_max_tensors=split_max_tensors)
+    w = GGUFWriter(path, named or arch, split_max_tensors=split_max_tensors)
     for key, value in meta.items():
         if value is not None:
             add_metadata(w, key, value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from retain.models import build_head
 from retain.models.decoder import Decoder
 from retain.models.heads import HeadTarget
 from retain.models.weights import Weights
+from tests.helpers.gguf_files import write_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes
 
 NUM_CLUSTERS, TOP_CLUSTERS = 16, 4
@@ -77,3 +79,20 @@ def load_assistant(
     return HeadRunner(
         program, build_head(weights, HeadTarget(target.spec, target.embedding, target.key_factors), program)
     )
+
+
+def write_assistant_gguf(path: Path, checkpoint: AssistantCheckpoint, ggml_type: str = "F32") -> Path:
+    """Write an assistant as llama.cpp's converter does: its text model, with two projections beside it."""
+    text = AssistantCheckpoint(
+        checkpoint.config["text_config"],
+        {n: s for n, s in checkpoint.shapes.items() if n.startswith("model.")},
+        checkpoint.seed,
+    )
+    tensors = {f"nextn.{n}": checkpoint.read(n).numpy() for n in ("pre_projection.weight", "post_projection.weight")}
+    arch = "gemma4-assistant"
+    extra = {
+        f"{arch}.embedding_length_out": checkpoint.config["backbone_hidden_size"],
+        f"{arch}.nextn_predict_layers": text.config["num_hidden_layers"],
+        f"{arch}.embedding_length_per_layer_input": None,
+    }
+    return write_gguf(path, text, ggml_type, extra=extra, tensors=tensors, named=arch)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,10 +22,13 @@ from retain.kernels import import_backend
 from retain.kernels.api import Batch
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.processing.input import GenerateRequest
+from retain.sampling_params import SamplingParams
 from tests.helpers import tiny_heads
 from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.folders import save_model_folder, save_tiny_smollm2
+from tests.helpers.gguf_hybrids import STORABLE
 from tests.helpers.marks import slow
-from tests.helpers.tiny_heads import tiny_assistant
+from tests.helpers.tiny_heads import tiny_assistant, write_assistant_gguf
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
@@ -212,3 +219,45 @@ def test_an_assistant_is_named_when_the_engine_starts() -> None:
         llm.generate_from_requests([GenerateRequest("a", speculate="assistant:model=x")])
     with pytest.raises(ValueError, match="say which model= drafts"):
         LLM("random:tiny", kv_memory="32MiB", speculate="assistant")
+
+
+@pytest.mark.parametrize("weights", ["auto", "int8"])
+def test_folders_and_files_give_the_same_drafts(weights: str, tmp_path: Path) -> None:
+    """From a folder with clusters or without, and from a .gguf file, which has none."""
+    target = save_tiny_smollm2(make_folder(tmp_path / "target"), "gemma4_text", **STORABLE["gemma4_text"])
+    config = json.loads((target / "config.json").read_text())
+    plain = tiny_assistant(config)
+    models = [
+        save_model_folder(make_folder(tmp_path / "plain"), plain),
+        write_assistant_gguf(tmp_path / "file.gguf", plain),
+        save_model_folder(make_folder(tmp_path / "ordered"), tiny_assistant(config, ordered=True)),
+    ]
+    dtype = "float32" if weights == "auto" else "bfloat16"
+    options: dict[str, Any] = {"dtype": dtype, "kv_memory": "64MiB", "max_model_len": 256}
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    expected = LLM(str(target), **options).generate("Rings of", params)[0].token_ids
+    drafts = []
+    for model in models:
+        llm = LLM(str(target), speculate=f"assistant:k=3,model={model},weights={weights}", **options)
+        proposed: list[list[int]] = []
+        with patch.object(Request, "set_drafts", record_drafts(proposed)):
+            assert llm.generate("Rings of", params)[0].token_ids == expected
+        drafts.append(proposed)
+    assert drafts[0] == drafts[1] and any(drafts[0])
+    assert drafts[2] != drafts[0]  # it leaves out most tokens
+
+
+def make_folder(path: Path) -> Path:
+    path.mkdir()
+    return path
+
+
+def record_drafts(found: list[list[int]]) -> Callable[..., None]:
+    """Return a `Request.set_drafts` that keeps the drafts of each round in a list."""
+    set_drafts = Request.set_drafts
+
+    def record(request: Request, tokens: list[int], draft_probs: Tensor | None = None) -> None:
+        found.append(list(tokens))
+        set_drafts(request, tokens, draft_probs)
+
+    return record

@@ -84,6 +84,7 @@ OTHER_VALUES = (
     ("sliding_window", 0),  # some files write no window so
     ("mamba_d_head", "auto"),
     ("shared_intermediate_size", 0),  # no MLP beside experts
+    ("vocab_size_per_layer_input", 0),  # an assistant has no inputs of layers
 )
 # The same, and 0, which means that a model has none.
 SIZES_OR_NONE = {

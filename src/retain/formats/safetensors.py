@@ -41,7 +41,8 @@ class SafetensorsCheckpoint:
         if is_multimodal := isinstance(text_config, dict) and config.get("model_type") not in DRAFT_HEADS:
             self.config = {key: value for key, value in text_config.items() if key not in SHARED_KEYS}
             self.config |= {key: config[key] for key in SHARED_KEYS if key in config}
-        check_config_file(self.config, path / "config.json")
+        for checked in [self.config, text_config] if isinstance(text_config, dict) else [self.config]:
+            check_config_file(checked, path / "config.json")
         with self._wrap_errors("config.json"):
             stored = config.get("quantization_config") or self.config.get("quantization_config")
             quantization = find_quantization(stored)

@@ -27,6 +27,7 @@ from retain.kernels.weights.stored_weight import StoredWeight
 
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
+CLUSTER_TENSORS = ("masked_embd_centroids.weight", "masked_embd_ordering")  # of assistants; llama.cpp reads none
 MAX_ROPE_FACTORS = 2**15  # half of the largest head
 
 LONGROPE_TENSORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
@@ -84,7 +85,7 @@ class GGUFCheckpoint:
         """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
         infos: dict[str, tuple[str, TensorInfo]] = {}
         self._factors: dict[str, float] = {}  # of whole matrices, by Hugging Face name
-        for ggml_type in {info.ggml_type for info in self._reader.tensors.values()}:
+        for ggml_type in {x.ggml_type for name, x in self._reader.tensors.items() if name not in CLUSTER_TENSORS}:
             if not is_supported(ggml_type):
                 raise UnsupportedError(f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported")
         for name, info in self._reader.tensors.items():
@@ -111,7 +112,7 @@ class GGUFCheckpoint:
         """Return whether a tensor does not count, such as one of a layer that predicts further tokens."""
         first = self.config["num_hidden_layers"]
         end = first + self.config["num_nextn_predict_layers"]
-        return name.endswith(IGNORED_TENSORS) or is_layer(split_name(name)[0], end, first)
+        return name.endswith((*IGNORED_TENSORS, *CLUSTER_TENSORS)) or is_layer(split_name(name)[0], end, first)
 
     def _find_scaled(self, name: str) -> str | None:
         """Return the matrix in NVFP4 that a tensor of scales is for; None for any other tensor."""
