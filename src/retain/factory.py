@@ -46,6 +46,7 @@ from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import disk, ram
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.heads import HeadTarget
+from retain.models.layers import Embedding
 from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
 from retain.plugins import parse_spec
@@ -62,13 +63,17 @@ CACHED_KEYS = "less mean offset, balanced"
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model in memory. `key_transform` is of the keys in its cache; `rope_fingerprint` says how they rotate."""
+    """A model in memory. `key_transform` is of the keys in its cache; `rope_fingerprint` says how they rotate.
+
+    `embedding` is there where the program gives hidden states, for a draft head.
+    """
 
     path: Path
     spec: ModelSpec
     runner: ProgramRunner
     key_transform: KeyTransform
     rope_fingerprint: str = ""
+    embedding: Embedding | None = None
 
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
@@ -277,18 +282,14 @@ def build_target(
         return loaded.runner, draft_cache
 
     def load_draft_head(model: str, weights: str) -> Runner:
-        """Load a head that was trained for this model, with a copy of its token embeddings."""
-        if not target.runner.gives_states:
+        """Load a head that was trained for this model. It shares the token embeddings."""
+        if target.embedding is None:
             raise ValueError(f"{model} reads hidden states: name it by --speculate when the engine starts")
         path = resolve_model(model)
         check_weights(weights, c.dtype)
-        program = cache.backend.program(dtype, device)
-        own, opened = (
-            open_weights(p, dtype, w, vector_dtype=program.vector_dtype, context_limit=longest)
-            for p, w in ((target.path, c.weights), (path, weights))
-        )
-        embedding = models.load_family(own.config["model_type"]).build(own).embedding
-        shared = HeadTarget(target.spec, embedding, target.key_transform.factors)
+        program = cache.backend.program(dtype, device, target.runner.program)
+        opened = open_weights(path, dtype, weights, vector_dtype=program.vector_dtype, context_limit=longest)
+        shared = HeadTarget(target.spec, target.embedding, target.key_transform.factors)
         return HeadRunner(program, models.build_head(opened, shared, program))
 
     return TargetModel(
@@ -338,9 +339,10 @@ def load_model(
     opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head, checkpoint)
     decoder = models.build(opened, program, gives_states=outputs == "both")
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
-    runner = ProgramRunner(program, gives_states=outputs == "both")
+    runner = ProgramRunner(program)
+    embedding = decoder.embedding if outputs == "both" else None
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
-    return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes))
+    return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes), embedding)
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:

@@ -122,11 +122,11 @@ def make_engine(
         offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, fingerprint)
         offloader.cost_model = AlwaysLoad()
         prefix.set_offloader(offloader)
-    runner = ProgramRunner(program, gives_states)
+    runner = ProgramRunner(program)
 
     def load_draft_head(model_name: str, weights: str) -> Runner:
         """Load the tiny assistant of the model; its name says whether it gives logits to few tokens."""
-        head = kernel.program(dtype, device)
+        head = kernel.program(dtype, device, program)
         return load_assistant(head, model, tiny_checkpoint(family).config, dtype, ordered=model_name == "ordered")
 
     def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:

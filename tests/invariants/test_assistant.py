@@ -21,6 +21,8 @@ from retain.engine.runner import Runner
 from retain.kernels import import_backend
 from retain.kernels.api import Batch
 from retain.kernels.slots.pool_dtypes import INT4
+from retain.models import build
+from retain.models.weights import Weights
 from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
 from tests.helpers import tiny_heads
@@ -261,3 +263,20 @@ def record_drafts(found: list[list[int]]) -> Callable[..., None]:
         set_drafts(request, tokens, draft_probs)
 
     return record
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])
+def test_an_assistant_shares_the_token_embeddings_of_its_target(backend: str) -> None:
+    kernel = import_backend(backend)
+    if reason := kernel.unavailable_reason():
+        pytest.skip(reason)
+    device = torch.device(kernel.DEVICES[0])
+    program = kernel.program(torch.float32, device)
+    checkpoint = tiny_checkpoint("gemma4_text")
+    target = build(Weights(checkpoint, torch.float32), program, gives_states=True)
+    sizes = []
+    for beside in (None, program):
+        head = kernel.program(torch.float32, device, beside)
+        tiny_heads.load_assistant(head, target, checkpoint.config, torch.float32)
+        sizes.append(head.weight_bytes)
+    assert sizes[0] - sizes[1] == 4 * 128 * 64

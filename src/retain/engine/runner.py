@@ -27,9 +27,8 @@ class Runner(Protocol):
 class ProgramRunner:
     """Run a model as one program of the backend."""
 
-    def __init__(self, program: Program, gives_states: bool = False):
+    def __init__(self, program: Program):
         self.program = program
-        self.gives_states = gives_states
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of a batch, as the program computes them."""

@@ -323,8 +323,11 @@ class Backend(Protocol):
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""
 
-    def program(self, dtype: torch.dtype, device: torch.device) -> Program:
-        """Return an empty program. A backend without one of its own gives its functions to a ReferenceProgram."""
+    def program(self, dtype: torch.dtype, device: torch.device, beside: Program | None = None) -> Program:
+        """Return an empty program. A backend without one of its own gives its functions to a ReferenceProgram.
+
+        It holds no weight again that a program `beside` it, of the same backend, has converted.
+        """
 
     def allocate(
         self,

@@ -68,11 +68,12 @@ def unavailable_reason() -> str | None:
     return _import_error
 
 
-def program(dtype: torch.dtype, device: torch.device) -> Program:
+def program(dtype: torch.dtype, device: torch.device, beside: Program | None = None) -> Program:
     """Return a program of the cpu backend that has no operations yet."""
     from retain.kernels.cpu.forward import CpuProgram
 
-    return CpuProgram()
+    assert beside is None or isinstance(beside, CpuProgram)
+    return CpuProgram(beside)
 
 
 def allocate(

@@ -37,9 +37,10 @@ class CacheOp:
 class CpuProgram:
     """A program that C++ executes."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: CpuProgram | None = None) -> None:
+        """`beside`: a program whose weights it may share."""
         self._program = _C.Program()
-        self.operands = CppOperands(self._program)
+        self.operands: CppOperands = CppOperands(self._program, beside.operands if beside else None)
         self.lowerings = dict(LOWERINGS)
         self._cache_ops: list[CacheOp] = []
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]

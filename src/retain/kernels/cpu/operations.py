@@ -22,7 +22,7 @@ from retain.kernels.experts import Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
-from retain.kernels.weights.weight import Weight, convert_once, split_kinds
+from retain.kernels.weights.weight import ConvertedWeights, Weight, split_kinds
 
 Record = tuple[str, dict[str, Any]]
 
@@ -30,10 +30,14 @@ Record = tuple[str, dict[str, Any]]
 class CppOperands:
     """What the fields of operations are converted to, and the memory that C++ reads."""
 
-    def __init__(self, program: _C.Program):
+    def __init__(self, program: _C.Program, others: CppOperands | None = None):
+        """`others` are those of a program whose packed weights this one may use; it holds them."""
+        self.others = others
         self.program = program
         self.buffers = ops.BufferNumbers(self._create_buffer)
-        self.weights = convert_once(self._pack_weight)
+        self.weights: ConvertedWeights[PackedWeight] = ConvertedWeights(
+            self._pack_weight, others.weights if others else None
+        )
         self.owned_tensors: list[Tensor] = []  # tensors whose addresses C++ holds
         self.logits_width = 0
         self._ropes: dict[Rope, int] = {}  # their ids in C++

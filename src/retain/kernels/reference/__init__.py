@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Tables
+from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.reference.looks import look, read_sketches, sketch_slots
 from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, sample_noise
@@ -35,9 +35,10 @@ def unavailable_reason() -> str | None:
     return None
 
 
-def program(dtype: torch.dtype, device: torch.device) -> ReferenceProgram:
+def program(dtype: torch.dtype, device: torch.device, beside: Program | None = None) -> ReferenceProgram:
     """Return a program of the reference backend that has no operations yet."""
-    return ReferenceProgram(dtype, write, attend)
+    assert beside is None or isinstance(beside, ReferenceProgram)
+    return ReferenceProgram(dtype, write, attend, beside)
 
 
 def allocate(

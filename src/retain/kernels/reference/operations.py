@@ -34,7 +34,7 @@ from retain.kernels.reference.rows import (
 )
 from retain.kernels.rope import Angles, Rope
 from retain.kernels.weights.quantized import QuantizedWeight
-from retain.kernels.weights.weight import Weight, convert_once, split_kinds, unpack
+from retain.kernels.weights.weight import ConvertedWeights, Weight, split_kinds, unpack
 
 # (cache, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to a cache that an earlier one has written.
@@ -67,12 +67,15 @@ Compute = Callable[[Any], Tensor]  # from a step to the new rows of a buffer
 class Operands:
     """What the operations of a program are converted to: numbers of buffers, and weights in the program's own form."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device = CPU):
+    def __init__(self, dtype: torch.dtype, device: torch.device = CPU, others: Operands | None = None):
+        """`others` are those of a program whose converted weights this one may use."""
         self.dtype = dtype
         self.device = device
         self.buffers = ops.BufferNumbers(lambda buffer: next(self._numbers))
         self._numbers = count()
-        self.weights = convert_once(self.convert)
+        self.weights: ConvertedWeights[Tensor | QuantizedWeight] = ConvertedWeights(
+            self.convert, others.weights if others else None
+        )
         self.weight_bytes = 0
 
     def convert(self, weight: Weight) -> Tensor | QuantizedWeight:

@@ -94,9 +94,9 @@ class TorchProgram(Generic[S, O]):
 class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
     """A program whose attention is that of a backend in torch, or any that a caller gives to `compute`."""
 
-    def __init__(self, dtype: torch.dtype, write: Write, attend: AttendToSlots):
-        """`write` and `attend` are the backend's own functions."""
-        super().__init__(Operands(dtype), OPERATIONS)
+    def __init__(self, dtype: torch.dtype, write: Write, attend: AttendToSlots, beside: ReferenceProgram | None = None):
+        """`write` and `attend` are the backend's own functions; `beside` is a program whose weights it may share."""
+        super().__init__(Operands(dtype, others=beside.operands if beside else None), OPERATIONS)
         self._write = write
         self._attend = attend
 

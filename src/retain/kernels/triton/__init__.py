@@ -58,11 +58,12 @@ def is_interpreted() -> bool:
     return not _import_error and bool(triton.knobs.runtime.interpret)
 
 
-def program(dtype: torch.dtype, device: torch.device) -> Program:
+def program(dtype: torch.dtype, device: torch.device, beside: Program | None = None) -> Program:
     """Return a program of the triton backend that has no operations yet."""
     from retain.kernels.triton.forward import TritonProgram
 
-    return TritonProgram(dtype, device)
+    assert beside is None or isinstance(beside, TritonProgram)
+    return TritonProgram(dtype, device, beside)
 
 
 def allocate(

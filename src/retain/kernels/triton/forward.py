@@ -23,8 +23,9 @@ from retain.kernels.triton.step_inputs import DeviceStep, upload_step
 class TritonProgram(TorchProgram[DeviceStep, DeviceOperands]):
     """A program on the device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        super().__init__(DeviceOperands(dtype, device), OPERATIONS)
+    def __init__(self, dtype: torch.dtype, device: torch.device, beside: TritonProgram | None = None):
+        """`beside`: a program whose weights it may share."""
+        super().__init__(DeviceOperands(dtype, device, beside.operands if beside else None), OPERATIONS)
         self.device = device
         self._num_heads = 0  # H, known once an attention is loaded
         self._attended: set[int] = set()  # the caches of attentions

@@ -23,15 +23,17 @@ from retain.kernels.triton.elementwise import tokens_per_program
 from retain.kernels.triton.experts import DeviceExperts, mix_experts
 from retain.kernels.triton.packed_weight import DeviceWeight
 from retain.kernels.triton.step_inputs import DeviceStep
-from retain.kernels.weights.weight import Weight, convert_once, split_kinds, unpack
+from retain.kernels.weights.weight import ConvertedWeights, Weight, split_kinds, unpack
 
 
 class DeviceOperands(Operands):
     """Numbers of buffers, and weights on the device."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
-        super().__init__(dtype, device)
-        self.matrices = convert_once(self.pack)  # of linear layers and embeddings
+    def __init__(self, dtype: torch.dtype, device: torch.device, others: DeviceOperands | None = None):
+        super().__init__(dtype, device, others)
+        self.matrices: ConvertedWeights[Tensor | DeviceWeight] = ConvertedWeights(  # of linear layers and embeddings
+            self.pack, others.matrices if others else None
+        )
 
     def convert(self, weight: Weight) -> Tensor:
         """Return a dense weight, of heads or of positions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,19 +32,25 @@ CHUNK_ELEMENTS = 2**23  # 32 MiB in float32
 T = TypeVar("T")
 
 
-def convert_once(convert: Callable[[Weight], T]) -> Callable[[Weight], T]:
-    """Cache what weights are converted to: one that several operations use, as tied embeddings, is converted once.
+class ConvertedWeights(Generic[T]):
+    """What weights are converted to: one that several operations use, as tied embeddings, is converted once.
 
-    The cache lets the caller free a weight, and forgets it then.
+    The caller may free a weight, which is forgotten then. `others` are those of another program: none is converted
+    again.
     """
-    converted: MutableMapping[Weight, T] = WeakIdKeyDictionary()
 
-    def get(weight: Weight) -> T:
-        if weight not in converted:
-            converted[weight] = convert(weight)
-        return converted[weight]
+    def __init__(self, convert: Callable[[Weight], T], others: ConvertedWeights[T] | None = None):
+        self._convert = convert
+        self._converted: MutableMapping[Weight, T] = WeakIdKeyDictionary()
+        self._others = others
 
-    return get
+    def __call__(self, weight: Weight) -> T:
+        """Return what a weight is converted to."""
+        if self._others is not None and weight in self._others._converted:
+            return self._others._converted[weight]
+        if weight not in self._converted:
+            self._converted[weight] = self._convert(weight)
+        return self._converted[weight]
 
 
 def kind_of(weight: Weight) -> Kind:
