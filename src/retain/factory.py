@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from xxhash import xxh3_128
@@ -56,6 +56,7 @@ from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+Outputs = Literal["logits", "states", "both"]  # of a model's program
 
 # What stored keys are. It is part of a store's fingerprint, so change it with them.
 CACHED_KEYS = "less mean offset, balanced"
@@ -109,13 +110,19 @@ class ParsedOptions(NamedTuple):
     chat_template: str | None
 
 
-def build_engine(config: Config, progress: bool = False) -> EngineParts:
-    """Load a model, and build its cache, its engine and what is around them. Raises ValueError or OSError."""
+def build_engine(config: Config, progress: bool = False, later_drafters: Sequence[str] = ()) -> EngineParts:
+    """Load a model, and build its cache, its engine and what is around them. Raises ValueError or OSError.
+
+    `later_drafters` are named when the engine is there: its program gives what they read.
+    """
     c = config
     options = parse_options(c)
     device = kernels.resolve_device(c.device)
     backend = load_backend(c, device)
-    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, options.drafter)
+    named = filter(None, (options.drafter, *map(drafters.parse, later_drafters)))
+    loaded, tokenizer, pooling = load_with_tokenizer(
+        c, backend, device, progress, any(d.needs_hidden_states for d in named)
+    )
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
@@ -218,14 +225,14 @@ def load_backend(c: Config, device: torch.device) -> Backend:
 
 
 def load_with_tokenizer(
-    c: Config, backend: Backend, device: torch.device, progress: bool, drafter: Drafter | None
+    c: Config, backend: Backend, device: torch.device, progress: bool, gives_states: bool
 ) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
-    """Load the model of a configuration. Nothing of its file is held afterwards: the cache may take the memory."""
+    """Load the model of a configuration; see `load_model` for what of its file is held afterwards."""
     path = resolve_model(c.model)
     checkpoint = open_checkpoint(path)
     reader = metadata_reader(checkpoint)
     pooling = choose_pooling(path, c.pooling, reader)
-    outputs = "states" if pooling else "both" if drafter and drafter.needs_hidden_states else "logits"
+    outputs: Outputs = "states" if pooling else "both" if gives_states else "logits"
     loaded = load_model(
         path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, outputs, checkpoint
     )
@@ -284,9 +291,8 @@ def build_target(
     def load_draft_head(model: str, weights: str) -> Runner:
         """Load a head that was trained for this model. It shares the token embeddings."""
         if target.embedding is None:
-            raise ValueError(f"{model} reads hidden states: name it by --speculate when the engine starts")
+            raise ValueError("it reads hidden states: name it when the engine starts, for a model that generates")
         path = resolve_model(model)
-        check_weights(weights, c.dtype)
         program = cache.backend.program(dtype, device, target.runner.program)
         opened = open_weights(path, dtype, weights, vector_dtype=program.vector_dtype, context_limit=longest)
         shared = HeadTarget(target.spec, target.embedding, target.key_transform.factors)
@@ -322,7 +328,7 @@ def load_model(
     progress: bool = False,
     device: torch.device = CPU,
     context_limit: int | None = None,
-    outputs: str = "logits",
+    outputs: Outputs = "logits",
     checkpoint: Checkpoint | None = None,
 ) -> LoadedModel:
     """Load a model for a backend, as a program. Raises ValueError or OSError.
@@ -330,8 +336,8 @@ def load_model(
     `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
     `outputs` of the program: logits, states in their place, or both. `checkpoint`: that of `path` where it is open
     already.
-    Where a program packs weights, nothing of the file outlives this call, unless the caller holds `checkpoint`: the
-    cache may take the memory.
+    Where a program packs weights, nothing of the file outlives this call, unless the caller holds `checkpoint`, or for
+    both outputs the token embeddings, which a head reads: the cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
@@ -340,7 +346,7 @@ def load_model(
     decoder = models.build(opened, program, gives_states=outputs == "both")
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)
-    embedding = decoder.embedding if outputs == "both" else None
+    embedding = Embedding(decoder.embedding.table, decoder.embedding.scale) if outputs == "both" else None
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
     return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes), embedding)
 

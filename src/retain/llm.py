@@ -33,15 +33,26 @@ PrefillCallback = Callable[[int, int], None]
 
 
 class LLM(EngineParts):
-    """A model with its cache. Options are those of `Config`; sizes may be texts such as "512MiB". Raises ValueError."""
+    """A model with its cache. Options are those of `Config`; sizes may be texts such as "512MiB". Raises ValueError.
 
-    def __init__(self, model: str, *, progress: bool = False, kv_memory: str | int | None = None, **options: Any):
+    `drafters` are those beside `speculate` that requests will name.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        progress: bool = False,
+        kv_memory: str | int | None = None,
+        drafters: Sequence[str] = (),
+        **options: Any,
+    ):
         known = Config.__dataclass_fields__
         if unknown := sorted(set(options) - {f for f in known if f != "model"}):
             raise ValueError(f"unknown option {unknown[0]!r}: LLM takes {', '.join(known)}")
         started = perf_counter()
         config = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
-        super().__init__(**vars(build_engine(config, progress)))
+        super().__init__(**vars(build_engine(config, progress, drafters)))
         self.load_s = perf_counter() - started
 
     def add_drafter(self, spec: str) -> None:

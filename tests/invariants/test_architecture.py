@@ -92,9 +92,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1960, "cli": 1095, "engine": 1925, "formats": 2818, "kernels": 7444, "models": 3919},
-    **{"processing": 2908, "server": 8920, "top": 1231},
-    **{"kv": 9003, "prefix": 1512, "checkpoints": 803, "stores": 2395, "eviction": 2402, "memory": 840},
+    **{"bench": 1960, "cli": 1098, "engine": 1930, "formats": 2818, "kernels": 7452, "models": 3933},
+    **{"processing": 2908, "server": 8935, "top": 1241},
+    **{"kv": 9004, "prefix": 1512, "checkpoints": 803, "stores": 2395, "eviction": 2402, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from retain import LLM
 from retain.engine import drafters
-from retain.engine.drafters import Drafter
+from retain.engine.cache_interface import RequestRow
+from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels import import_backend
@@ -30,7 +32,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_
 from tests.helpers.folders import save_model_folder, save_tiny_smollm2
 from tests.helpers.gguf_hybrids import STORABLE
 from tests.helpers.marks import slow
-from tests.helpers.tiny_heads import tiny_assistant, write_assistant_gguf
+from tests.helpers.tiny_heads import AssistantCheckpoint, tiny_assistant, write_assistant_gguf
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
@@ -191,6 +193,11 @@ def test_an_assistant_that_copies_its_target_is_always_right(backend: str, monke
         ({"model_type": "llama"}, "model type 'llama' is no draft head: one of gemma4_assistant"),
         ({"head_dim": 32}, "the tensors of the model do not fit its config"),
         ({"rope_parameters": 3}, "config.json has a value that cannot be used"),
+        ({"num_centroids": 15}, "the best 4 of 15 clusters are wanted, of which 16 are there"),
+        *[
+            ({"centroid_intermediate_top_k": k}, "clusters are wanted, of which 16 are there")
+            for k in (0, 17, "4", None)
+        ],
     ],
     ids=str,
 )
@@ -206,7 +213,7 @@ def test_assistants_of_other_models_are_refused(
 
     monkeypatch.setattr(tiny_heads, "assistant_config", change_config)
     with pytest.raises(ValueError, match=reason):
-        make_engine("gemma4_text", backend="cpu", drafter=drafters.parse("assistant:model=any"))
+        make_engine("gemma4_text", backend="cpu", drafter=drafters.parse("assistant:model=ordered"))
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
@@ -217,7 +224,7 @@ def test_a_target_without_both_kinds_of_layers_has_no_assistant(family: str) -> 
 
 def test_an_assistant_is_named_when_the_engine_starts() -> None:
     llm = LLM("random:tiny", kv_memory="32MiB")
-    with pytest.raises(ValueError, match="x reads hidden states: name it by --speculate when the engine starts"):
+    with pytest.raises(ValueError, match="assistant: model=x: it reads hidden states: name it when the engine starts"):
         llm.generate_from_requests([GenerateRequest("a", speculate="assistant:model=x")])
     with pytest.raises(ValueError, match="say which model= drafts"):
         LLM("random:tiny", kv_memory="32MiB", speculate="assistant")
@@ -280,3 +287,133 @@ def test_an_assistant_shares_the_token_embeddings_of_its_target(backend: str) ->
         tiny_heads.load_assistant(head, target, checkpoint.config, torch.float32)
         sizes.append(head.weight_bytes)
     assert sizes[0] - sizes[1] == 4 * 128 * 64
+
+
+@dataclass
+class ExactDrafter:
+    """The assistant, whose drafts are recorded with their text; up to `right` of them then become the right ones."""
+
+    drafter: Drafter
+    answers: dict[tuple[int, ...], list[int]]  # by prompt
+    found: list[tuple[list[int], list[int]]] = field(default_factory=list)
+    rng: random.Random = field(default_factory=lambda: random.Random(1))
+    k: str = "3"
+    max_draft_tokens: int = 3
+    needs_hidden_states: bool = True
+
+    def attach(self, target: TargetModel) -> None:
+        self.drafter.attach(target)
+
+    def remove_request(self, request: Request) -> None:
+        self.drafter.remove_request(request)
+
+    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
+        self.drafter.propose(draft_limits, rows)
+        for request, _ in draft_limits:
+            self.found.append((list(request.tokens), list(request.drafts)))
+            n = self.rng.randint(0, len(request.drafts))
+            rest = self.answers[tuple(request.prompt)][request.num_output_tokens :]
+            request.set_drafts([*rest[:n], *request.drafts[n:]][: len(request.drafts)])
+
+
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference")])
+def test_drafts_follow_from_the_text_whatever_happened(backend: str) -> None:
+    """Behind accepted and rejected drafts, in company, after preemption, with equal prompts, and behind hits."""
+    prompts = [PROMPT[:n] for n in (20, 33, 47, 33, 60, 20)]
+
+    def run(drafter: Drafter | None, **options: Any) -> list[list[int]]:
+        engine = make_engine("gemma4_text", backend=backend, prefix_cache="exact", drafter=drafter, **options)
+        requests = [make_request(p, 25) for p in prompts]
+        engine.add(*requests)
+        for step in iter_steps(engine):
+            if step in (4, 9, 13):
+                engine.scheduler.preempt(next(iter(engine.scheduler.running)))
+        return [r.output_tokens for r in requests]
+
+    plain = run(None)
+    answers = {tuple(p): a for p, a in zip(prompts, plain, strict=True)}
+    drafter = ExactDrafter(drafters.parse("assistant:k=3,model=any"), answers)
+    assert run(drafter, max_running_requests=4) == plain
+    assert len(drafter.found) > 50
+    for tokens, drafted in drafter.found[::3]:
+        again = ExactDrafter(drafters.parse("assistant:k=3,model=any"), {tuple(tokens[:-1]): [0] * 9})
+        alone = make_engine("gemma4_text", backend=backend, drafter=again)
+        request = make_request(tokens[:-1], 9)
+        alone.add(request)
+        alone.step()
+        assert request.output_tokens == tokens[-1:]
+        alone.step()
+        assert again.found[0][1][: len(drafted)] == drafted
+
+
+def test_a_replayed_graph_gives_its_own_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device a replay runs no Python: it only writes the memory of what was captured."""
+    if reason := import_backend("triton").unavailable_reason():
+        pytest.skip(reason)
+    from retain.kernels.triton import graphs
+
+    original = graphs.CUDAGraphRunner._capture
+    num_replays = []
+
+    def capture(runner: graphs.CUDAGraphRunner, shape: Any, batch: Batch) -> graphs.CapturedStep:
+        step = original(runner, shape, batch)
+        captured: list[Any] = []
+
+        def replay() -> Any:
+            output = step.replay()
+            if not captured:
+                captured.append(output)
+            num_replays.append(shape)
+            for own, new in zip(captured[0], output, strict=True):
+                own.copy_(new)
+            return captured[0]
+
+        return graphs.CapturedStep(step.inputs, replay)
+
+    monkeypatch.setattr(graphs.CUDAGraphRunner, "_capture", capture)
+    drafts = []
+    for backend in ("reference", "triton"):
+        found: list[list[int]] = []
+        engine = make_engine("gemma4_text", backend=backend, drafter=drafters.parse("assistant:k=1,model=any"))
+        requests = [make_request(PROMPT[:20], 9), make_request(PROMPT[:9], 4)]
+        with patch.object(Request, "set_drafts", record_drafts(found)):
+            run_to_completion(engine, requests)
+        drafts.append((found, [r.output_tokens for r in requests]))
+    assert drafts[0] == drafts[1] and len(set(num_replays)) > 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 20.0])
+def test_a_damaged_assistant_drafts_nothing(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NaN in its weights costs time, and no answer: an acceptance by NaN would take any token."""
+    read = AssistantCheckpoint.read
+
+    def read_damaged(checkpoint: AssistantCheckpoint, name: str) -> Tensor:
+        tensor = read(checkpoint, name)
+        return torch.full_like(tensor, torch.nan) if name == "model.norm.weight" else tensor
+
+    monkeypatch.setattr(AssistantCheckpoint, "read", read_damaged)
+    params = SamplingParams(temperature=temperature, seed=3, ignore_eos=True)
+    answers = []
+    for spec in (None, "assistant:k=3,model=any"):
+        engine = make_engine("gemma4_text", backend="cpu", drafter=drafters.parse(spec) if spec else None)
+        request = make_request(PROMPT, 20, params=params)
+        answers.append(run_to_completion(engine, [request]))
+        assert not request.stats.spec_decode.num_rounds
+    assert temperature or answers[0] == answers[1]  # each draft that is tried takes a random number
+
+
+def test_requests_may_name_an_assistant_that_was_announced(tmp_path: Path) -> None:
+    """As those of a server do, and benches; the assistant's name is in what is said of it."""
+    target = save_tiny_smollm2(make_folder(tmp_path / "target"), "gemma4_text")
+    config = json.loads((target / "config.json").read_text())
+    head = save_model_folder(make_folder(tmp_path / "head"), tiny_assistant(config))
+    spec = f"assistant:k=2,model={head}"
+    llm = LLM(str(target), kv_memory="64MiB", max_model_len=256, drafters=[spec])
+    llm.add_drafter(spec)
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    requests = [GenerateRequest("The sea", params, speculate=s) for s in (None, spec)]
+    plain, drafted = llm.generate_from_requests(requests)
+    assert drafted.token_ids == plain.token_ids and drafted.speculate and not plain.speculate
+    (head / "config.json").write_text(json.dumps(tiny_assistant(config).config | {"backbone_hidden_size": 32}))
+    with pytest.raises(ValueError, match=f"model={head}: the assistant is for a model with states of 32 numbers"):
+        LLM(str(target), kv_memory="64MiB", max_model_len=256, speculate=spec)

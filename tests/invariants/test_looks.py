@@ -191,7 +191,9 @@ def test_a_share_is_of_the_tokens_that_a_head_holds(policy: str, family: str) ->
         for row in cache.rows.values():
             positions = row.positions()
             held = [len(head) for layer in layers for head in positions[layer]]
-            found.append((int(row.num_held(np.array([row.num_computed], np.int32))[0]), sum(held) / max(len(held), 1)))
+            found.append(
+                (int(row.count_held(np.array([row.num_computed], np.int32))[0]), sum(held) / max(len(held), 1))
+            )
         original(cache)
 
     original = KVCacheManager.evict

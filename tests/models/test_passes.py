@@ -13,6 +13,7 @@ from retain.kernels import ops
 from retain.kernels.ops import Buffer, Operation
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
+from retain.models.passes.tap import tap
 from retain.models.weights import Weights
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -35,6 +36,19 @@ def test_a_head_of_several_operations_is_left_out() -> None:
     assert kept == begin
     assert isinstance(identity, ops.MatMul) and (identity.x, identity.out) == (LAST, Buffer(ops.LOGITS, 16))
     assert torch.equal(torch.as_tensor(identity.weight), torch.eye(16))
+
+
+def test_what_a_head_of_several_operations_reads_is_copied() -> None:
+    norm = ops.Norm(LAST, LAST, torch.ones(16), None, 1e-5, subtract_mean=False)
+    begin: list[Operation] = [ops.Embed(X, torch.ones(32, 16)), ops.GatherRows(X, LAST), norm]
+    head = [
+        ops.MatMul(LAST, H, torch.ones(8, 16)),
+        ops.MatMul(H, LAST, torch.ones(16, 8)),
+        ops.MatMul(LAST, LOGITS, torch.ones(32, 16)),
+    ]
+    *first, copy, a, b, c = tap([*begin, *head])
+    assert first == begin and [a, b, c] == head
+    assert isinstance(copy, ops.CopyColumns) and (copy.x, copy.out) == (LAST, Buffer(ops.HIDDEN_STATES, 16))
 
 
 def test_a_model_with_fewer_tokens_than_numbers_is_refused_before_it_is_loaded() -> None:

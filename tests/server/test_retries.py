@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -14,7 +16,9 @@ import pytest
 from anthropic import Anthropic
 from openai import OpenAI
 
-from retain.server.launch import GracefulServer
+from retain import LLM
+from retain.server.config import ServerConfig
+from retain.server.launch import GracefulServer, open_service
 from retain.server.openai import streaming
 from tests.helpers.folders import save_tiny_smollm2
 from tests.server.conftest import HTTP, run_server, wait_until
@@ -125,3 +129,21 @@ def test_clients_skip_comments(tiny_server: GracefulServer, monkeypatch: pytest.
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == text
     with Anthropic(base_url=url.removesuffix("/v1"), api_key="none").messages.stream(**options) as stream:
         assert stream.get_final_text() == text
+
+
+def test_a_server_offers_the_drafters_that_fit_its_model(tmp_path: Path) -> None:
+    """`self` needs layers that are alike, which those of Gemma 4 are not; one that the user named must fit."""
+    folder = save_tiny_smollm2(tmp_path, "gemma4_text")
+    options: dict[str, Any] = {"kv_memory": "64MiB", "dtype": "float32"}
+    with run_server(str(folder), options, allowed_drafters=("ngram", "self")) as running:
+        assert running.service.drafters == ["ngram"]
+        body = body_of("/v1/completions", "The sea") | {"speculate": "self"}
+        assert HTTP.post(f"{running.url}/completions", json=body).status_code == 400
+
+    async def open_with(drafter: str) -> None:
+        config = ServerConfig(served_model_name=("a",), allowed_drafters=(drafter,))
+        async with open_service(lambda: LLM(str(folder), **options), config):
+            pass
+
+    with pytest.raises(ValueError, match="self: dtype=auto needs layers that are alike"):
+        asyncio.run(open_with("self:budget=64"))

@@ -1,6 +1,6 @@
 """Engines that the tests of a worker share: loading SmolLM2 takes longer than most tests of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -17,7 +17,7 @@ def load_shared_llm() -> Callable[[Config], LLM]:
     """Load an engine once for each configuration. Its prefix cache is empty each time it is handed out."""
     load_llm = loading.load_llm
 
-    def load(config: Config) -> LLM:
+    def load(config: Config, drafters: Sequence[str] = ()) -> LLM:
         if config.tier or "selective" in config.prefix_cache:
             return load_llm(config)
         if config not in LOADED:

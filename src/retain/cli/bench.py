@@ -117,7 +117,8 @@ def run_speculate(args: Namespace) -> None:
     config = engine_config(args)
     options = from_args(SpeculateBenchConfig, args)
     speculate.check_names(options)
-    lines = speculate.run(loading.load_llm(config), options)
+    named = [name for name in options.drafters if name != speculate.PLAIN]
+    lines = speculate.run(loading.load_llm(config, named), options)
     print_lines(lines, args.json, options.output_dir and options.output_dir / "speculate.json")
 
 

@@ -24,7 +24,8 @@ def serve(args: Namespace) -> int:
     from retain.cli import loading
 
     watchdog = Watchdog()
-    launch.serve(partial(loading.load_llm, config), server_config, watchdog=watchdog)
+    load_llm = partial(loading.load_llm, config, server_config.allowed_drafters)
+    launch.serve(load_llm, server_config, watchdog=watchdog)
     watchdog.start(EXIT_GRACE_S)  # Python waits for threads that prepare requests, however long they take
     return 0
 

@@ -62,14 +62,15 @@ def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
 def build_looks(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Tensor | None:
     """Return how many slots of a head each fresh token attends to, int32 [T], 0 for all; None where none looks.
 
-    As with `prompt_rows`, that depends on a token's request and position alone, but where a budget has shrunk.
+    As with `prompt_rows`, that depends on a token's request and position alone, but where a budget has shrunk: a step
+    ends where one evicts.
     """
     if not any(s.request.policy.looks for s in scheduled):
         return None
     counts = []
     for s in scheduled:
         positions = np.arange(s.request.next_position, s.request.next_position + s.num_tokens, dtype=np.int32)
-        looked = s.request.policy.looked_slots(cache.rows[s.row.index].num_held(positions + 1))
+        looked = s.request.policy.looked_slots(cache.rows[s.row.index].count_held(positions + 1))
         is_looking = ~np.bool_(s.request.scoring) & (positions >= s.request.first_look)
         counts.append(np.where(is_looking, looked, 0).astype(np.int32))
     return torch.from_numpy(np.concatenate(counts))

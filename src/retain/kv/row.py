@@ -200,10 +200,14 @@ class Row:
         """The scoring pass that is due."""
         return self.task.find_scoring(self.num_computed) if self.task else None
 
-    def num_held(self, num_computed_tokens: Ints) -> Ints:
-        """Return how many of so many tokens [n] a head without a window holds, on average, before it evicts again."""
-        dropped = [n for e in self.evictors for n in e.num_dropped.flat]  # of each head
-        return num_computed_tokens - np.int32(sum(dropped) // max(len(dropped), 1))
+    def count_held(self, num_computed_tokens: Ints) -> Ints:
+        """Return how many slots of a head without a window have a token, a mean, when so many [n] are computed.
+
+        Those are of the present interval: what evicts later drops more.
+        """
+        dropped = [e.num_dropped for e in self.evictors]
+        mean = sum(int(d.sum()) for d in dropped) // max(sum(d.size for d in dropped), 1)
+        return num_computed_tokens - np.int32(mean)
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import uvicorn
 from retain.llm import LLM
 from retain.server import hosts
 from retain.server.app import create_app
-from retain.server.config import ServerConfig
+from retain.server.config import DRAFTERS, ServerConfig
 from retain.server.drain import GracefulServer, QuietlyCancelled, Watchdog
 from retain.server.engine_thread import EngineThread
 from retain.server.http_protocol import BoundedHttpProtocol, RejectionLog
@@ -84,6 +85,23 @@ async def _serve(
     log.info("shut down")
 
 
+async def add_drafters(llm: LLM, engine_thread: EngineThread, config: ServerConfig) -> ServerConfig:
+    """Let requests name the drafters of a server. Returns its configuration with those that fit the model.
+
+    Raises ValueError for one that does not, unless every server offers it.
+    """
+    fitting = []
+    for drafter in config.allowed_drafters:
+        try:
+            await engine_thread.call(partial(llm.add_drafter, drafter))
+            fitting.append(drafter)
+        except ValueError as error:
+            if drafter not in DRAFTERS:
+                raise
+            log.warning("requests cannot name the drafter %s: %s", drafter, error)
+    return replace(config, allowed_drafters=tuple(fitting))
+
+
 @asynccontextmanager
 async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig) -> AsyncIterator[OpenAIServing]:
     """Run an engine in its thread, to be served from this event loop, until the context ends.
@@ -98,8 +116,7 @@ async def open_service(load_llm: Callable[[], LLM], server_config: ServerConfig)
         limits = server_config.limits
         sandbox = Sandbox(limits.sandbox_timeout, max_characters=max(MAX_CHARACTERS, 2 * limits.max_body_size))
         try:
-            for drafter in server_config.allowed_drafters:
-                await engine_thread.call(partial(llm.add_drafter, drafter))
+            server_config = await add_drafters(llm, engine_thread, server_config)
             await engine_thread.observe(observers)
             service = OpenAIServing(llm, engine_thread, server_config, sandbox)
             with existing_objects_frozen():

@@ -43,7 +43,10 @@ class Drafter:
         """Load the assistant. Raises ValueError where it was trained for another model."""
         if self.model is None:
             raise ValueError("assistant: say which model= drafts: a folder or a .gguf file")
-        self._runner = target.load_draft_head(self.model, self.weights)
+        try:
+            self._runner = target.load_draft_head(self.model, self.weights)
+        except ValueError as error:
+            raise ValueError(f"assistant: model={self.model}: {error}") from None
         self._cache = target.cache
 
     def remove_request(self, request: Request) -> None:

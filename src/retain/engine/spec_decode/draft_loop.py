@@ -1,4 +1,4 @@
-"""Draft tokens one after another with a model; the drafters `draft` and `self` share this loop."""
+"""Draft tokens one after another with a model; the drafters `draft`, `self` and `assistant` share this loop."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Request
-from retain.engine.sampler import apply_penalties, argmax_tokens, compute_probs, select_rows, tokens_to_host
+from retain.engine.sampler import apply_penalties, argmax_tokens, compute_probs, select_rows
 from retain.engine.spec_decode.rejection_sampler import sample_inverse_cdf
 from retain.kernels.transfers import to_device_like
 
@@ -17,7 +17,10 @@ DraftForward = Callable[[Sequence[int], Sequence[int], int], Tensor]
 
 
 def draft_autoregressive(draft_limits: Sequence[tuple[Request, int]], forward: DraftForward) -> None:
-    """Draft up to its limit of tokens for each request, sampled by the request's own params; a stop token ends them."""
+    """Draft up to its limit of tokens for each request, sampled by the request's own params.
+
+    A stop token ends them, and so does what is no distribution: a damaged drafter costs time, and no answer.
+    """
     drafts: list[list[int]] = [[] for _ in draft_limits]
     draft_probs: list[list[Tensor]] = [[] for _ in draft_limits]
     active = [j for j, (_, limit) in enumerate(draft_limits) if limit > 0]
@@ -31,12 +34,15 @@ def draft_autoregressive(draft_limits: Sequence[tuple[Request, int]], forward: D
         if random_rows:
             probs = compute_probs(select_rows(logits, random_rows), [requests[k].params for k in random_rows])
             sampled = sample_inverse_cdf(probs, [requests[k].next_uniform() for k in random_rows])
+            sampled = sampled.masked_fill(probs.isnan().any(-1), -1)
             tokens = tokens.index_copy(0, to_device_like(tokens, random_rows), sampled)
-            for k, row in zip(random_rows, probs, strict=True):
+        found: list[int] = tokens.tolist()  # -1 where there is NaN
+        for k, row in zip(random_rows, probs if random_rows else (), strict=True):
+            if found[k] >= 0:
                 draft_probs[active[k]].append(row)
-        for j, token in zip(active, tokens_to_host(tokens), strict=True):
-            drafts[j].append(token)
-        active = [j for j in active if _goes_on(drafts[j], *draft_limits[j])]
+        for j, token in zip(active, found, strict=True):
+            drafts[j] += [token] * (token >= 0)
+        active = [j for j, t in zip(active, found, strict=True) if t >= 0 and _goes_on(drafts[j], *draft_limits[j])]
     for (request, _), request_drafts, probs_list in zip(draft_limits, drafts, draft_probs, strict=True):
         request.set_drafts(request_drafts, torch.stack(probs_list) if probs_list else None)
 

@@ -24,7 +24,7 @@ def rejection_sample(q: Tensor, p: Tensor, drafts: Sequence[int], next_uniform: 
     index = to_device_like(q, drafts)[:, None]
     target, draft = torch.stack([x[: len(drafts)].gather(1, index)[:, 0] for x in (q, p)]).tolist()  # [K] both
     for i in range(len(drafts)):
-        if next_uniform() * draft[i] >= target[i]:  # accepted with probability min(1, q / p)
+        if not next_uniform() * draft[i] < target[i]:  # accepted with probability min(1, q / p); never where p is NaN
             return [*drafts[:i], sample_one(residual(q[i], p[i]), next_uniform)]
     return [*drafts, sample_one(q[len(drafts)], next_uniform)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ Write = Callable[[KV, Tensor, Tensor, Tensor, Tensor], None]  # Backend.write
 AttendToSlots = Callable[..., Tensor]  # Backend.attend
 S = TypeVar("S", bound=Step)
 O = TypeVar("O", bound=Operands)
+
+
+class ProgramOutput(NamedTuple):
+    """What a step gives: logits [N, V], and hidden states [N, E] where an operation writes them; both float32."""
+
+    logits: Tensor
+    hidden_states: Tensor | None
+
+    def first(self, n: int) -> ProgramOutput:
+        """Return the first n rows."""
+        return ProgramOutput(self.logits[:n], None if self.hidden_states is None else self.hidden_states[:n])
 
 
 class TorchProgram(Generic[S, O]):
@@ -81,14 +92,18 @@ class TorchProgram(Generic[S, O]):
     def run(self, batch: Batch) -> Tensor:
         """Run all operations for the tokens of a batch. Returns the logits."""
 
-    def _run_step(self, s: S) -> Tensor:
+    def _run_step(self, s: S) -> ProgramOutput:
         for out, compute in self.computes:
             s.buffers[out] = compute(s)
         if self._logits is None:
             raise ValueError("no operation of the program writes logits")
-        if self._hidden_states is not None:
-            self.hidden_states = s.buffers[self._hidden_states].float()
-        return s.buffers[self._logits].float()
+        states = None if self._hidden_states is None else s.buffers[self._hidden_states].float()
+        return ProgramOutput(s.buffers[self._logits].float(), states)
+
+    def _keep(self, output: ProgramOutput) -> Tensor:
+        """Keep the hidden states of a step. Returns its logits."""
+        self.hidden_states = output.hidden_states
+        return output.logits
 
 
 class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
@@ -113,7 +128,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             attend=attend,
             use_cache=_refuse_states,
         )
-        return self._run_step(step)
+        return self._run_step(step).logits
 
     @torch.no_grad()
     def run(self, batch: Batch) -> Tensor:
@@ -143,7 +158,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             attend=attend,
             use_cache=use_cache,
         )
-        return self._run_step(step)
+        return self._keep(self._run_step(step))
 
 
 def _refuse_states(cache: int) -> GroupInputs:

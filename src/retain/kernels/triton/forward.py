@@ -56,15 +56,15 @@ class TritonProgram(TorchProgram[DeviceStep, DeviceOperands]):
         attended = {batch.caches[cache][0] for cache in self._attended}
         num_heads = [self._num_heads if i in attended else 0 for i in range(len(batch.groups))]
         if not batch.before_attention:
-            logits = self._graphs.run(batch, num_heads)
-            if logits is not None:
-                return logits
+            output = self._graphs.run(batch, num_heads)
+            if output is not None:
+                return self._keep(output)
         plans = [
             plan_attention(g.tables, H // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring) if H else None
             for g, H in zip(batch.groups, num_heads, strict=True)
         ]
         requests = request_tiles(batch.groups[0].tables, self.device)
-        return self._run_step(upload_step(batch, plans, requests, self.device))
+        return self._keep(self._run_step(upload_step(batch, plans, requests, self.device)))
 
     def _note_attention(self, operations: Iterable[ops.Operation]) -> Iterator[ops.Operation]:
         for op in operations:

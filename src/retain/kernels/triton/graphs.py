@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import Batch, GroupInputs
+from retain.kernels.reference.program import ProgramOutput
 from retain.kernels.slots.scoring import AttentionScoring
 from retain.kernels.transfers import ALIGNMENT, pin
 from retain.kernels.triton import plan
@@ -189,10 +190,10 @@ class GraphInputs:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """A captured step: fill the inputs, then replay it to get the logits [T, V]."""
+    """A captured step: fill the inputs, then replay it to get the output of T tokens."""
 
     inputs: GraphInputs
-    replay: Callable[[], Tensor]
+    replay: Callable[[], ProgramOutput]
 
 
 class CUDAGraphRunner:
@@ -201,15 +202,15 @@ class CUDAGraphRunner:
     Where it does not capture, a step is computed again instead of replayed.
     """
 
-    def __init__(self, forward: Callable[[DeviceStep], Tensor], device: torch.device, captures: bool):
+    def __init__(self, forward: Callable[[DeviceStep], ProgramOutput], device: torch.device, captures: bool):
         self.forward, self.device, self.captures = forward, device, captures
         self.num_calls: dict[GraphKey, int] = {}
         self.graphs: dict[GraphKey, CapturedStep | None] = {}  # None if there was no memory; least recently used first
         self.memory_pool: Any = None  # shared by all graphs, because only one runs at a time
         self.capture_stream: torch.cuda.Stream | None = None
 
-    def run(self, batch: Batch, num_heads: Sequence[int]) -> Tensor | None:
-        """Return the logits [T, V], valid until the next step, or None if the step has no graph (yet).
+    def run(self, batch: Batch, num_heads: Sequence[int]) -> ProgramOutput | None:
+        """Return the output of all tokens, valid until the next step, or None if the step has no graph (yet).
 
         `num_heads` are the query heads that attend to each group; 0 for groups that no attention reads.
         """
@@ -232,7 +233,7 @@ class CUDAGraphRunner:
         if captured is None:
             return None
         captured.inputs.fill(batch)
-        return captured.replay()[: len(batch.input_ids)]
+        return captured.replay().first(len(batch.input_ids))
 
     def _graph_shape(self, batch: Batch, num_heads: Sequence[int]) -> GraphShape | None:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
@@ -269,7 +270,7 @@ class CUDAGraphRunner:
             for group, own, slots in zip(batch.groups, shape.groups, inputs.slot_mappings, strict=True)
         ]
 
-        def forward() -> Tensor:
+        def forward() -> ProgramOutput:
             step = DeviceStep(
                 groups=groups,
                 caches=batch.caches,
@@ -291,11 +292,11 @@ class CUDAGraphRunner:
         graph = torch.cuda.CUDAGraph()
         self.memory_pool = self.memory_pool or torch.cuda.graph_pool_handle()
         with torch.cuda.graph(graph, pool=self.memory_pool, capture_error_mode="thread_local"):
-            logits = forward()
+            output = forward()
 
-        def replay() -> Tensor:
+        def replay() -> ProgramOutput:
             graph.replay()
-            return logits
+            return output
 
         return CapturedStep(inputs, replay)
 

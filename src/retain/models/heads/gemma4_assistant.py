@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from retain.files import quote
 from retain.kernels import ops
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import HIDDEN_STATES, LOGITS, Attend, Buffer, Operation
@@ -67,7 +68,10 @@ def build(w: Weights, target: HeadTarget) -> DraftHead:
         load_linear(w, "post_projection", *clusters, bias=False),
         target.key_factors,
     )
-    return DraftHead(assistant.emit(), E, make_restriction(w, spec.vocab_size))
+    num_outputs = assistant.post_projection.weight.shape[0]
+    if num_outputs != E and not clusters:
+        raise ValueError(f"post_projection gives {num_outputs} numbers, not {E}")
+    return DraftHead(assistant.emit(), E, make_restriction(w, spec.vocab_size, num_outputs - E))
 
 
 def find_sources(spec: ModelSpec) -> dict[str, int]:
@@ -122,13 +126,21 @@ class Assistant:
         yield replace(op, cache=cache)
 
 
-def make_restriction(w: Weights, vocab_size: int) -> partial[Tensor] | None:
-    """Return what keeps the logits of the best clusters' tokens; None where all tokens have logits."""
+def make_restriction(w: Weights, vocab_size: int, num_scores: int) -> partial[Tensor] | None:
+    """Return what keeps the logits of the best clusters' tokens; None where all tokens have logits.
+
+    Raises ValueError unless the clusters, of which `num_scores` have scores, divide the vocabulary.
+    """
     c = w.config
     if not c["use_ordered_embeddings"]:
         return None
-    tokens = w.checkpoint.read(w.full_name("masked_embedding.token_ordering")).long().clone()  # the file may be closed
     num_clusters = c["num_centroids"]
+    k = c["centroid_intermediate_top_k"]
+    if type(k) is not int or num_clusters != num_scores or not 1 <= k <= num_scores:
+        raise ValueError(
+            f"the best {quote(k)} of {quote(num_clusters)} clusters are wanted, of which {num_scores} are there"
+        )
+    tokens = w.checkpoint.read(w.full_name("masked_embedding.token_ordering")).long().clone()  # the file may be closed
     is_complete = torch.equal(tokens.sort()[0], torch.arange(vocab_size))
     if not is_complete or vocab_size % num_clusters:
         raise ValueError("masked_embedding.token_ordering does not divide the vocabulary into clusters")

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from retain.kernels.ops import LOGITS, Buffer, GatherRows, MatMul, Operation
+from retain.kernels.ops import LOGITS, Buffer, MatMul, Operation
+from retain.models.passes.head_split import with_states
 
 
 def headless(
@@ -23,13 +24,10 @@ def headless(
 
 
 def _replace_head(operations: Iterable[Operation], dtype: torch.dtype) -> Iterator[Operation]:
-    """Yield operations up to the first one behind the last state, then an identity."""
-    last = None
-    for op in operations:
-        if last is not None and op.out != last:
-            break
+    """Yield operations up to the first of the head, then an identity."""
+    for op, states in with_states(operations):
+        if states is not None:
+            yield MatMul(states, Buffer(LOGITS, states.width), torch.eye(states.width, dtype=dtype))
+            return
         yield op
-        if isinstance(op, GatherRows):
-            last = op.out
-    assert last is not None
-    yield MatMul(last, Buffer(LOGITS, last.width), torch.eye(last.width, dtype=dtype))
+        del op

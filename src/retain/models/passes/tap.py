@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from retain.kernels.head_columns import HeadColumns
-from retain.kernels.ops import HIDDEN_STATES, Buffer, CopyColumns, GatherRows, Operation
+from retain.kernels.ops import HIDDEN_STATES, Buffer, CopyColumns, Operation
+from retain.models.passes.head_split import with_states
 
 
 def tap(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Return all operations, with a copy of the states behind the final norm, where the head begins."""
-    last = None
-    for op in operations:
-        if last is not None and op.out != last:
-            columns = HeadColumns(1, last.width, last.width)
-            yield CopyColumns(last, Buffer(HIDDEN_STATES, last.width), columns, columns)
-            last = None
+    for op, states in with_states(operations):
+        if states is not None:
+            columns = HeadColumns(1, states.width, states.width)
+            yield CopyColumns(states, Buffer(HIDDEN_STATES, states.width), columns, columns)
         yield op
-        if isinstance(op, GatherRows):
-            last = op.out
-        del op  # its weights may be freed before the next ones are read
+        del op
