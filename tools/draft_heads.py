@@ -2,8 +2,8 @@
 
     python -m tools.draft_heads [--weights int8] [--rounds 5] [--num-tokens 400]
 
-The target has 170 million weights. Its layers add nothing where the head is to be right: then both know the newest token
-alone. A line gives tokens a second, medians in turns, and the ratio to plain decoding of the same target.
+The target has 170 million weights. Its layers add nothing where the head is to be right: then both know the newest
+token alone. A line gives tokens a second, medians in turns, and the ratio to plain decoding of the same target.
 """
 
 from __future__ import annotations
