@@ -127,7 +127,8 @@ def make_engine(
     def load_draft_head(model_name: str, weights: str) -> Runner:
         """Load the tiny assistant of the model; its name says whether it gives logits to few tokens."""
         head = kernel.program(dtype, device, program)
-        return load_assistant(head, model, tiny_checkpoint(family).config, dtype, ordered=model_name == "ordered")
+        config = tiny_checkpoint(family).config
+        return load_assistant(head, model, config, dtype, model_name == "ordered", weights)
 
     def load_draft_model(*_: Any) -> tuple[Runner, KVCacheManager]:
         """Load the same model once more, with a cache of its own."""

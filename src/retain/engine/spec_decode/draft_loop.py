@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.request import Request
-from retain.engine.sampler import apply_penalties, argmax_tokens, compute_probs, select_rows
+from retain.engine.sampler import apply_penalties, argmax_tokens, compute_probs, select_rows, tokens_to_host
 from retain.engine.spec_decode.rejection_sampler import sample_inverse_cdf
 from retain.kernels.transfers import to_device_like
 
@@ -36,7 +36,7 @@ def draft_autoregressive(draft_limits: Sequence[tuple[Request, int]], forward: D
             sampled = sample_inverse_cdf(probs, [requests[k].next_uniform() for k in random_rows])
             sampled = sampled.masked_fill(probs.isnan().any(-1), -1)
             tokens = tokens.index_copy(0, to_device_like(tokens, random_rows), sampled)
-        found: list[int] = tokens.tolist()  # -1 where there is NaN
+        found = tokens_to_host(tokens)
         for k, row in zip(random_rows, probs if random_rows else (), strict=True):
             if found[k] >= 0:
                 draft_probs[active[k]].append(row)
