@@ -346,7 +346,7 @@ def load_model(
     decoder = models.build(opened, program, gives_states=outputs == "both")
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)
-    embedding = Embedding(decoder.embedding.table, decoder.embedding.scale) if outputs == "both" else None
+    embedding = decoder.token_embedding if outputs == "both" else None
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
     return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes), embedding)
 

@@ -83,7 +83,7 @@ def load_assistant(
     checkpoint = tiny_assistant(config, ordered=ordered)
     weights = Weights(checkpoint, dtype, quantization, vector_dtype=program.vector_dtype)
     return HeadRunner(
-        program, build_head(weights, HeadTarget(target.spec, target.embedding, target.key_factors), program)
+        program, build_head(weights, HeadTarget(target.spec, target.token_embedding, target.key_factors), program)
     )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from retain import LLM
 from retain.engine import drafters
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Drafter, TargetModel
+from retain.engine.drafters import Drafter
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.kernels import import_backend
@@ -32,6 +32,7 @@ from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_
 from tests.helpers.folders import save_model_folder, save_tiny_smollm2
 from tests.helpers.gguf_hybrids import STORABLE
 from tests.helpers.marks import slow
+from tests.helpers.schedule_runner import WatchedDrafter
 from tests.helpers.tiny_heads import AssistantCheckpoint, tiny_assistant, write_assistant_gguf
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
@@ -290,22 +291,12 @@ def test_an_assistant_shares_the_token_embeddings_of_its_target(backend: str) ->
 
 
 @dataclass
-class ExactDrafter:
-    """The assistant, whose drafts are recorded with their text; up to `right` of them then become the right ones."""
+class ExactDrafter(WatchedDrafter):
+    """The assistant, whose drafts are recorded with their text; a random number of them then become the right ones."""
 
-    drafter: Drafter
-    answers: dict[tuple[int, ...], list[int]]  # by prompt
+    error_rate: float = 0.0
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # by prompt
     found: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    rng: random.Random = field(default_factory=lambda: random.Random(1))
-    k: str = "3"
-    max_draft_tokens: int = 3
-    needs_hidden_states: bool = True
-
-    def attach(self, target: TargetModel) -> None:
-        self.drafter.attach(target)
-
-    def remove_request(self, request: Request) -> None:
-        self.drafter.remove_request(request)
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         self.drafter.propose(draft_limits, rows)
@@ -332,11 +323,11 @@ def test_drafts_follow_from_the_text_whatever_happened(backend: str) -> None:
 
     plain = run(None)
     answers = {tuple(p): a for p, a in zip(prompts, plain, strict=True)}
-    drafter = ExactDrafter(drafters.parse("assistant:k=3,model=any"), answers)
+    drafter = ExactDrafter(drafters.parse("assistant:k=3,model=any"), answers=answers)
     assert run(drafter, max_running_requests=4) == plain
     assert len(drafter.found) > 50
     for tokens, drafted in drafter.found[::3]:
-        again = ExactDrafter(drafters.parse("assistant:k=3,model=any"), {tuple(tokens[:-1]): [0] * 9})
+        again = ExactDrafter(drafters.parse("assistant:k=3,model=any"), answers={tuple(tokens[:-1]): [0] * 9})
         alone = make_engine("gemma4_text", backend=backend, drafter=again)
         request = make_request(tokens[:-1], 9)
         alone.add(request)

@@ -88,7 +88,7 @@ def build_head(weights: Weights, target: HeadTarget, program: Target) -> DraftHe
     """Build the draft head of a checkpoint, and load its operations into a program. Raises ValueError as `build`."""
     module = load_head(weights.config["model_type"])
     with explained_errors():
-        head = module.build(weights, target)
+        head: DraftHead = module.build(weights, target)
         program.load(head.operations)
     check_all_tensors_used(weights, ())
     return head

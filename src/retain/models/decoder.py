@@ -249,6 +249,11 @@ class Decoder:
     key_factors: dict[int, Tensor] = field(default_factory=dict)  # by cache, [G, D]: see passes/balance.py
     attention: dict[int, ops.Attend] = field(default_factory=dict)  # by cache: see passes/note_attention.py
 
+    @property
+    def token_embedding(self) -> Embedding:
+        """The embedding of tokens alone, without positions and inputs of layers, as a draft head reads it."""
+        return Embedding(self.embedding.table, self.embedding.scale)
+
     def emit(self) -> Iterator[Operation]:
         """Yield the operations of the model. Raises WidthError where an embedding's shape contradicts the spec.
 

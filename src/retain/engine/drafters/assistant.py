@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from retain.kv.manager import KVCacheManager
 class Drafter:
     """`model`: the folder of the assistant, or its .gguf file; `weights`: bf16, int8, int4, or auto as in its file."""
 
-    needs_hidden_states: ClassVar[bool] = True
+    needs_hidden_states = True
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"

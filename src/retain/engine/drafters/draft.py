@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -37,7 +36,7 @@ class DraftState:
 class Drafter:
     """`model`: a name as for --model, or none for the target; `weights`: bf16, int8, int4, or auto as in its file."""
 
-    needs_hidden_states: ClassVar[bool] = False
+    needs_hidden_states = False
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"

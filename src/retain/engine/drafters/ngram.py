@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from retain.engine.cache_interface import RequestRow
@@ -28,7 +27,7 @@ class NgramIndex:
 class Drafter:
     """Look up the longest n-gram that ends the text and occurred before, from `max` tokens down to `min`."""
 
-    needs_hidden_states: ClassVar[bool] = False
+    needs_hidden_states = False
     k: str = "auto"
     min: PositiveInt = 2
     max: PositiveInt = 4

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -41,7 +40,7 @@ class Drafter:
     target's own.
     """
 
-    needs_hidden_states: ClassVar[bool] = False
+    needs_hidden_states = False
     k: str = "auto"
     budget: PositiveInt = 256
     weights: str = "auto"

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from retain.engine.cache_interface import RequestRow
@@ -103,7 +102,7 @@ class Drafter:
     `memory`: tokens of recent answers to keep.
     """
 
-    needs_hidden_states: ClassVar[bool] = False
+    needs_hidden_states = False
     k: str = "auto"
     min: PositiveInt = 2
     factor: PositiveFloat = 2.0

@@ -40,9 +40,10 @@ def draft_autoregressive(draft_limits: Sequence[tuple[Request, int]], forward: D
         for k, row in zip(random_rows, probs if random_rows else (), strict=True):
             if found[k] >= 0:
                 draft_probs[active[k]].append(row)
-        for j, token in zip(active, found, strict=True):
-            drafts[j] += [token] * (token >= 0)
-        active = [j for j, t in zip(active, found, strict=True) if t >= 0 and _goes_on(drafts[j], *draft_limits[j])]
+        drafted = [(j, token) for j, token in zip(active, found, strict=True) if token >= 0]
+        for j, token in drafted:
+            drafts[j].append(token)
+        active = [j for j, _ in drafted if _goes_on(drafts[j], *draft_limits[j])]
     for (request, _), request_drafts, probs_list in zip(draft_limits, drafts, draft_probs, strict=True):
         request.set_drafts(request_drafts, torch.stack(probs_list) if probs_list else None)
 

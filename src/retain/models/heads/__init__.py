@@ -1,7 +1,8 @@
 """Draft heads: small models that read hidden states of a target, and draft its next tokens.
 
-Each is one file, named like its Hugging Face `model_type`, with `build(weights, target)`. A head's program takes one
-token of each request with the hidden state before it. It gives logits and the hidden state for the next token.
+Each is one file, named like its Hugging Face `model_type`, with `build(weights, target) -> DraftHead`. A head's program
+takes one token of each request with the hidden state before it. It gives logits and the hidden state for the next
+token.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from types import ModuleType
 
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from retain.files import quote
 from retain.kernels.ops import Operation
 from retain.models.decoder import ModelSpec
 from retain.models.layers import Embedding
-from retain.models.weights import Weights
 from retain.plugins import plugin_names
 
 
@@ -39,17 +39,9 @@ class DraftHead:
     restrict: Callable[[Tensor, Tensor], Tensor] | None = None
 
 
-class HeadModule(Protocol):
-    """A file of this package."""
-
-    def build(self, weights: Weights, target: HeadTarget) -> DraftHead:
-        """Build the head. Raises ValueError where it was trained for another target."""
-
-
-def load_head(model_type: str) -> HeadModule:
-    """Import the module of a head. Raises ValueError for a model that is none."""
+def load_head(model_type: str) -> ModuleType:
+    """Import the module of a head, which has `build`. Raises ValueError for a model that is none."""
     names = plugin_names(__name__)
     if model_type not in names:
         raise ValueError(f"model type {quote(model_type)} is no draft head: one of {', '.join(names)}")
-    module: HeadModule = importlib.import_module(f"{__name__}.{model_type}")
-    return module
+    return importlib.import_module(f"{__name__}.{model_type}")

@@ -60,7 +60,7 @@ def build(w: Weights, target: HeadTarget) -> DraftHead:
     layers = (gemma4_text.build_layer(m.scope(f"layers.{i}."), i, spec, ropes[t], own + i) for i, t in enumerate(types))
     assistant = Assistant(
         spec,
-        Embedding(target.embedding.table, target.embedding.scale),
+        target.embedding,
         load_linear(w, "pre_projection", bias=False),
         layers,
         load_norm(m, "norm", text.config["rms_norm_eps"]),
@@ -144,7 +144,7 @@ def make_restriction(w: Weights, vocab_size: int, num_scores: int) -> partial[Te
     is_complete = torch.equal(tokens.sort()[0], torch.arange(vocab_size))
     if not is_complete or vocab_size % num_clusters:
         raise ValueError("masked_embedding.token_ordering does not divide the vocabulary into clusters")
-    return partial(restrict, tokens.view(num_clusters, -1), c["centroid_intermediate_top_k"])
+    return partial(restrict, tokens.view(num_clusters, -1), k)
 
 
 def restrict(clusters: Tensor, k: int, logits: Tensor, scores: Tensor) -> Tensor:
