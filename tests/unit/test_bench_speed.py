@@ -97,7 +97,7 @@ def test_a_step_reads_what_is_attended_to(policy: str, length: int, tokens: int 
 
 
 def test_workloads_beyond_the_context_are_left_out_or_refused(llm: LLM) -> None:
-    chosen = speed.that_fit(speed.select_workloads([]), llm.max_model_len)
+    chosen = speed.fitting_workloads(speed.select_workloads([]), llm.max_model_len)
     assert [w.name for w in chosen] == ["short-1", "short-8", "short-32"]
     with pytest.raises(ValueError, match="4096 tokens and 1 more do not fit the model's context of 2048"):
         speed.measure_workload(llm, speed.WORKLOADS[3], bandwidth=1e9)

@@ -65,7 +65,7 @@ def select_workloads(names: Sequence[str]) -> list[Workload]:
     return [known[n] for n in names or (w.name for w in WORKLOADS)]
 
 
-def that_fit(workloads: Sequence[Workload], max_model_len: int) -> list[Workload]:
+def fitting_workloads(workloads: Sequence[Workload], max_model_len: int) -> list[Workload]:
     """Return the workloads whose texts a context of so many tokens holds."""
     return [w for w in workloads if w.prompt_len + w.output_len <= max_model_len]
 

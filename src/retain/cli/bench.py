@@ -54,7 +54,7 @@ def run_speed(args: Namespace) -> None:
     options = from_args(SpeedBenchConfig, args)
     workloads = speed.select_workloads(options.workloads)
     llm = loading.load_llm(config)
-    chosen = workloads if options.workloads else speed.that_fit(workloads, llm.max_model_len)
+    chosen = workloads if options.workloads else speed.fitting_workloads(workloads, llm.max_model_len)
     speed.run(llm, chosen, as_json=args.json, peer=options.peer)
 
 
