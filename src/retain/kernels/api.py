@@ -244,7 +244,8 @@ class Batch:
     # Ranges [begin, end) of fresh tokens, ascending. A backend that rounds activations to 8 bits for quantized weights
     # rounds those of these tokens to bfloat16, in `MatMul` before `GatherRows`.
     bfloat16_rows: Sequence[tuple[int, int]] = ()
-    hidden_states: Tensor | None = None  # float32 [T, E], on the pool's device, for a program that loads them
+    # float32 [B, E] on the pool's device, for a program that loads them: before the first fresh token of each request.
+    hidden_states: Tensor | None = None
 
     def token_ids(self) -> Tensor:
         """Return the ids of all fresh tokens, int64 [T]: on the device if some are pending."""

@@ -330,8 +330,7 @@ class Attend(Operation):
         if self.has_kv:
             check_equal("q, k and v", (H + G) * D + G * self.v_dim, self.qkv.width)
         self.params.check(H, G, D)
-        if self.rope and 2 * len(self.rope.freqs) > D:
-            raise WidthError(f"rope of {len(self.rope.freqs)} frequencies does not fit heads of {D}")
+        check_rope(self.rope, D)
 
 
 @dataclass(frozen=True, eq=False)
@@ -379,10 +378,45 @@ class AttendLinearly(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class WriteCache(Operation):
+    """Do what `Attend` does before it attends: rotate k of rows [q | k | v], and write k and v into their slots.
+
+    The rows are undefined afterwards. A token at position 0 is not written: its slot stays a hole. (A draft head reads
+    the hidden state before a token; the first one has none.)
+    """
+
+    out: Buffer  # the rows
+    cache: int
+    heads: tuple[int, int, int]  # H, G, D
+    rope: Rope | None = None
+
+    @property
+    def v_dim(self) -> int:
+        """The numbers of a value."""
+        H, G, D = self.heads
+        return (self.out.width - (H + G) * D) // G
+
+    def check(self) -> None:
+        """Raise WidthError for rows of other widths."""
+        H, G, D = self.heads
+        check_equal("q, k and v", (H + G) * D + G * self.v_dim, self.out.width)
+        check_rope(self.rope, D)
+
+
+@dataclass(frozen=True, eq=False)
 class LoadHiddenStates(Operation):
-    """Set out = the hidden states of the step: what another program, or an earlier step, has computed of each token."""
+    """Set out = the hidden state before each token: that of the token before it, a row of `x`.
+
+    For the first fresh token of each request it is that of the batch, which an earlier step has given. Without `x` each
+    request has one fresh token.
+    """
 
     out: Buffer
+    x: Buffer | None = None
+
+    def check(self) -> None:
+        """Raise WidthError for buffers of two widths."""
+        check_equal("the hidden states", self.x.width if self.x else self.out.width, self.out.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -422,6 +456,12 @@ def check_columns(buffer: Buffer, columns: HeadColumns) -> None:
         raise WidthError(f"{c.num_heads} heads of {c.width} numbers, {c.stride} apart from {c.first} on, overlap")
     if c.end > buffer.width:
         raise WidthError(f"heads up to column {c.end} do not fit a buffer of width {buffer.width}")
+
+
+def check_rope(rope: Rope | None, head_dim: int) -> None:
+    """Raise WidthError if more pairs are rotated than a head has."""
+    if rope and 2 * len(rope.freqs) > head_dim:
+        raise WidthError(f"rope of {len(rope.freqs)} frequencies does not fit heads of {head_dim}")
 
 
 def check_factors(n: int, buffer: Buffer) -> None:

@@ -150,12 +150,12 @@ def check_eviction_lists(lists: EvictionLists, holes: Tensor, n: int) -> None:
             raise ValueError(f"punch: the last dimension of {name} must be contiguous")
 
 
-def to_c_hidden_states(states: Tensor | None, T: int) -> tuple[int, int]:
-    """Return the address of the hidden states of T tokens, and their width; 0 and 0 for None. Raises ValueError."""
+def to_c_hidden_states(states: Tensor | None, B: int) -> tuple[int, int]:
+    """Return the address of the hidden states of B requests, and their width; 0 and 0 for None. Raises ValueError."""
     if states is None:
         return 0, 0
-    if states.dim() != 2 or len(states) != T or states.dtype != torch.float32 or not states.is_contiguous():
-        raise ValueError(f"hidden states of {T} tokens are rows of float32, not {states.dtype} {list(states.shape)}")
+    if states.dim() != 2 or len(states) != B or states.dtype != torch.float32 or not states.is_contiguous():
+        raise ValueError(f"hidden states of {B} requests are rows of float32, not {states.dtype} {list(states.shape)}")
     return states.data_ptr(), states.shape[1]
 
 

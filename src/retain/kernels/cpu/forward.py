@@ -68,8 +68,9 @@ class CpuProgram:
         if isinstance(op, ops.Attend):
             H, _, D = op.heads
             self._cache_ops.append(CacheOp((op.cache,), index, op.qkv, H, D))
-        elif isinstance(op, ops.Convolve):
-            self._cache_ops.append(CacheOp((op.cache,), index, op.x))
+        elif isinstance(op, ops.Convolve | ops.WriteCache):
+            queries = op.x if isinstance(op, ops.Convolve) else op.out
+            self._cache_ops.append(CacheOp((op.cache,), index, queries))
         elif isinstance(op, ops.AttendLinearly):
             self._cache_ops.append(CacheOp(op.caches, index, op.qkv))
 
@@ -103,7 +104,7 @@ class CpuProgram:
             [ffi.to_c_group(group) for group in batch.groups], batch.caches,
             input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring), batch.bfloat16_rows,
-            *ffi.to_c_hidden_states(batch.hidden_states, T),
+            *ffi.to_c_hidden_states(batch.hidden_states, len(batch.rows)),
         )  # fmt: skip
         begin = 0
         if batch.before_attention:

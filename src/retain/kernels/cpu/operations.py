@@ -148,10 +148,26 @@ def scale(o: CppOperands, op: ops.Scale) -> Iterator[Record]:
 def attend(o: CppOperands, op: ops.Attend) -> Iterator[Record]:
     """Rotate by an operation of its own."""
     H, G, D = op.heads
-    if op.rope:
-        num_heads = H + G if op.has_kv else H
-        yield "Rotate", {"out": o.buffers[op.qkv], "table": o.rope_table(op.rope), "heads": num_heads, "head_dim": D}
+    yield from _rotate(o, op.qkv, op.rope, H + G if op.has_kv else H, D)
     yield o.record(op, rope=0, v_dim=op.v_dim, has_kv=op.has_kv)
+
+
+def write_cache(o: CppOperands, op: ops.WriteCache) -> Iterator[Record]:
+    """Rotate by an operation of its own."""
+    H, G, D = op.heads
+    yield from _rotate(o, op.out, op.rope, H + G, D)
+    yield o.record(op, rope=0, v_dim=op.v_dim)
+
+
+def _rotate(o: CppOperands, rows: ops.Buffer, rope: Rope | None, num_heads: int, head_dim: int) -> Iterator[Record]:
+    if rope:
+        fields = {"table": o.rope_table(rope), "heads": num_heads, "head_dim": head_dim}
+        yield "Rotate", {"out": o.buffers[rows], **fields}
+
+
+def load_hidden_states(o: CppOperands, op: ops.LoadHiddenStates) -> Iterator[Record]:
+    """Record a shift of rows; without rows, those of the step alone."""
+    yield o.record(op, x=-1 if op.x is None else op.x)
 
 
 def convolve(o: CppOperands, op: ops.Convolve) -> Iterator[Record]:
@@ -170,5 +186,7 @@ LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Re
     ops.MixExperts: mix_experts,
     ops.Scale: scale,
     ops.Attend: attend,
+    ops.WriteCache: write_cache,
+    ops.LoadHiddenStates: load_hidden_states,
     ops.Convolve: convolve,
 }

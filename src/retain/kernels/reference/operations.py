@@ -39,6 +39,7 @@ from retain.kernels.weights.weight import ConvertedWeights, Weight, split_kinds,
 # (cache, q [T, H, D], k [T, G, D], v [T, G, v_dim], params) -> o [T, H, v_dim]; q and k are rotated, k has lost its
 # offset. k and v have no heads where the layer attends to a cache that an earlier one has written.
 AttendToCache = Callable[[int, Tensor, Tensor, Tensor, AttentionParams], Tensor]
+WriteToCache = Callable[[int, Tensor, Tensor], None]  # of cache, k and v, as above
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +49,8 @@ class Step:
     input_ids: Tensor  # int64 [T]
     positions: Tensor  # [T]
     logits_indices: Tensor  # int64 [N]
-    hidden_states: Tensor | None = None  # [T, E]; see Batch
+    hidden_states: Tensor | None = None  # [B, E]; see Batch
+    first_tokens: Tensor | None = None  # int64 [B]: the first fresh token of each request
     buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
 
 
@@ -57,6 +59,7 @@ class ReferenceStep(Step):
     """A step, and how its tokens attend."""
 
     attend: AttendToCache
+    write: WriteToCache
     use_cache: Callable[[int], GroupInputs]  # of a layer without attention
     angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
 
@@ -206,13 +209,19 @@ def scale_by_position(o: Operands, op: ops.ScaleByPosition) -> Compute:
 
 
 def load_hidden_states(o: Operands, op: ops.LoadHiddenStates) -> Compute:
-    """Return the rows that the step has. The computation raises ValueError where it has none of this width."""
+    """Shift rows by one token. The computation raises ValueError where the step has no states of this width."""
     width = op.out.width
+    x = None if op.x is None else o.buffers[op.x]
 
     def compute(s: Step) -> Tensor:
-        if s.hidden_states is None or s.hidden_states.shape != (len(s.positions), width):
-            raise ValueError(f"the program needs {width} hidden numbers of each token")
-        return s.hidden_states.to(o.device, o.dtype)
+        if s.hidden_states is None or s.first_tokens is None or s.hidden_states.shape[1] != width:
+            raise ValueError(f"the program needs {width} hidden numbers of each request")
+        states = s.hidden_states.to(o.device, o.dtype)
+        if x is not None:
+            return s.buffers[x].roll(1, 0).index_copy(0, s.first_tokens, states)
+        if len(states) != len(s.positions):
+            raise ValueError("the program needs one fresh token of each request")
+        return states
 
     return compute
 
@@ -226,24 +235,50 @@ def gather_rows(o: Operands, op: ops.GatherRows) -> Compute:
 def attend(o: Operands, op: ops.Attend) -> Compute:
     """Rotate q and k, and attend as the step says."""
     qkv = o.buffers[op.qkv]
-    H, G, D = op.heads
-    num_written = G if op.has_kv else 0
+    H, G, _ = op.heads
+    sizes = H, G if op.has_kv else 0, op.v_dim
     rope = op.rope
+    params = op.params
+    cache = op.cache
 
     def compute(s: ReferenceStep) -> Tensor:
-        qk, v = torch.split(s.buffers[qkv], [(H + num_written) * D, num_written * op.v_dim], dim=1)
-        qk = split_heads(qk, H + num_written)
-        if rope:
-            if rope not in s.angles:
-                s.angles[rope] = rope.angles(s.positions, qk.dtype)
-            qk = rope.apply(qk, s.angles[rope])
-        q, k = torch.split(qk, [H, num_written], dim=1)
-        if op.params.key_offset is not None:
-            k = (k.float() - op.params.key_offset).to(k.dtype)
-        v = v.view(len(v), num_written, op.v_dim)
-        return s.attend(op.cache, q, k, v, op.params).flatten(1)
+        q, k, v = split_qkv(s, s.buffers[qkv], sizes, rope)
+        if params.key_offset is not None:
+            k = (k.float() - params.key_offset).to(k.dtype)
+        return s.attend(cache, q, k, v, params).flatten(1)
 
     return compute
+
+
+def write_cache(o: Operands, op: ops.WriteCache) -> Compute:
+    """Rotate k, and write as the step says."""
+    rows = o.buffers[op.out]
+    H, G, _ = op.heads
+    sizes = H, G, op.v_dim
+    rope = op.rope
+    cache = op.cache
+
+    def compute(s: ReferenceStep) -> Tensor:
+        _, k, v = split_qkv(s, s.buffers[rows], sizes, rope)
+        s.write(cache, k, v)
+        return s.buffers[rows]
+
+    return compute
+
+
+def split_qkv(
+    s: ReferenceStep, rows: Tensor, sizes: tuple[int, int, int], rope: Rope | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Split rows [q | k | v] into q [T, H, D] and k [T, G, D], rotated, and v [T, G, V]; `sizes` are H, G and V."""
+    H, G, V = sizes
+    qk, v = rows.tensor_split([rows.shape[1] - G * V], dim=1)
+    qk = split_heads(qk, H + G)
+    if rope:
+        if rope not in s.angles:
+            s.angles[rope] = rope.angles(s.positions, qk.dtype)
+        qk = rope.apply(qk, s.angles[rope])
+    q, k = torch.split(qk, [H, G], dim=1)
+    return q, k, v.view(len(v), G, V)
 
 
 def compute_convolution(o: Operands, op: ops.Convolve) -> Compute:
@@ -320,6 +355,7 @@ WITHOUT_CACHES: Lowerings = {
 OPERATIONS: Lowerings = {
     **WITHOUT_CACHES,
     ops.Attend: attend,
+    ops.WriteCache: write_cache,
     ops.Convolve: compute_convolution,
     ops.AttendLinearly: compute_linear_attention,
 }

@@ -126,6 +126,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             positions=positions,
             logits_indices=logits_indices,
             attend=attend,
+            write=_refuse_write,
             use_cache=_refuse_states,
         )
         return self._run_step(step).logits
@@ -145,6 +146,12 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             scoring = batch.scoring if has_kv else None
             return self._attend(q, inputs.kv, inputs.tables, batch.positions, params, scoring=scoring, layer=cache)
 
+        def write(cache: int, k: Tensor, v: Tensor) -> None:
+            inputs = use_cache(cache)
+            is_written = batch.positions > 0
+            slots = inputs.slot_mapping[:, is_written]
+            self._write(inputs.kv, slots, k[is_written], v[is_written], batch.positions[is_written])
+
         def use_cache(cache: int) -> GroupInputs:
             if batch.before_attention:
                 batch.before_attention(cache, torch.zeros(len(batch.input_ids), 0, 0))
@@ -155,10 +162,16 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             positions=batch.positions,
             logits_indices=batch.logits_indices,
             hidden_states=batch.hidden_states,
+            first_tokens=batch.query_start_loc[:-1].long(),
             attend=attend,
+            write=write,
             use_cache=use_cache,
         )
         return self._keep(self._run_step(step))
+
+
+def _refuse_write(cache: int, k: Tensor, v: Tensor) -> None:
+    raise ValueError("a draft head with a cache cannot be computed without one")
 
 
 def _refuse_states(cache: int) -> GroupInputs:

@@ -102,7 +102,21 @@ class LinearStateSpec:
         return self.num_value_heads * -(-self.num_rows // (2 * self.page_size))
 
 
-AttentionSpec = FullAttentionSpec | SlidingWindowSpec
+@dataclass(frozen=True)
+class DraftHeadSpec:
+    """The layer of a draft head, which sees all tokens. What is in its slots changes drafts alone, and no answer."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    @property
+    def window(self) -> int | None:
+        """Return None: a query sees all tokens before it."""
+        return None
+
+
+AttentionSpec = FullAttentionSpec | SlidingWindowSpec | DraftHeadSpec
 StateSpec = ConvolutionSpec | LinearTokensSpec | LinearStateSpec
 OwnCacheSpec = AttentionSpec | StateSpec
 LayerCacheSpec = OwnCacheSpec | SharedCacheSpec
@@ -120,6 +134,7 @@ class KVCacheGroupSpec:
     # Whether slots hold numbers of layers without attention, in float32. Queries of a step need no slots of the step's
     # own tokens then: only the last of these are written, as many as a ring has room for.
     is_state: bool = False
+    is_draft: bool = False  # whether these are layers of a draft head, which no layer of the model is compared with
 
 
 @dataclass(frozen=True)
@@ -215,7 +230,18 @@ class KVCacheSpec:
     @property
     def num_traced_heads(self) -> int:
         """The kv heads that stand for those of any layer: the least common multiple of their numbers."""
-        return math.lcm(*(group.num_kv_heads for group in self.groups if not group.is_state))
+        return math.lcm(*(group.num_kv_heads for group in self.attention_groups))
+
+    @property
+    def attention_groups(self) -> list[KVCacheGroupSpec]:
+        """The groups of the model's layers that attend."""
+        return [group for group in self.groups if not group.is_state and not group.is_draft]
+
+    @property
+    def full_caches(self) -> list[int]:
+        """The caches of the model's layers without a window."""
+        drafts = {i for group in self.groups if group.is_draft for i in group.caches}
+        return [i for i, window in enumerate(self.windows) if window is None and i not in drafts]
 
     @property
     def only_group(self) -> KVCacheGroupSpec:
@@ -227,12 +253,12 @@ class KVCacheSpec:
     @property
     def can_compare_layers(self) -> bool:
         """Whether the caches without a window are alike, so that a policy may rank slots of several ones together."""
-        return sum(None in group.windows for group in self.groups) <= 1
+        return sum(None in group.windows for group in self.attention_groups) <= 1
 
     @property
     def full_attention_group(self) -> KVCacheGroupSpec:
         """The caches without a window. Raises ValueError where they differ, or there are none."""
-        groups = self._group([i for i, window in enumerate(self.windows) if window is None])
+        groups = self._group(self.full_caches)
         if len(groups) != 1:
             found = "there is none" if not groups else "they differ in heads or head dims"
             raise ValueError(f"layers without a window must be alike here: {found}")
@@ -244,7 +270,8 @@ class KVCacheSpec:
             if self.source_cache(i) == i:
                 a = self.attention(i)
                 # Caches of states are of one kind in a group: each kind divides its pages in its own way.
-                alike = KVCacheGroupSpec((), a.num_kv_heads, a.k_dim, a.v_dim, (), isinstance(a, StateSpec))
+                kinds = isinstance(a, StateSpec), isinstance(a, DraftHeadSpec)
+                alike = KVCacheGroupSpec((), a.num_kv_heads, a.k_dim, a.v_dim, (), *kinds)
                 kind = replace(alike, windows=(a.window,)) if alike.is_state else alike
                 found.setdefault(kind, []).append(i)
         windows = self.windows

@@ -56,6 +56,7 @@ class GraphShape:
     groups: tuple[GroupShape, ...]
     noise_mode: int | None  # how scores are changed, a constant of noise.py; None without scoring
     looks: bool  # whether some tokens look at few slots
+    hidden_size: int  # numbers of the hidden states that the step loads; 0 if it loads none
 
     @property
     def T(self) -> int:
@@ -97,6 +98,7 @@ class GraphInputs:
         self.host_buffer = np.zeros(starts[-1], np.int32)
         self.device_buffer = torch.zeros(len(self.host_buffer), dtype=torch.int32, device=device)
         self.slot_mappings = [torch.zeros(g.L, g.G, shape.T, dtype=torch.int32, device=device) for g in shape.groups]
+        self.hidden_states = torch.zeros(shape.B, shape.hidden_size, device=device)
         self.host: dict[str, NDArray[Any]] = {}
         self.device_views: dict[str, Tensor] = {}
         for (name, x), begin in zip(inputs.items(), starts, strict=False):
@@ -133,6 +135,8 @@ class GraphInputs:
             self._fill_slot_inputs(batch)
         self._upload()
         views = self.device_views
+        if batch.hidden_states is not None:
+            self.hidden_states[: len(batch.rows)].copy_(batch.hidden_states, non_blocking=True)
         if pending:
             insert_pending_tokens(views["input_ids"], views["sources"], pending.sampled)
         fresh = FreshTokens(views["rows"], views["positions"], views["last_positions"])
@@ -162,6 +166,7 @@ class GraphInputs:
         tiles[:B, 1] = rows
         tiles[:B, 2] = starts[:-1]
         tiles[:B, 3] = starts[1:] - starts[:-1]
+        tiles[B:, 2] = np.arange(B, len(tiles)) * (len(self.host["positions"]) // len(tiles))
         tiles[B:, 3] = 0
         tiles[:B, 5] = starts[:-1]
         if "looks" in self.host:
@@ -239,7 +244,7 @@ class CUDAGraphRunner:
         """Return the shape of the graph that serves a step, or None if the step cannot be a graph."""
         T, B = len(batch.input_ids), len(batch.rows)
         batch_size = pad_batch_size(B)
-        if not B or T % B or batch_size is None or len(batch.logits_indices) != T or batch.hidden_states is not None:
+        if not B or T % B or batch_size is None or len(batch.logits_indices) != T:
             return None
         if not bool((batch.query_start_loc.diff() == T // B).all()):
             return None
@@ -261,7 +266,8 @@ class CUDAGraphRunner:
             groups.append(GroupShape(L, G, H, max_pages, demoted))
         noise_mode = plan.noise_mode_of(batch.scoring) if batch.scoring else None
         looks = any(x is not None and bool((x > 0).any()) for x in (group.tables.looks for group in batch.groups))
-        return GraphShape(batch_size, T // B, tuple(groups), noise_mode, looks)
+        hidden_size = 0 if batch.hidden_states is None else batch.hidden_states.shape[1]
+        return GraphShape(batch_size, T // B, tuple(groups), noise_mode, looks, hidden_size)
 
     def _capture(self, shape: GraphShape, batch: Batch) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
@@ -279,6 +285,7 @@ class CUDAGraphRunner:
                 input_ids=inputs.device_views["input_ids"],
                 positions=inputs.device_views["positions"],
                 logits_indices=torch.arange(shape.T, device=self.device),
+                hidden_states=inputs.hidden_states if shape.hidden_size else None,
             )
             return self.forward(step)
 

@@ -198,6 +198,37 @@ def attend(o: DeviceOperands, op: ops.Attend) -> Compute:
     return compute
 
 
+def write_cache(o: DeviceOperands, op: ops.WriteCache) -> Compute:
+    """Rotate keys, and write K and V. A token at position 0 gets position -1: its slot is a hole."""
+    rows = o.buffers[op.out]
+    H, G, D = op.heads
+    sizes = [G * D, G * op.v_dim]
+    cache = op.cache
+    rope = replace(op.rope, freqs=o.to_float32(op.rope.freqs)) if op.rope else None
+
+    def compute(s: DeviceStep) -> Tensor:
+        inputs = s.use_cache(cache)
+        k, v = torch.split(s.buffers[rows][:, H * D :], sizes, dim=1)
+        k, v = split_heads(k, G), split_heads(v, G)
+        if rope and len(k):
+            k = fresh_tokens.rotate(k, s.positions, rope)
+        seen = s.positions.masked_fill(s.positions == 0, -1)
+        fresh_tokens.write(inputs.kv, inputs.slot_mapping, k, v, seen)
+        return s.buffers[rows]
+
+    return compute
+
+
+def load_hidden_states(o: DeviceOperands, op: ops.LoadHiddenStates) -> Compute:
+    """Shift rows by one token, as the reference does."""
+    shift = WITHOUT_CACHES[ops.LoadHiddenStates](o, op)
+
+    def compute(s: DeviceStep) -> Tensor:
+        return shift(replace(s, first_tokens=s.requests[:, 2].long()))
+
+    return compute
+
+
 def convolve(o: DeviceOperands, op: ops.Convolve) -> Compute:
     """Convolve by one kernel, and write the rows by another."""
     x = o.buffers[op.x]
@@ -260,6 +291,8 @@ OPERATIONS: Lowerings = {
     ops.Activate: activate,
     ops.Scale: scale,
     ops.Attend: attend,
+    ops.WriteCache: write_cache,
+    ops.LoadHiddenStates: load_hidden_states,
     ops.Convolve: convolve,
     ops.AttendLinearly: attend_linearly,
 }

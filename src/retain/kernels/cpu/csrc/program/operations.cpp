@@ -224,6 +224,25 @@ static void check_layer(const StepArgs& s, int layer) {
     throw std::invalid_argument("the step has no tables of a layer");
 }
 
+static void check_sizes(const StepArgs& s, int layer, const QkvLayout& layout) {
+  check_layer(s, layer);
+  const GroupArgs& g = s.groups[s.layers[layer].first];
+  if (g.tables.G != layout.G || g.kv.k_dim != layout.k_dim || g.kv.v_dim != layout.v_dim)
+    throw std::invalid_argument("the slots of the step have other sizes than the program's");
+}
+
+static WriteArgs write_args(const State& state, int qkv, int layer, const QkvLayout& layout) {
+  const StepArgs& s = state.step;
+  const auto [group, i] = s.layers[layer];
+  const GroupArgs& g = s.groups[group];
+  const int64_t width = state.width(qkv);
+  const float* k = state.data(qkv) + layout.H * layout.k_dim;
+  const StridedRows keys = {k, width, layout.k_dim, DType::float32};
+  const StridedRows values = {k + layout.G * layout.k_dim, width, layout.v_dim, DType::float32};
+  return {g.kv, keys, values, g.slots + i * g.slot_layer_stride, g.slot_head_stride, g.slot_token_stride, s.pos, s.T,
+          layout.G};
+}
+
 struct AttentionOp {
   int qkv, out, layer;
   QkvLayout layout;
@@ -240,23 +259,11 @@ struct AttentionOp {
             layout.H / layout.G, params, scoring};
   }
 
-  WriteArgs write_args(const State& state) const {
-    const StepArgs& s = state.step;
-    const auto [group, i] = s.layers[layer];
-    const GroupArgs& g = s.groups[group];
-    const int64_t width = state.width(qkv);
-    const float* k = state.data(qkv) + layout.H * layout.k_dim;
-    const StridedRows keys = {k, width, layout.k_dim, DType::float32};
-    const StridedRows values = {k + layout.G * layout.k_dim, width, layout.v_dim, DType::float32};
-    return {g.kv, keys, values, g.slots + i * g.slot_layer_stride, g.slot_head_stride, g.slot_token_stride, s.pos, s.T,
-            layout.G};
-  }
-
   void run(State& state, ThreadTeam::Member& member) const {
     const AttentionArgs args = attention_args(state);
     if (member.id == 0) state.program.attention().build(args, member.size);
     if (layout.has_kv) {
-      const WriteArgs write = write_args(state);
+      const WriteArgs write = write_args(state, qkv, layer, layout);
       member.parallel_for(write.T, [&](int begin, int end) {
         if (params.key_offset) subtract_offset(state, begin, end);
         for (int g = 0; g < layout.G; ++g) selected_isa().write(write, g, begin, end);
@@ -264,7 +271,7 @@ struct AttentionOp {
     }
     member.barrier();
     if (layout.has_kv && args.kv.sketches) {
-      const WriteArgs write = write_args(state);
+      const WriteArgs write = write_args(state, qkv, layer, layout);
       member.parallel_for(write.T, [&](int begin, int end) {
         for (int t = begin; t < end; ++t) sketch_token(write, t);
       });
@@ -281,13 +288,37 @@ struct AttentionOp {
   }
 
   void check(const State& state) const {
-    const StepArgs& s = state.step;
-    check_layer(s, layer);
-    const GroupArgs& g = s.groups[s.layers[layer].first];
-    if (g.tables.G != layout.G || g.kv.k_dim != layout.k_dim || g.kv.v_dim != layout.v_dim)
-      throw std::invalid_argument("the slots of the step have other sizes than the program's");
+    check_sizes(state.step, layer, layout);
     retain::check(attention_args(state));
-    if (layout.has_kv) retain::check(write_args(state));
+    if (layout.has_kv) retain::check(write_args(state, qkv, layer, layout));
+  }
+};
+
+struct WriteCacheOp {
+  int rows, layer;
+  QkvLayout layout;
+
+  // Tokens at position 0 have no hidden state before them: their slots stay holes.
+  void run(State& state, ThreadTeam::Member& member) const {
+    const WriteArgs write = write_args(state, rows, layer, layout);
+    member.parallel_for(write.T, [&](int begin, int end) {
+      for (int t = begin; t <= end; ++t) {
+        if (t < end && write.pos[t] > 0) continue;
+        for (int g = 0; g < layout.G && begin < t; ++g) selected_isa().write(write, g, begin, t);
+        begin = t + 1;
+      }
+    });
+    if (!write.kv.sketches) return;
+    member.barrier();
+    member.parallel_for(write.T, [&](int begin, int end) {
+      for (int t = begin; t < end; ++t)
+        if (write.pos[t] > 0) sketch_token(write, t);
+    });
+  }
+
+  void check(const State& state) const {
+    check_sizes(state.step, layer, layout);
+    retain::check(write_args(state, rows, layer, layout));
   }
 };
 
@@ -338,17 +369,29 @@ struct LinearAttentionOp {
 };
 
 struct LoadHiddenStatesOp {
-  int out;
+  int out, in;  // `in` is below 0 where each request has one fresh token
 
-  void run_rows(const State& state, int begin, int end) const {
+  void run(State& state, ThreadTeam::Member& member) const {
+    const StepArgs& s = state.step;
+    const PageTables& tables = s.groups[0].tables;
     const int64_t n = state.width(out);
-    memcpy(state.data(out) + begin * n, state.step.hidden_states + begin * n, size_t(end - begin) * n * 4);
+    float* const y = state.data(out);
+    member.parallel_for(s.T, [&](int begin, int end) {
+      const int first = std::max(begin, 1);
+      if (in >= 0 && first < end) memcpy(y + first * n, state.data(in) + (first - 1) * n, size_t(end - first) * n * 4);
+      for (int b = 0; b < tables.B; ++b)
+        if (const int t = tables.query_start_loc[b]; tables.num_fresh(b) && begin <= t && t < end)
+          memcpy(y + t * n, s.hidden_states + b * n, size_t(n) * 4);
+    });
   }
 
   void check(const State& state) const {
-    if (!state.step.hidden_states || state.step.hidden_size != state.width(out))
+    const StepArgs& s = state.step;
+    if (!s.hidden_states || s.hidden_size != state.width(out))
       throw std::invalid_argument("the program needs " + std::to_string(state.width(out)) +
-                                  " hidden numbers of each token");
+                                  " hidden numbers of each request");
+    if (in < 0 && (s.groups.empty() || s.groups[0].tables.B != s.T))
+      throw std::invalid_argument("the program needs one fresh token of each request");
   }
 };
 
@@ -403,6 +446,11 @@ static void add_attention(Program& p, const Record& r) {
                      r.as<const AttentionParams&>("params")});
 }
 
+static void add_write_cache(Program& p, const Record& r) {
+  const auto [H, G, D] = r.as<std::tuple<int, int, int>>("heads");
+  p.push(WriteCacheOp{r.get("out"), r.get("cache"), {H, G, D, r.get("v_dim"), true}});
+}
+
 static void add_linear_attention(Program& p, const Record& r) {
   const auto [tokens, states] = r.as<std::pair<int, int>>("caches");
   p.push(LinearAttentionOp{r.get("qkv"), r.get("gates"), r.get("out"), tokens, states,
@@ -453,7 +501,9 @@ static const std::unordered_map<std::string, Add> OPERATIONS = {
     {"Attend", add_attention},
     {"Convolve", add_convolution},
     {"AttendLinearly", add_linear_attention},
-    {"LoadHiddenStates", [](Program& p, const Record& r) { p.push(LoadHiddenStatesOp{r.get("out")}); }},
+    {"WriteCache", add_write_cache},
+    {"LoadHiddenStates",
+     [](Program& p, const Record& r) { p.push(LoadHiddenStatesOp{r.get("out"), r.get("x")}); }},
     {"GatherRows", [](Program& p, const Record& r) { p.push(GatherRowsOp{r.get("x"), r.get("out")}); }},
 };
 

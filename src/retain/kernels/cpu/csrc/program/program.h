@@ -38,7 +38,7 @@ struct StepArgs {
   const std::vector<std::pair<int, int>>& layers;  // of the model: the group of the cache it reads, its place in there
   AttentionScoring scoring;
   const std::vector<RowRange>& bfloat16_rows;  // ascending: tokens that multiply quantized weights in bfloat16
-  const float* hidden_states;                  // [T, E], for an operation that loads them; else null
+  const float* hidden_states;                  // [B, E], for an operation that loads them; else null
   int hidden_size;                             // E
 };
 
