@@ -208,7 +208,7 @@ class CapacityPlanner:
 
         A model whose layers all slide keeps rings under every policy: that is `full`.
         """
-        if None not in self.spec.windows:
+        if not self.spec.full_caches:
             return policies.parse("full")
         share = getattr(policy, "share", "none")
         compares_layers = share in ("all", "fitted") or getattr(policy, "scope", "") == "shared"

@@ -18,6 +18,7 @@ from retain.kv.capacity import CapacityPlanner
 from retain.kv.checkpoints import Demand, Moment, TextCheckpoint
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
+from retain.kv.eviction.draft_head_policy import DraftHeadPolicy
 from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.query_blocks import QueryBlocks
@@ -92,7 +93,8 @@ class Row:
         self.evictors = []
         for tables in self.groups:
             if len(tables.full_layers(self.index)):
-                self.evictors.append(BudgetEvictor(policy, tables, self.index, self.parts.key_transform))
+                own = DraftHeadPolicy.of(policy) if tables.group.is_draft else policy
+                self.evictors.append(BudgetEvictor(own, tables, self.index, self.parts.key_transform))
 
     @contextmanager
     def _closed_on_error(self) -> Iterator[None]:
@@ -288,7 +290,7 @@ class Row:
         self.drop_copy()
         self.tables.pool.free(self.extra_pages)
         for evictor in self.evictors:
-            self.parts.num_evicted_slots[policies.name_of(evictor.policy)] += evictor.num_evicted
+            self.parts.num_evicted_slots[policies.name_of(self.policy)] += evictor.num_evicted
         self.parts.slots.close_row(self.index)
         self.parts.due.pop(self, None)
         del self.parts.rows[self.index]

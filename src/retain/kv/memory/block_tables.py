@@ -122,7 +122,7 @@ class BlockTables:
         self.ring_base[row] = self.counts[row] = self.peaks[row] = self.headroom[row] = 0
         self.allocated_upto[row] = 0
         self.rings[row] = RowRings(room)
-        self.mark_dirty(row, dense=True)
+        self.mark_dirty(row, dense=not self.group.is_draft)  # which has no slot of the first token
         return row
 
     def close_row(self, row: int) -> None:

@@ -59,14 +59,14 @@ def divide_pages(
     With `has_sketches` pages of groups with a layer that sees all tokens have sketches.
     """
     # Where each query head has a mass, these are the query heads of the model.
-    num_heads = score_columns * min((g.num_kv_heads for g in spec.groups if not g.is_state), default=1)
+    num_heads = score_columns * min((g.num_kv_heads for g in spec.attention_groups), default=1)
     largest = max(_slot_bytes(g, dtype) for g in spec.groups)
     formats = []
     demoted: list[PageFormat | None] = []
     for g in spec.groups:
         most = max(LARGEST_PAGE // page_size, 1)
         slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), int(log2(most)))
-        columns = num_heads // g.num_kv_heads if score_columns > 1 and not g.is_state else 1
+        columns = num_heads // g.num_kv_heads if score_columns > 1 and g in spec.attention_groups else 1
         formats.append(
             PageFormat(slots, _slot_dtype(g, dtype), g.k_dim, g.v_dim, columns, has_sketches and None in g.windows)
         )

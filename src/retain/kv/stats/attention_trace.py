@@ -49,7 +49,7 @@ class AttentionTrace:
         self.is_observed[:] = False
         self.is_kept[:] = False
         for t in groups:
-            if t.is_state:
+            if t.group.is_state or t.group.is_draft:
                 continue
             self.has_tokens[t.layers] = True
             self.is_observed[t.layers] = t.window[row] == NO_WINDOW
