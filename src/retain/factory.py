@@ -56,7 +56,8 @@ from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-Outputs = Literal["logits", "states", "both"]  # of a model's program
+# Of a model's program; "predictor": both, and the layer that predicts further tokens gets a program, too.
+Outputs = Literal["logits", "states", "both", "predictor"]
 
 # What stored keys are. It is part of a store's fingerprint, so change it with them.
 CACHED_KEYS = "less mean offset, balanced"
@@ -66,7 +67,8 @@ CACHED_KEYS = "less mean offset, balanced"
 class LoadedModel:
     """A model in memory. `key_transform` is of the keys in its cache; `rope_fingerprint` says how they rotate.
 
-    `embedding` is there where the program gives hidden states, for a draft head.
+    `embedding` is there where the program gives hidden states, for a draft head. `predictor` runs the layer that
+    predicts further tokens, where it was asked for.
     """
 
     path: Path
@@ -75,6 +77,7 @@ class LoadedModel:
     key_transform: KeyTransform
     rope_fingerprint: str = ""
     embedding: Embedding | None = None
+    predictor: HeadRunner | None = None
 
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
@@ -119,16 +122,15 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     options = parse_options(c)
     device = kernels.resolve_device(c.device)
     backend = load_backend(c, device)
-    named = filter(None, (options.drafter, *map(drafters.parse, later_drafters)))
-    loaded, tokenizer, pooling = load_with_tokenizer(
-        c, backend, device, progress, any(d.needs_hidden_states for d in named)
-    )
+    needs = {d.needs for d in (options.drafter, *map(drafters.parse, later_drafters)) if d}
+    outputs: Outputs = "predictor" if "predictor" in needs else "both" if "hidden states" in needs else "logits"
+    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, outputs)
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
     auto = AutoPolicy(loaded.gate_loader().policy_names, spec.kv_cache.can_compare_layers)
     allowed = [policies.parse(auto.choose(name)) for name in (c.kv_policy, *c.allow_policy)]  # there is room for them
-    query_heads = spec.num_heads // min(g.num_kv_heads for g in spec.kv_cache.groups)  # of a kv head
+    query_heads = spec.num_heads // min(g.num_kv_heads for g in spec.kv_cache.attention_groups)  # of a kv head
     kv_dtype = pool_dtype(c.slot_dtype)
     cache_config = CacheConfig(
         c.slots_per_page,
@@ -155,7 +157,8 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
         cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
-    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
+    state_size = spec.hidden_size if loaded.predictor else 0
+    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations, state_size)
     if device.type != "cpu":
         engine.depth = 2  # so that the device waits for the host as little as it can
     target = build_target(c, loaded, cache, tokenizer, cache_config)
@@ -225,14 +228,14 @@ def load_backend(c: Config, device: torch.device) -> Backend:
 
 
 def load_with_tokenizer(
-    c: Config, backend: Backend, device: torch.device, progress: bool, gives_states: bool
+    c: Config, backend: Backend, device: torch.device, progress: bool, outputs: Outputs
 ) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
-    """Load the model of a configuration; see `load_model` for what of its file is held afterwards."""
+    """Load the model of a configuration; see `load_model`. One that embeds gives states in place of other outputs."""
     path = resolve_model(c.model)
     checkpoint = open_checkpoint(path)
     reader = metadata_reader(checkpoint)
     pooling = choose_pooling(path, c.pooling, reader)
-    outputs: Outputs = "states" if pooling else "both" if gives_states else "logits"
+    outputs = "states" if pooling else outputs
     loaded = load_model(
         path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, outputs, checkpoint
     )
@@ -249,7 +252,7 @@ def resolve_max_model_len(given: int | None, limit: int) -> int:
 def warn_of_windows(allowed: Sequence[EvictionPolicy], spec: ModelSpec) -> None:
     """Say in the log in how many layers a budget evicts, where it is not all of them."""
     if any(p.has_budget for p in allowed) and spec.kv_cache.has_states:
-        num_full = sum(window is None for window in spec.kv_cache.windows)
+        num_full = len(spec.kv_cache.full_caches)
         text = "budgets apply to full attention, in %d of %d layers: windows and states keep what they need"
         log.warning(text, num_full, spec.num_layers)
 
@@ -296,10 +299,16 @@ def build_target(
         program = cache.backend.program(dtype, device, target.runner.program)
         opened = open_weights(path, dtype, weights, vector_dtype=program.vector_dtype, context_limit=longest)
         shared = HeadTarget(target.spec, target.embedding, target.key_transform.factors)
-        return HeadRunner(program, models.build_head(opened, shared, program))
+        head = models.build_head(opened, shared, program)
+        return HeadRunner(program, head.hidden_size, head.restrict)
 
     return TargetModel(
-        target.runner, cache, load_draft_model, lambda weights: load(None, weights).runner, load_draft_head
+        target.runner,
+        cache,
+        load_draft_model,
+        lambda weights: load(None, weights).runner,
+        load_draft_head,
+        target.predictor,
     )
 
 
@@ -343,12 +352,15 @@ def load_model(
     program = backend.program(dtype, device)
     has_head = outputs != "states"
     opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head, checkpoint)
-    decoder = models.build(opened, program, gives_states=outputs == "both")
+    gives_states = outputs in ("both", "predictor")
+    predictor = backend.program(dtype, device, program) if outputs == "predictor" else None
+    decoder = models.build(opened, program, gives_states, predictor)
     log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
     runner = ProgramRunner(program)
-    embedding = decoder.token_embedding if outputs == "both" else None
+    embedding = decoder.token_embedding if gives_states else None
+    head = HeadRunner(predictor, decoder.spec.hidden_size) if predictor else None
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
-    return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes), embedding)
+    return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes), embedding, head)
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:

@@ -16,7 +16,7 @@ from retain import factory, kernels, models
 from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
-from retain.engine.runner import ProgramRunner, Runner
+from retain.engine.runner import HeadRunner, ProgramRunner, Runner
 from retain.kernels.api import KV
 from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kv.capacity import CacheConfig
@@ -36,7 +36,7 @@ from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 from tests.helpers.gates import random_gate
-from tests.helpers.tiny_heads import load_assistant
+from tests.helpers.tiny_heads import load_assistant, with_predictor
 from tests.helpers.tiny_models import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a noised policy
@@ -93,8 +93,10 @@ def make_engine(
     kernel = kernels.load(backend, device)
     slot_dtype = kv_dtype or dtype
     program = kernel.program(dtype, device)
-    gives_states = drafter is not None and drafter.needs_hidden_states
-    model = models.build(Weights(tiny_checkpoint(family), dtype, weights), program, gives_states)
+    needs = drafter.needs if drafter else "tokens"
+    predictor = kernel.program(dtype, device, program) if needs == "predictor" else None
+    checkpoint = with_predictor(tiny_checkpoint(family)) if predictor else tiny_checkpoint(family)
+    model = models.build(Weights(checkpoint, dtype, weights), program, needs != "tokens", predictor)
     spec = model.spec.kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
@@ -142,8 +144,9 @@ def make_engine(
         return other.runner, other.cache
 
     if drafter:
-        drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner, load_draft_head))
-    return PlanningEngine(runner, cache, drafter, prompt_activations)
+        head = HeadRunner(predictor, model.spec.hidden_size) if predictor else None
+        drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner, load_draft_head, head))
+    return PlanningEngine(runner, cache, drafter, prompt_activations, model.spec.hidden_size if predictor else 0)
 
 
 def limit_resident_slots(kv: KV, n: int) -> None:

@@ -24,6 +24,7 @@ from retain.kernels.slots.pool_dtypes import INT4, pool_dtype, slots_in_page
 from retain.kv.eviction import policies
 from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.policy import EvictionPolicy
+from retain.models import load_family
 from retain.models.decoder import ModelSpec
 from retain.options import option_values
 from retain.sampling_params import SamplingParams
@@ -61,6 +62,7 @@ DRAFTERS_ON_OWN_CACHE = (  # for models whose layers are alike
     "self:k=3,dtype=int8",
     "self:dtype=k8v4",
 )
+PREDICTORS = ("mtp:k=4", "mtp", "mtp:k=7")
 DRAFTERS_OF_GEMMA4 = ("assistant:k=4,model=any", "assistant:model=ordered", "assistant:k=7,model=any,weights=int8")
 TIERS = (
     ("ram:capacity=300kB",),
@@ -224,6 +226,8 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(spec.groups) == 1)) if rng.random() < 0.6 else ""
     if drafter and family == "gemma4_text" and seed % 4:
         drafter = DRAFTERS_OF_GEMMA4[seed % 4 - 1]
+    if drafter and seed % 4 and hasattr(load_family(family), "PREDICTION_LAYER"):
+        drafter = PREDICTORS[seed % 4 - 1]
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:
         drafter = ""  # such a copy saves nothing, and is refused

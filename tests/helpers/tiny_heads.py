@@ -10,12 +10,13 @@ from torch import Tensor
 
 from retain.engine.runner import HeadRunner
 from retain.kernels.api import Program
-from retain.models import build_head
+from retain.models import build_head, load_family
 from retain.models.decoder import Decoder
 from retain.models.heads import HeadTarget
+from retain.models.mtp import QWEN_NAMES
 from retain.models.weights import Weights
 from tests.helpers.gguf_files import write_gguf
-from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes
+from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes, tiny_checkpoint
 
 NUM_CLUSTERS, TOP_CLUSTERS = 16, 4
 HIDDEN_SIZE = 32
@@ -71,6 +72,22 @@ def tiny_assistant(target: dict[str, Any], seed: int = 0, ordered: bool = False)
     return AssistantCheckpoint(config, shapes, seed)
 
 
+def with_predictor(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
+    """Return the checkpoint with a layer that predicts further tokens, named as the family's files have it."""
+    config = checkpoint.config
+    family = load_family(config["model_type"])
+    layer = family.PREDICTION_LAYER.number(config)
+    extended = tiny_checkpoint(**config | family.PREDICTION_LAYER.add_layer(config))
+    prefix = next(n for n in extended.shapes if f"layers.{layer}." in n).partition("layers.")[0] + f"layers.{layer}."
+    own = {n.removeprefix(prefix): shape for n, shape in extended.shapes.items() if n.startswith(prefix)}
+    E = config.get("text_config", config)["hidden_size"]
+    names = {v: k for k, v in QWEN_NAMES.items()} if family.PREDICTION_LAYER.norm_offset else {}
+    ends = {"eh_proj": (E, 2 * E), "enorm": (E,), "hnorm": (E,), "shared_head.norm": (E,)}
+    shapes = {f"{names.get(n, prefix + n)}.weight": shape for n, shape in ends.items()}
+    shapes |= {f"{'mtp.layers.0.' if names else prefix}{n}": shape for n, shape in own.items()}
+    return TinyCheckpoint(config, checkpoint.shapes | shapes, checkpoint.seed)
+
+
 def load_assistant(
     program: Program,
     target: Decoder,
@@ -82,9 +99,8 @@ def load_assistant(
     """Load the tiny assistant of a target into a program of a dtype."""
     checkpoint = tiny_assistant(config, ordered=ordered)
     weights = Weights(checkpoint, dtype, quantization, vector_dtype=program.vector_dtype)
-    return HeadRunner(
-        program, build_head(weights, HeadTarget(target.spec, target.token_embedding, target.key_factors), program)
-    )
+    head = build_head(weights, HeadTarget(target.spec, target.token_embedding, target.key_factors), program)
+    return HeadRunner(program, head.hidden_size, head.restrict)
 
 
 def write_assistant_gguf(path: Path, checkpoint: AssistantCheckpoint, ggml_type: str = "F32") -> Path:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,10 +15,7 @@ from torch import Tensor
 
 from retain import LLM
 from retain.engine import drafters
-from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Drafter
 from retain.engine.request import Request
-from retain.engine.runner import Runner
 from retain.kernels import import_backend
 from retain.kernels.api import Batch
 from retain.kernels.slots.pool_dtypes import INT4
@@ -28,33 +24,17 @@ from retain.models.weights import Weights
 from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
 from tests.helpers import tiny_heads
-from tests.helpers.engines import iter_steps, make_engine, make_request, run_to_completion
+from tests.helpers.drafts import RecordingRunner, check_drafts_follow, check_greedy_and_hits
+from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, save_tiny_smollm2
 from tests.helpers.gguf_hybrids import STORABLE
 from tests.helpers.marks import slow
-from tests.helpers.schedule_runner import WatchedDrafter
 from tests.helpers.tiny_heads import AssistantCheckpoint, tiny_assistant, write_assistant_gguf
 from tests.helpers.tiny_models import CONFIGS, TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
 PROMPT = [random.Random(3).randrange(128) for _ in range(60)]
 E_SERIES = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128}
-
-
-class RecordingRunner:
-    """Records the logits of another runner."""
-
-    def __init__(self, runner: Runner):
-        self.runner = runner
-        self.logits: list[Tensor] = []
-
-    def forward(self, batch: Batch) -> Tensor:
-        self.logits.append(self.runner.forward(batch).clone())
-        return self.logits[-1]
-
-    @property
-    def hidden_states(self) -> Tensor | None:
-        return self.runner.hidden_states
 
 
 @torch.inference_mode()
@@ -119,15 +99,6 @@ def test_drafts_equal_those_of_transformers(
         assert (expected[~named].max() < expected[named].max()) and int(named.sum(1).min()) == 4 * 128 // 16
 
 
-POLICIES = [
-    "full",
-    "ring:window=24",
-    "sinks:budget=40,interval=3",
-    "h2o:budget=50%,interval=5,look=30",
-    "look:slots=20",
-]
-
-
 @pytest.mark.parametrize(
     "spec", ["assistant:k=5,model=any", *slow("assistant:k=3,model=ordered", "assistant:model=any")]
 )
@@ -136,33 +107,7 @@ POLICIES = [
 def test_greedy_tokens_and_hits_are_those_of_plain_decoding(
     spec: str, backend: str, kv_dtype: torch.dtype | None
 ) -> None:
-    """In company of other policies, behind prefixes of any length, and where requests are preempted."""
-    if reason := import_backend(backend).unavailable_reason():
-        pytest.skip(reason)
-
-    num_tokens = 8 if backend == "triton" else 30  # the interpreter is slow
-
-    def run(drafter: Drafter | None) -> list[Request]:
-        engine = make_engine(
-            "gemma4_text", backend=backend, kv_dtype=kv_dtype, looks=True, prefix_cache="exact", drafter=drafter
-        )
-        done = []
-        for turn in range(2):
-            prompts = [[*PROMPT[: 60 - 7 * i * turn], *[5, i, 9][: 3 * turn]] for i in range(5)]
-            requests = [make_request(p, num_tokens, policy) for p, policy in zip(prompts, POLICIES, strict=True)]
-            engine.add(*requests)
-            for step in iter_steps(engine):
-                if step == num_tokens // 4:
-                    engine.scheduler.preempt(next(iter(engine.scheduler.running)))
-            done += requests
-        return done
-
-    plain = run(None)
-    drafted = run(drafters.parse(spec))
-    assert [r.output_tokens for r in drafted] == [r.output_tokens for r in plain]
-    assert [r.stats.num_cached_tokens for r in drafted] == [r.stats.num_cached_tokens for r in plain]
-    assert any(r.stats.num_cached_tokens for r in plain) and sum(r.stats.num_preemptions for r in drafted)
-    assert sum(sum(r.stats.spec_decode.num_drafted_per_position) for r in drafted) > 3 * num_tokens * ("k=" in spec)
+    check_greedy_and_hits("gemma4_text", spec, backend, kv_dtype)
 
 
 @pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
@@ -290,51 +235,9 @@ def test_an_assistant_shares_the_token_embeddings_of_its_target(backend: str) ->
     assert sizes[0] - sizes[1] == 4 * 128 * 64
 
 
-@dataclass
-class ExactDrafter(WatchedDrafter):
-    """The assistant, whose drafts are recorded with their text; a random number of them then become the right ones."""
-
-    error_rate: float = 0.0
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # by prompt
-    found: list[tuple[list[int], list[int]]] = field(default_factory=list)
-
-    def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
-        self.drafter.propose(draft_limits, rows)
-        for request, _ in draft_limits:
-            self.found.append((list(request.tokens), list(request.drafts)))
-            n = self.rng.randint(0, len(request.drafts))
-            rest = self.answers[tuple(request.prompt)][request.num_output_tokens :]
-            request.set_drafts([*rest[:n], *request.drafts[n:]][: len(request.drafts)])
-
-
 @pytest.mark.parametrize("backend", ["cpu", *slow("reference")])
 def test_drafts_follow_from_the_text_whatever_happened(backend: str) -> None:
-    """Behind accepted and rejected drafts, in company, after preemption, with equal prompts, and behind hits."""
-    prompts = [PROMPT[:n] for n in (20, 33, 47, 33, 60, 20)]
-
-    def run(drafter: Drafter | None, **options: Any) -> list[list[int]]:
-        engine = make_engine("gemma4_text", backend=backend, prefix_cache="exact", drafter=drafter, **options)
-        requests = [make_request(p, 25) for p in prompts]
-        engine.add(*requests)
-        for step in iter_steps(engine):
-            if step in (4, 9, 13):
-                engine.scheduler.preempt(next(iter(engine.scheduler.running)))
-        return [r.output_tokens for r in requests]
-
-    plain = run(None)
-    answers = {tuple(p): a for p, a in zip(prompts, plain, strict=True)}
-    drafter = ExactDrafter(drafters.parse("assistant:k=3,model=any"), answers=answers)
-    assert run(drafter, max_running_requests=4) == plain
-    assert len(drafter.found) > 50
-    for tokens, drafted in drafter.found[::3]:
-        again = ExactDrafter(drafters.parse("assistant:k=3,model=any"), answers={tuple(tokens[:-1]): [0] * 9})
-        alone = make_engine("gemma4_text", backend=backend, drafter=again)
-        request = make_request(tokens[:-1], 9)
-        alone.add(request)
-        alone.step()
-        assert request.output_tokens == tokens[-1:]
-        alone.step()
-        assert again.found[0][1][: len(drafted)] == drafted
+    check_drafts_follow("gemma4_text", "assistant:k=3,model=any", backend, prefix_cache="exact")
 
 
 def test_a_replayed_graph_gives_its_own_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:

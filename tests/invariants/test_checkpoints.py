@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel
+from retain.engine.drafters import TargetModel, TargetPart
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels.slots.pool_dtypes import INT4
@@ -101,7 +101,7 @@ class WrongDrafter:
 
     k = "3"
     max_draft_tokens = 3
-    needs_hidden_states = False
+    needs: ClassVar[TargetPart] = "tokens"
 
     def attach(self, target: TargetModel) -> None:
         """Need nothing."""

@@ -6,6 +6,7 @@ Every request ends, and no request writes into a page of another.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from torch import Tensor
 from retain import kernels
 from retain.engine import drafters
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel
+from retain.engine.drafters import TargetModel, TargetPart
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
@@ -74,7 +75,8 @@ class NullRunner:
 class RandomDrafter:
     """Draft a number of tokens that depends on the request, without regard to its text."""
 
-    k, max_draft_tokens, needs_hidden_states = "9", 9, False
+    k, max_draft_tokens = "9", 9
+    needs: ClassVar[TargetPart] = "tokens"
 
     def attach(self, target: TargetModel) -> None:
         pass

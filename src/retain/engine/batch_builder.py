@@ -19,9 +19,12 @@ from retain.types import Floats
 
 
 def build_batch(
-    scheduled: Sequence[ScheduledRequest], cache: KVCacheManager, prompt_activations: str = "int8"
+    scheduled: Sequence[ScheduledRequest], cache: KVCacheManager, prompt_activations: str = "int8", state_size: int = 0
 ) -> Batch:
-    """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`."""
+    """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`.
+
+    With a `state_size` each request brings the hidden state before its first fresh token, and its last one has logits.
+    """
     rows = [s.row.index for s in scheduled]
     query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
     first_positions = [s.request.next_position for s in scheduled]
@@ -30,7 +33,7 @@ def build_batch(
         rows=rows,
         first_positions=first_positions,
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
-        num_logits=[s.num_logits for s in scheduled],
+        num_logits=[s.num_logits or bool(state_size) for s in scheduled],
     )
     if (looks := build_looks(scheduled, cache)) is not None:
         groups = [_with_looks(group, looks) for group in batch.groups]
@@ -40,7 +43,17 @@ def build_batch(
         scoring=build_attention_scoring(scheduled),
         before_attention=cache.attention_hook(rows, first_positions, query_start_loc),
         bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
+        hidden_states=stack_states(scheduled, state_size, cache.kv.device) if state_size else None,
     )
+
+
+def stack_states(scheduled: Sequence[ScheduledRequest], size: int, device: torch.device) -> Tensor:
+    """Return the hidden state before the first fresh token of each request, [B, size]; zeros where it is not known.
+
+    It is not at the beginning of a text and behind a prefix hit, which changes one slot of a draft head.
+    """
+    unknown = torch.zeros(size, device=device)
+    return torch.stack([unknown if s.request.hidden_state is None else s.request.hidden_state for s in scheduled])
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:

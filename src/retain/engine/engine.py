@@ -41,10 +41,13 @@ class Engine:
         cache: KVCacheManager,
         drafter: Drafter | None = None,
         prompt_activations: str = "int8",
+        state_size: int = 0,
     ):
+        """`state_size`: numbers of the hidden state that each request brings into a step; 0 where none is loaded."""
         self.runner = runner
         self.cache = cache
         self.prompt_activations = prompt_activations
+        self.state_size = state_size
         self.speculator = Speculator(drafter)
         self.sharing = PromptSharing()
         self.scheduler = Scheduler(cache, self.sharing)
@@ -95,7 +98,8 @@ class Engine:
         logits = self.runner.forward(batch)  # [N, V]
         self._requeue_failed_loads(scheduled)
         try:
-            samples = self._sample(logits, scheduled)
+            logits, states = self._take_states(logits, scheduled)
+            samples = self._sample(logits, states, scheduled)
             needed_logits = self._commit(logits, scheduled)
         except BaseException:
             self._restart_followers(scheduled)
@@ -164,8 +168,28 @@ class Engine:
 
     def _build_batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
         """Build the batch of a step, with the tokens that are still pending."""
-        batch = build_batch(scheduled, self.cache, self.prompt_activations)
+        batch = build_batch(scheduled, self.cache, self.prompt_activations, self.state_size)
         return insert_pending_tokens(batch, scheduled, self.pending_steps)
+
+    def _take_states(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> tuple[Tensor, Tensor | None]:
+        """Give requests without drafts the hidden state of their last token. Returns the logits and states to read.
+
+        Where requests bring states into a step, `logits` have a row for the last token of each, whether it is read.
+        """
+        states = self.runner.hidden_states if self.state_size or self.speculator.needs_hidden_states else None
+        if states is None:
+            return logits, None
+        states = states.clone()
+        needed: list[int] = []
+        end = 0
+        for s in scheduled:
+            num_rows = s.num_logits or bool(self.state_size)
+            end += num_rows
+            needed += range(end - s.num_logits, end)
+            if num_rows and self.scheduler.is_running(s) and not (s.request.drafts or s.request.scoring):
+                for request in {s.request, *self.sharing.completing(s.request, s.num_tokens)}:
+                    request.hidden_state = states[end - 1]
+        return select_rows(logits, needed), select_rows(states, needed)
 
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""
@@ -175,7 +199,7 @@ class Engine:
                 if load.failed:
                     self.scheduler.requeue(s.request)
 
-    def _sample(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> Samples:
+    def _sample(self, logits: Tensor, states: Tensor | None, scheduled: Sequence[ScheduledRequest]) -> Samples:
         """Sample the next tokens of every request whose tokens are all computed, its followers included."""
         requests: list[Request] = []
         indices: list[int] = []  # of logits
@@ -187,7 +211,6 @@ class Engine:
                 if s.request.will_sample(s.num_tokens) if is_leader else not request.input.forced_tokens:
                     requests.append(request)
                     indices += range(end - 1 - len(request.drafts), end)
-        states = self.runner.hidden_states if self.speculator.needs_hidden_states else None
         return sample(select_rows(logits, indices), requests, None if states is None else states[indices])
 
     def _restart_followers(self, scheduled: Sequence[ScheduledRequest]) -> None:

@@ -74,8 +74,8 @@ class Request:
 
     `text` is prompt and answer; the first `num_computed_tokens` of its tokens have their K and V in slots. `drafts` are
     guesses of the next tokens, which the next step verifies; `draft_probs` [K, V] the distributions that they were
-    sampled from, or None if they were certain. `hidden_state` [E] is what gave the newest token its logits, where a
-    drafter reads it. `id`s ascend with the order of creation.
+    sampled from, or None if they were certain. `hidden_state` [E] is that of the last computed token, where a drafter
+    reads it. `id`s ascend with the order of creation.
     """
 
     _ids: ClassVar = itertools.count()
@@ -145,6 +145,7 @@ class Request:
     def reset(self) -> None:
         """Forget all progress: the request waits, and everything is computed again."""
         self.num_computed_tokens = 0
+        self.hidden_state = None
         for scoring in self.scoring_passes:
             scoring.num_done = 0
         self.set_drafts([])

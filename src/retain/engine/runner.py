@@ -10,7 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from retain.kernels.api import Batch, Program
-from retain.models.heads import DraftHead
+from retain.models.heads import Restrict
 
 
 class Runner(Protocol):
@@ -43,19 +43,21 @@ class ProgramRunner:
 class HeadRunner:
     """Run a draft head, whose program may restrict the tokens that have logits."""
 
-    def __init__(self, program: Program, head: DraftHead):
+    def __init__(self, program: Program, hidden_size: int, restrict: Restrict | None = None):
+        """`hidden_size` and `restrict` as those of a `DraftHead`."""
         self.program = program
-        self.head = head
+        self.hidden_size = hidden_size
+        self.restrict = restrict
 
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of a batch that has hidden states; -inf for tokens that the head leaves out."""
         logits = self.program.run(batch)
         states = self.program.hidden_states
         assert states is not None
-        return self.head.restrict(logits, states[:, self.head.hidden_size :]) if self.head.restrict else logits
+        return self.restrict(logits, states[:, self.hidden_size :]) if self.restrict else logits
 
     @property
     def hidden_states(self) -> Tensor | None:
         """The hidden states for the next tokens, [N, E]."""
         states = self.program.hidden_states
-        return None if states is None else states[:, : self.head.hidden_size]
+        return None if states is None else states[:, : self.hidden_size]

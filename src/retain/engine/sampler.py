@@ -44,10 +44,11 @@ class Samples:
     hidden_states: Tensor | None = None  # [N, E], where a drafter reads them
 
     def keep_hidden_states(self, sampled: Mapping[Request, SampledTokens]) -> None:
-        """Give each request the hidden state behind the last draft that was accepted."""
+        """Give each request that had drafts the hidden state behind the last one that was accepted."""
         if self.hidden_states is not None:
             for request, start in zip(self.requests, self.starts, strict=False):
-                request.hidden_state = self.hidden_states[start + len(sampled[request]) - 1]
+                if request in self.drafts:
+                    request.hidden_state = self.hidden_states[start + len(sampled[request]) - 1]
 
     def read(self) -> list[SampledTokens]:
         """Return the tokens of each request, with log-probabilities for those that want them.

@@ -20,12 +20,14 @@ from torch import Tensor
 from retain.files import quote, shorten
 from retain.kernels.ops import Operation, WidthError
 from retain.kernels.weights.weight import Weight
+from retain.models import mtp
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.heads import DraftHead, HeadTarget, load_head
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.passes.note_attention import note_attention
+from retain.models.passes.observe import observe
 from retain.models.passes.tap import tap
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
@@ -58,10 +60,13 @@ class Target(Protocol):
         """Return the sum of factors[i] * w[i]^2 over each row w."""
 
 
-def build(weights: Weights, program: Target, gives_states: bool = False) -> Decoder:
+def build(
+    weights: Weights, program: Target, gives_states: bool = False, predictor_program: Target | None = None
+) -> Decoder:
     """Build the decoder of a checkpoint, and load its operations into a program, which checks every shape.
 
-    Without a head the program returns the states that the head would read. With `gives_states` it gives both.
+    Without a head the program returns the states that the head would read. With `gives_states` it gives both. With a
+    `predictor_program` that gets the layer that predicts further tokens; its cache is the last one of the spec.
 
     Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
     match the tensors, and for a tensor that the family does not use.
@@ -70,13 +75,19 @@ def build(weights: Weights, program: Target, gives_states: bool = False) -> Deco
     if not getattr(family, "READS_PER_LAYER_CONFIG", False):
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
     with explained_errors():
-        decoder: Decoder = family.build(weights)
+        extended = mtp.extend(weights, family) if predictor_program else weights
+        decoder: Decoder = family.build(extended)
+        decoder, predictor = mtp.split(decoder, extended, family) if predictor_program else (decoder, None)
         spec = decoder.spec
         operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
         operations = note_attention(operations, decoder.attention)
         if not weights.has_head:
             operations = headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
+        if predictor and decoder.norm:
+            operations = observe(operations, decoder.norm, predictor)
         program.load(tap(operations) if gives_states else operations)
+        if predictor and predictor_program:
+            predictor_program.load(predictor.emit())
     ignored = getattr(family, "IGNORED_TENSORS", ())
     if hasattr(family, "ignored_tensors"):
         ignored = family.ignored_tensors(weights.config)

@@ -7,7 +7,8 @@ class in transformers, and reads no others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from retain.files import quote
@@ -88,6 +89,31 @@ def get_late_windows(c: Mapping[str, Any]) -> tuple[int | None, ...]:
     layers = range(c["num_hidden_layers"])
     layer_types = get_layer_types(c, ["full_attention" if i < first else "sliding_attention" for i in layers])
     return get_windows(layer_types, c["sliding_window"] if c["use_sliding_window"] else None)
+
+
+@dataclass(frozen=True)
+class PredictionLayer:
+    """The layer behind the last one that predicts further tokens (MTP), as the files of a family have it."""
+
+    add_layer: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # what a config says with this layer as its last
+    norm_offset: float = 0.0  # its norms multiply by w + this
+    passes_normed: bool = False  # whether a draft reads the state of the one before it behind the norm, as in vLLM
+
+    def number(self, c: Mapping[str, Any]) -> int:
+        """Return the number of the layer."""
+        changed = self.add_layer(c)
+        return int(changed.get("text_config", changed)["num_hidden_layers"]) - 1
+
+    def of_text(self) -> PredictionLayer:
+        """Return the same for a config that has the text model's inside."""
+        return replace(
+            self, add_layer=lambda c: {"text_config": {**c["text_config"], **self.add_layer(c["text_config"])}}
+        )
+
+
+def one_more_layer(c: Mapping[str, Any], **types: Sequence[str]) -> dict[str, Any]:
+    """Return what a config says with one layer more. `types` has the types of all layers, by key."""
+    return {"num_hidden_layers": c["num_hidden_layers"] + 1, **{key: list(own) for key, own in types.items()}}
 
 
 def prediction_block(c: Mapping[str, Any]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from retain.kernels.weights.weight import stack_rows
 from retain.models import llama_like
 from retain.models.decoder import Attention, BranchLayer, Decoder, DecoderLayer, ModelSpec, PreNormLayer, load_ends
 from retain.models.experts import SharedExpertMixture, load_shared_expert, load_softmax_mixture
-from retain.models.family_config import get_layer_types
+from retain.models.family_config import PredictionLayer, add_defaults, get_layer_types, one_more_layer
 from retain.models.layers import Embedding, Layer, Linear, RMSNorm, load_linear, load_norm, resolve_activation
 from retain.models.linear_attention import (
     ConvolvedAttention,
@@ -43,7 +43,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers in all these families; each h
     "full_attention_interval": 4,
 }
 ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-IGNORED_TENSORS = (r"mtp\..*",)  # a block that predicts further tokens
+IGNORED_TENSORS = (r"mtp\..*",)  # a layer that predicts further tokens
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 LoadMLP = Callable[[Weights, int], Layer]
@@ -69,6 +69,16 @@ def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     period = c["full_attention_interval"]
     default = [LAYER_TYPES[(i + 1) % period == 0] for i in range(c["num_hidden_layers"])]
     return get_layer_types(c, default, LAYER_TYPES)
+
+
+def prediction_layer(defaults: Mapping[str, Any]) -> PredictionLayer:
+    """Return how files have a layer that predicts further tokens, in a family with these defaults."""
+
+    def add_layer(config: Mapping[str, Any]) -> Mapping[str, Any]:
+        c = add_defaults(config, defaults)
+        return one_more_layer(c, layer_types=[*read_layer_types(c), "full_attention"])
+
+    return PredictionLayer(add_layer, norm_offset=1.0, passes_normed=True)
 
 
 def load_split_projections(w: Weights, p: LinearAttention) -> tuple[Linear, Linear, Linear]:

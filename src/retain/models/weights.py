@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -55,10 +55,16 @@ class Weights:
         self.config = FamilyConfig(checkpoint.config)
         self._on_read = on_read
         self._names = checkpoint.names()
+        self._aliases: Mapping[str, str] = {}
         self._used: set[str] = set()  # full names; shared by all scopes
 
     def __contains__(self, name: str) -> bool:
-        return self.prefix + name in self._names
+        full = self.prefix + name
+        return full in self._names or full in self._aliases
+
+    def names(self) -> Set[str]:
+        """Return the full names of all tensors, under which they may be asked for."""
+        return self._names | self._aliases.keys()
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self.checkpoint.read(self.full_name(name)).to(self.vector_dtype)
@@ -104,6 +110,12 @@ class Weights:
         changed.config = config
         return changed
 
+    def with_aliases(self, aliases: Mapping[str, str]) -> Weights:
+        """Return the same weights, where some tensors have further names; `aliases` maps those to the file's."""
+        changed = copy(self)
+        changed._aliases = aliases
+        return changed
+
     def with_defaults(self, defaults: Mapping[str, Any], other_names: Mapping[str, str] | None = None) -> Weights:
         """Return the same weights with the defaults of a family in their config (see add_defaults)."""
         return self.with_config(add_defaults(self.config, defaults, other_names))
@@ -114,7 +126,7 @@ class Weights:
 
     def full_name(self, name: str) -> str:
         """Return the name in the checkpoint of a tensor to be used. Raises ValueError where there is no such tensor."""
-        full = self.prefix + name
+        full = self._aliases.get(self.prefix + name, self.prefix + name)
         if full not in self._names:
             model = quote(self.config.get("model_type"))
             raise ValueError(f"the model file has no tensor {full!r}: it is damaged, or not a {model} model")

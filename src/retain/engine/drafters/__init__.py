@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 from retain.engine.cache_interface import RequestRow
 from retain.engine.request import Request
@@ -20,6 +20,8 @@ from retain.options import Bounds
 from retain.plugins import load_plugin, plugin_names
 
 DRAFT_LENGTH = Bounds(1)
+# What a drafter reads of its target, beside tokens: hidden states, or the layer that predicts further tokens, too.
+TargetPart = Literal["tokens", "hidden states", "predictor"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class TargetModel:
     `load_draft_model` takes the name of a model and its quantization; `load_requantized_runner` loads the target again
     with another quantization, to run on the same cache; `load_draft_head` takes the name of a head and its
     quantization, and returns what reads hidden states and that cache. It raises ValueError where the target gives none.
+    `predictor` runs the layer of the target that predicts further tokens, if it was loaded.
     """
 
     runner: Runner
@@ -36,6 +39,7 @@ class TargetModel:
     load_draft_model: Callable[[str, str], tuple[Runner, KVCacheManager]]
     load_requantized_runner: Callable[[str], Runner]
     load_draft_head: Callable[[str, str], Runner]
+    predictor: Runner | None = None
 
 
 class Drafter(Protocol):
@@ -44,8 +48,8 @@ class Drafter(Protocol):
     k: str  # drafts of a request in a round; auto: as many as are worth their time, at most max_draft_tokens
 
     @property
-    def needs_hidden_states(self) -> bool:
-        """Whether it reads `Request.hidden_state`."""
+    def needs(self) -> TargetPart:
+        """What it reads of the target."""
 
     @property
     def max_draft_tokens(self) -> int:

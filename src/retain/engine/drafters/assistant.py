@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
-import torch
 from torch import Tensor
 
-from retain.engine.batch_builder import pack_tokens
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel
+from retain.engine.drafters import TargetModel, TargetPart
 from retain.engine.request import Request
 from retain.engine.runner import Runner
-from retain.engine.spec_decode.draft_loop import draft_autoregressive
+from retain.engine.spec_decode.head_loop import draft_with_head
 from retain.kernels.api import Tables
 from retain.kv.manager import KVCacheManager
 
@@ -26,7 +25,7 @@ from retain.kv.manager import KVCacheManager
 class Drafter:
     """`model`: the folder of the assistant, or its .gguf file; `weights`: bf16, int8, int4, or auto as in its file."""
 
-    needs_hidden_states = True
+    needs: ClassVar[TargetPart] = "hidden states"
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"
@@ -54,33 +53,16 @@ class Drafter:
     def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of requests whose newest token has been sampled with a hidden state."""
         assert self._runner and self._cache
-        runner = self._runner
-        cache = self._cache
-        ready: list[tuple[Request, int]] = []
-        states: list[Tensor] = []
-        for request, limit in draft_limits:
-            if request.hidden_state is not None and rows[request].reserve(request.num_computed_tokens + 1):
-                ready.append((request, limit))
-                states.append(request.hidden_state)
+        ready = [
+            (request, limit)
+            for request, limit in draft_limits
+            if request.hidden_state is not None and rows[request].reserve(request.num_computed_tokens + 1)
+        ]
 
-        def forward(active: Sequence[int], latest: Sequence[int], step: int) -> Tensor:
-            requests = [ready[j][0] for j in active]
-            batch = pack_tokens(
-                cache,
-                rows=[rows[r].index for r in requests],
-                first_positions=[r.num_computed_tokens for r in requests],  # of every draft, as in training
-                fresh=[[t] for t in latest],
-                num_logits=[1] * len(requests),
-                build_tables=self._build_tables,
-            )
-            logits = runner.forward(replace(batch, hidden_states=torch.stack([states[j] for j in active])))
-            found = runner.hidden_states
-            assert found is not None
-            for j, state in zip(active, found.clone(), strict=True):
-                states[j] = state
-            return logits
+        def find_position(request: Request, step: int) -> int:
+            return request.num_computed_tokens  # of every draft, as in training
 
-        draft_autoregressive(ready, forward)
+        draft_with_head(self._runner, self._cache, ready, rows, find_position, self._build_tables)
 
     def _build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
         """Return the tables of rows, where the slot of a query's own position is a hole."""

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel
+from retain.engine.drafters import TargetModel, TargetPart
 from retain.engine.request import Request
 from retain.options import PositiveInt, check_bounds
 
@@ -27,7 +28,7 @@ class NgramIndex:
 class Drafter:
     """Look up the longest n-gram that ends the text and occurred before, from `max` tokens down to `min`."""
 
-    needs_hidden_states = False
+    needs: ClassVar[TargetPart] = "tokens"
     k: str = "auto"
     min: PositiveInt = 2
     max: PositiveInt = 4

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from retain.engine.batch_builder import pack_tokens
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel
+from retain.engine.drafters import TargetModel, TargetPart
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
@@ -40,7 +41,7 @@ class Drafter:
     target's own.
     """
 
-    needs_hidden_states = False
+    needs: ClassVar[TargetPart] = "tokens"
     k: str = "auto"
     budget: PositiveInt = 256
     weights: str = "auto"

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel
+from retain.engine.drafters import TargetModel, TargetPart
 from retain.engine.request import Request
 from retain.options import NonNegativeInt, PositiveFloat, PositiveInt, Probability, check_bounds
 
@@ -102,7 +103,7 @@ class Drafter:
     `memory`: tokens of recent answers to keep.
     """
 
-    needs_hidden_states = False
+    needs: ClassVar[TargetPart] = "tokens"
     k: str = "auto"
     min: PositiveInt = 2
     factor: PositiveFloat = 2.0

@@ -8,7 +8,14 @@ from typing import Any
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.experts import load_shared_mixture, load_sigmoid_router
-from retain.models.family_config import add_defaults, check_supported, get_layer_types, prediction_block
+from retain.models.family_config import (
+    PredictionLayer,
+    add_defaults,
+    check_supported,
+    get_layer_types,
+    one_more_layer,
+    prediction_block,
+)
 from retain.models.latent_attention import build_decoder, make_spec
 from retain.models.layers import Layer
 from retain.models.rope import get_rope_parameters
@@ -43,6 +50,21 @@ OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts", "head
 MLP_TYPES = ("dense", "sparse")
 
 
+def read_mlp_types(c: Mapping[str, Any]) -> list[str]:
+    """Return which layers have experts."""
+    default = ["dense"] + ["sparse"] * (c["num_hidden_layers"] - 1)
+    return get_layer_types(c, default, MLP_TYPES, key="mlp_layer_types")
+
+
+def add_prediction_layer(c: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config says with the layer that predicts further tokens as its last: it has experts."""
+    c = add_defaults(c, DEFAULTS)
+    return one_more_layer(c, mlp_layer_types=[*read_mlp_types(c), "sparse"])
+
+
+PREDICTION_LAYER = PredictionLayer(add_prediction_layer)
+
+
 def ignored_tensors(c: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the block behind the last layer."""
     return prediction_block(add_defaults(c, DEFAULTS))
@@ -58,8 +80,7 @@ def build(w: Weights) -> Decoder:
     w = w.with_defaults(DEFAULTS, OTHER_NAMES)
     c = w.config
     check_supported(get_rope_parameters(c), partial_rotary_factor=1.0)
-    default = ["dense"] + ["sparse"] * (c["num_hidden_layers"] - 1)
-    types = get_layer_types(c, default, MLP_TYPES, key="mlp_layer_types")
+    types = read_mlp_types(c)
 
     def load_mlp(w: Weights, i: int) -> Layer:
         return load_shared_mixture(w, load_sigmoid_router(w)) if types[i] == "sparse" else llama_like.load_mlp(w)

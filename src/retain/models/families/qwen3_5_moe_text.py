@@ -22,6 +22,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 }
 ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
 IGNORED_TENSORS = (*qwen3_next_like.IGNORED_TENSORS, r"visual\..*")
+PREDICTION_LAYER = qwen3_next_like.prediction_layer(DEFAULTS)
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

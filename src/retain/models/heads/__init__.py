@@ -20,6 +20,8 @@ from retain.models.decoder import ModelSpec
 from retain.models.layers import Embedding
 from retain.plugins import plugin_names
 
+Restrict = Callable[[Tensor, Tensor], Tensor]
+
 
 @dataclass(frozen=True)
 class HeadTarget:
@@ -36,7 +38,7 @@ class DraftHead:
 
     operations: Iterator[Operation]
     hidden_size: int
-    restrict: Callable[[Tensor, Tensor], Tensor] | None = None
+    restrict: Restrict | None = None
 
 
 def load_head(model_type: str) -> ModuleType:

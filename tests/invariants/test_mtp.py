@@ -1,0 +1,209 @@
+"""Laws of the layer that predicts further tokens, whose cache the target's program writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from retain.engine import drafters
+from retain.kernels import import_backend
+from retain.kernels.slots.pool_dtypes import INT4
+from retain.models import build, load_family
+from retain.models.mtp import name_as_layer
+from retain.models.weights import Weights
+from tests.helpers.drafts import PROMPT, RecordingRunner, check_drafts_follow, check_greedy_and_hits
+from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.marks import slow
+from tests.helpers.tiny_heads import with_predictor
+from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
+from tests.models.test_families import build_transformers_model
+
+TEXT_FAMILIES = ["qwen3_5_text", "glm4_moe", "deepseek_v3", *slow("qwen3_next", "qwen3_5_moe_text", "glm4_moe_lite")]
+HYBRID_AND_LATENT = ["qwen3_5_text", "deepseek_v3"]
+
+
+class PredictorAsLayer(TinyCheckpoint):
+    """The checkpoint of a model whose last layer is its predictor's."""
+
+    def names(self) -> set[str]:
+        return {name for name in self.shapes if not name.startswith("mtp.") and not name.endswith(ENDS)}
+
+    def read(self, name: str) -> Tensor:
+        aliases = name_as_layer(set(self.shapes), self.config["num_hidden_layers"] - 1)
+        return super().read(aliases.get(name, name))
+
+
+ENDS = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+
+
+@torch.inference_mode()
+def transformers_drafts(family: str, prompt: list[int], k: int) -> tuple[list[int], Tensor]:
+    """Return the target's next token and k drafts, and the logits of these [k, V], from layers of transformers.
+
+    The pairs of a token and the state before it begin with the second token. As its MtpModel, they have the positions
+    of the tokens; what a further draft reads is as in vLLM.
+    """
+    checkpoint = with_predictor(tiny_checkpoint(family))
+    layer = load_family(family).PREDICTION_LAYER
+    number = layer.number(checkpoint.config)
+    config = checkpoint.config | layer.add_layer(checkpoint.config)
+    aliases = name_as_layer(checkpoint.names(), number)
+    shapes = checkpoint.shapes | {alias: checkpoint.shapes[name] for alias, name in aliases.items()}
+    extended = build_transformers_model(PredictorAsLayer(config, shapes, checkpoint.seed))
+    model = build_transformers_model(tiny_checkpoint(family))
+    base = model.get_decoder()
+    block = extended.get_decoder().layers[number]
+    tensors = {}
+    for end in ENDS:
+        name = next(name for name in shapes if name.endswith(end))
+        tensors[end.removesuffix(".weight")] = checkpoint.read(aliases.get(name, name))
+
+    def norm(name: str) -> nn.Module:
+        module = type(base.norm)(model.config.hidden_size, eps=model.config.rms_norm_eps)
+        module.weight.data = tensors[name]
+        return module
+
+    done = model(torch.tensor([prompt]), output_hidden_states=True)
+    states = done.hidden_states[-1]  # behind the final norm
+    tokens = [int(done.logits[0, -1].argmax())]
+    logits = []
+    for _ in range(k):
+        ids = torch.tensor([[*prompt[1:], *tokens]])
+        embedded = model.get_input_embeddings()(ids)
+        both = torch.cat((norm("enorm")(embedded), norm("hnorm")(states)), -1)
+        x = both @ tensors["eh_proj"].T
+        n = x.shape[1]
+        positions = torch.arange(1, n + 1)[None]
+        mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
+        angles = base.rotary_emb(x, position_ids=positions)
+        x = block(x, position_embeddings=angles, attention_mask=mask, position_ids=positions)
+        x = x[0] if isinstance(x, tuple) else x
+        last = norm("shared_head.norm")(x[:, -1:])
+        states = torch.cat((states, last if layer.passes_normed else x[:, -1:]), 1)
+        logits.append(model.lm_head(last)[0, 0])
+        tokens.append(int(logits[-1].argmax()))
+    return tokens, torch.stack(logits)
+
+
+@pytest.mark.parametrize("family", TEXT_FAMILIES)
+@pytest.mark.parametrize("length", [1, 9, 60])
+@pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])
+def test_drafts_equal_those_of_layers_of_transformers(family: str, length: int, backend: str) -> None:
+    """Behind a prompt in one step, and in chunks of 7 tokens."""
+    if reason := import_backend(backend).unavailable_reason():
+        pytest.skip(reason)
+    tokens, expected = transformers_drafts(family, PROMPT[:length], 4)
+    for max_batched_tokens in (128, 7):
+        drafter = drafters.parse("mtp:k=4")
+        engine = make_engine(
+            family, backend=backend, drafter=drafter, max_batched_tokens=max_batched_tokens, max_running_requests=1
+        )
+        drafter._runner = runner = RecordingRunner(drafter._runner)  # type: ignore[attr-defined]
+        request = make_request(PROMPT[:length], 8)
+        engine.add(request)
+        while not request.output_tokens:
+            engine.step()
+        assert request.output_tokens == tokens[:1]
+        engine.step()
+        torch.testing.assert_close(torch.cat(runner.logits[:4]), expected, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("family", [*HYBRID_AND_LATENT, *slow("qwen3_5_moe", "glm4_moe")])
+@pytest.mark.parametrize("spec", ["mtp:k=5", *slow("mtp")])
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
+@pytest.mark.parametrize("kv_dtype", [None, *slow(torch.int8, INT4)])
+def test_greedy_tokens_and_hits_are_those_of_plain_decoding(
+    family: str, spec: str, backend: str, kv_dtype: torch.dtype | None
+) -> None:
+    check_greedy_and_hits(family, spec, backend, kv_dtype)
+
+
+@pytest.mark.parametrize("family", HYBRID_AND_LATENT)
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference")])
+def test_drafts_follow_from_the_text_whatever_happened(family: str, backend: str) -> None:
+    check_drafts_follow(family, "mtp:k=3", backend)
+
+
+@pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
+@pytest.mark.parametrize("family", HYBRID_AND_LATENT)
+def test_a_predictor_that_copies_its_target_is_always_right(
+    family: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that add nothing make a target of the newest token alone, and its predictor the same."""
+    if reason := import_backend(backend).unavailable_reason():
+        pytest.skip(reason)
+    read = TinyCheckpoint.read
+    offset = load_family(family).PREDICTION_LAYER.norm_offset
+
+    def read_copy(checkpoint: TinyCheckpoint, name: str) -> Tensor:
+        if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
+            return torch.eye(64, 128)  # the token's embedding
+        if name.endswith(("enorm.weight", "pre_fc_norm_embedding.weight")):
+            return torch.full((64,), 1 - offset)
+        if name.endswith(("shared_head.norm.weight", "mtp.norm.weight")):
+            return read(checkpoint, "model.norm.weight")
+        return read(checkpoint, name) * (
+            0 if name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight")) else 1
+        )
+
+    monkeypatch.setattr(TinyCheckpoint, "read", read_copy)
+    engine = make_engine(family, backend=backend, drafter=drafters.parse("mtp:k=4"))
+    request = make_request(PROMPT, 31)
+    run_to_completion(engine, [request])
+    stats = request.stats.spec_decode
+    assert stats.num_accepted_per_position == stats.num_drafted_per_position == [6] * 4
+
+
+@pytest.mark.parametrize("family", HYBRID_AND_LATENT)
+@pytest.mark.parametrize("policy", ["full", "sinks:budget=40,interval=3", "h2o:budget=30,prefill=stream,chunk=16"])
+def test_a_restart_finds_in_its_tier_what_plain_decoding_finds(family: str, policy: str, tmp_path: Path) -> None:
+    """The layer of a predictor is stored and read with the others."""
+
+    def run(drafter: str | None, folder: str) -> list[tuple[list[int], int]]:
+        found = []
+        for more in ([], [5, 9, 2, 7]):
+            engine = make_engine(
+                family,
+                backend="cpu",
+                prefix_cache="exact",
+                tiers=[f"disk:path={tmp_path / folder},capacity=50MB"],
+                drafter=drafters.parse(drafter) if drafter else None,
+            )
+            text = [*PROMPT, *(found[0][0] if more else []), *more]
+            request = make_request(text, 20, policy)
+            run_to_completion(engine, [request])
+            engine.cache.prefix_cache.close_offloader()
+            found.append((request.output_tokens, request.stats.num_cached_tokens))
+        return found
+
+    plain = run(None, "plain")
+    assert run("mtp:k=3", "drafted") == plain and plain[1][1]
+
+
+def test_a_row_keeps_as_many_tokens_of_its_predictor_as_of_other_layers() -> None:
+    """A budget bounds the layer, too: its newest tokens stay, and the sinks."""
+    engine = make_engine("deepseek_v3", backend="cpu", drafter=drafters.parse("mtp:k=3"))
+    request = make_request(PROMPT, 40, "h2o:budget=24,interval=4,sinks=2")
+    engine.add(request)
+    sizes = set()
+    while request.num_output_tokens < 35:
+        engine.step()
+        if request.num_output_tokens > 2:
+            *others, own = engine.cache.rows[0].positions()
+            assert [p for p in own[0] if p < 2] == [1]  # the first token has no state before it
+            assert own[0][2:] == list(range(own[0][2], own[0][-1] + 1))
+            sizes |= {len(positions) for layer in others for positions in layer} | {len(own[0]) + 1}
+    assert max(sizes) <= 24 + 4
+
+
+def test_other_models_have_no_predictor() -> None:
+    for family, reason in (
+        ("llama", "a llama model has no layer that predicts further tokens"),
+        ("deepseek_v3", "the model's file has no layer that predicts further tokens"),
+    ):
+        program = import_backend("reference").program(torch.float32, torch.device("cpu"))
+        with pytest.raises(ValueError, match=f"mtp: {reason}"):
+            build(Weights(tiny_checkpoint(family), torch.float32), program, True, program)
