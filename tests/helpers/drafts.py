@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,6 +62,17 @@ class ExactDrafter(WatchedDrafter):
             n = self.rng.randint(0, len(request.drafts))
             rest = self.answers[tuple(request.prompt)][request.num_output_tokens :]
             request.set_drafts([*rest[:n], *request.drafts[n:]][: len(request.drafts)])
+
+
+def record_drafts(found: list[list[int]]) -> Callable[..., None]:
+    """Return a `Request.set_drafts` that keeps the drafts of each round in a list."""
+    set_drafts = Request.set_drafts
+
+    def record(request: Request, tokens: list[int], draft_probs: Tensor | None = None) -> None:
+        found.append(list(tokens))
+        set_drafts(request, tokens, draft_probs)
+
+    return record
 
 
 def check_greedy_and_hits(family: str, spec: str, backend: str, kv_dtype: torch.dtype | None = None) -> None:

@@ -13,11 +13,12 @@ from retain.kernels.api import Program
 from retain.models import build_head, load_family
 from retain.models.decoder import Decoder
 from retain.models.heads import HeadTarget
-from retain.models.mtp import QWEN_NAMES
+from retain.models.mtp import QWEN_NAMES, name_as_layer
 from retain.models.weights import Weights
-from tests.helpers.gguf_files import write_gguf
+from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, list_metadata, write_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes, tiny_checkpoint
 
+PREDICTOR_ENDS = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 NUM_CLUSTERS, TOP_CLUSTERS = 16, 4
 HIDDEN_SIZE = 32
 
@@ -86,6 +87,40 @@ def with_predictor(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
     shapes = {f"{names.get(n, prefix + n)}.weight": shape for n, shape in ends.items()}
     shapes |= {f"{'mtp.layers.0.' if names else prefix}{n}": shape for n, shape in own.items()}
     return TinyCheckpoint(config, checkpoint.shapes | shapes, checkpoint.seed)
+
+
+class PredictorAsLayer(TinyCheckpoint):
+    """A checkpoint whose layer that predicts further tokens is named as one behind the last, as GGUF has it."""
+
+    @classmethod
+    def of(cls, checkpoint: TinyCheckpoint) -> PredictorAsLayer:
+        number = load_family(checkpoint.config["model_type"]).PREDICTION_LAYER.number(checkpoint.config)
+        aliases = name_as_layer(checkpoint.names(), number)
+        shapes = checkpoint.shapes | {alias: checkpoint.shapes[name] for alias, name in aliases.items()}
+        return cls(checkpoint.config, shapes, checkpoint.seed)
+
+    def names(self) -> set[str]:
+        return {name for name in self.shapes if not name.startswith("mtp.")}
+
+    def read(self, name: str) -> Tensor:
+        number = load_family(self.config["model_type"]).PREDICTION_LAYER.number(self.config)
+        return super().read(name_as_layer(set(self.shapes), number).get(name, name))
+
+
+def write_predictor_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
+    """Write a checkpoint with a predictor as llama.cpp's converter does."""
+    arch, _ = list_metadata(checkpoint)
+    n = checkpoint.config["num_hidden_layers"]
+    named = PredictorAsLayer.of(checkpoint)
+    own = {end: next(name for name in named.names() if name.endswith(f"{end}.weight")) for end in PREDICTOR_ENDS}
+    is_centered = arch.startswith("qwen")  # norms multiply by 1 + w
+    tensors = {
+        f"blk.{n}.nextn.{end.replace('.', '_')}.weight": (named.read(name) + (is_centered and "norm" in end)).numpy()
+        for end, name in own.items()
+    }
+    rest = PredictorAsLayer(named.config, {k: v for k, v in named.shapes.items() if k not in own.values()}, named.seed)
+    extra = {f"{arch}.block_count": n + 1, f"{arch}.nextn_predict_layers": 1}
+    return write_gguf(path, rest, extra=extra | BYTE_LEVEL_VOCABULARY, tensors=tensors)
 
 
 def load_assistant(

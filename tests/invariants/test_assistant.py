@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -24,7 +23,12 @@ from retain.models.weights import Weights
 from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
 from tests.helpers import tiny_heads
-from tests.helpers.drafts import RecordingRunner, check_drafts_follow, check_greedy_and_hits
+from tests.helpers.drafts import (
+    RecordingRunner,
+    check_drafts_follow,
+    check_greedy_and_hits,
+    record_drafts,
+)
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, save_tiny_smollm2
 from tests.helpers.gguf_hybrids import STORABLE
@@ -205,17 +209,6 @@ def test_folders_and_files_give_the_same_drafts(weights: str, tmp_path: Path) ->
 def make_folder(path: Path) -> Path:
     path.mkdir()
     return path
-
-
-def record_drafts(found: list[list[int]]) -> Callable[..., None]:
-    """Return a `Request.set_drafts` that keeps the drafts of each round in a list."""
-    set_drafts = Request.set_drafts
-
-    def record(request: Request, tokens: list[int], draft_probs: Tensor | None = None) -> None:
-        found.append(list(tokens))
-        set_drafts(request, tokens, draft_probs)
-
-    return record
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])

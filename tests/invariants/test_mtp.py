@@ -3,21 +3,34 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from retain import LLM
 from retain.engine import drafters
+from retain.engine.request import Request
 from retain.kernels import import_backend
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.models import build, load_family
 from retain.models.mtp import name_as_layer
 from retain.models.weights import Weights
-from tests.helpers.drafts import PROMPT, RecordingRunner, check_drafts_follow, check_greedy_and_hits
+from retain.sampling_params import SamplingParams
+from tests.helpers.drafts import (
+    PROMPT,
+    RecordingRunner,
+    check_drafts_follow,
+    check_greedy_and_hits,
+    record_drafts,
+)
 from tests.helpers.engines import make_engine, make_request, run_to_completion
+from tests.helpers.folders import save_model_folder, write_tokenizer_folder
+from tests.helpers.gguf_files import tiny_for_gguf
 from tests.helpers.marks import slow
-from tests.helpers.tiny_heads import with_predictor
+from tests.helpers.tiny_heads import PREDICTOR_ENDS, PredictorAsLayer, with_predictor, write_predictor_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
@@ -25,18 +38,21 @@ TEXT_FAMILIES = ["qwen3_5_text", "glm4_moe", "deepseek_v3", *slow("qwen3_next", 
 HYBRID_AND_LATENT = ["qwen3_5_text", "deepseek_v3"]
 
 
-class PredictorAsLayer(TinyCheckpoint):
-    """The checkpoint of a model whose last layer is its predictor's."""
+ENDS = tuple(f"{end}.weight" for end in PREDICTOR_ENDS)
+
+
+class ExtendedCheckpoint(PredictorAsLayer):
+    """The checkpoint of a model whose last layer is that of its predictor."""
 
     def names(self) -> set[str]:
-        return {name for name in self.shapes if not name.startswith("mtp.") and not name.endswith(ENDS)}
+        return {name for name in super().names() if not name.endswith(ENDS)}
 
     def read(self, name: str) -> Tensor:
-        aliases = name_as_layer(set(self.shapes), self.config["num_hidden_layers"] - 1)
-        return super().read(aliases.get(name, name))
+        return TinyCheckpoint.read(self, self._file_names.get(name, name))
 
-
-ENDS = ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    @property
+    def _file_names(self) -> dict[str, str]:
+        return name_as_layer(set(self.shapes), self.config["num_hidden_layers"] - 1)
 
 
 @torch.inference_mode()
@@ -50,20 +66,16 @@ def transformers_drafts(family: str, prompt: list[int], k: int) -> tuple[list[in
     layer = load_family(family).PREDICTION_LAYER
     number = layer.number(checkpoint.config)
     config = checkpoint.config | layer.add_layer(checkpoint.config)
-    aliases = name_as_layer(checkpoint.names(), number)
-    shapes = checkpoint.shapes | {alias: checkpoint.shapes[name] for alias, name in aliases.items()}
-    extended = build_transformers_model(PredictorAsLayer(config, shapes, checkpoint.seed))
+    named = PredictorAsLayer.of(checkpoint)
+    extended = build_transformers_model(ExtendedCheckpoint(config, named.shapes, checkpoint.seed))
     model = build_transformers_model(tiny_checkpoint(family))
     base = model.get_decoder()
     block = extended.get_decoder().layers[number]
-    tensors = {}
-    for end in ENDS:
-        name = next(name for name in shapes if name.endswith(end))
-        tensors[end.removesuffix(".weight")] = checkpoint.read(aliases.get(name, name))
+    tensors = {end: named.read(next(name for name in named.names() if name.endswith(end))) for end in ENDS}
 
     def norm(name: str) -> nn.Module:
         module = type(base.norm)(model.config.hidden_size, eps=model.config.rms_norm_eps)
-        module.weight.data = tensors[name]
+        module.weight.data = tensors[f"{name}.weight"]
         return module
 
     done = model(torch.tensor([prompt]), output_hidden_states=True)
@@ -74,7 +86,7 @@ def transformers_drafts(family: str, prompt: list[int], k: int) -> tuple[list[in
         ids = torch.tensor([[*prompt[1:], *tokens]])
         embedded = model.get_input_embeddings()(ids)
         both = torch.cat((norm("enorm")(embedded), norm("hnorm")(states)), -1)
-        x = both @ tensors["eh_proj"].T
+        x = both @ tensors["eh_proj.weight"].T
         n = x.shape[1]
         positions = torch.arange(1, n + 1)[None]
         mask = torch.full((n, n), -torch.inf).triu(1)[None, None]
@@ -207,3 +219,30 @@ def test_other_models_have_no_predictor() -> None:
         program = import_backend("reference").program(torch.float32, torch.device("cpu"))
         with pytest.raises(ValueError, match=f"mtp: {reason}"):
             build(Weights(tiny_checkpoint(family), torch.float32), program, True, program)
+
+
+@pytest.mark.parametrize(
+    ("family", "weights"),
+    [
+        ("qwen3_5_text", "auto"),
+        ("glm4_moe", "int8"),
+        *slow(("qwen3_next", "auto"), ("qwen3_5_moe_text", "int8"), ("deepseek_v3", "auto")),
+    ],
+)
+def test_folders_and_files_give_the_same_drafts(family: str, weights: str, tmp_path: Path) -> None:
+    checkpoint = with_predictor(tiny_for_gguf(family))
+    (tmp_path / "folder").mkdir()
+    save_model_folder(write_tokenizer_folder(tmp_path / "folder"), checkpoint)
+    models = [tmp_path / "folder", write_predictor_gguf(tmp_path / "file.gguf", checkpoint)]
+    dtype = "float32" if weights == "auto" else "bfloat16"
+    options: dict[str, Any] = {"dtype": dtype, "kv_memory": "64MiB", "max_model_len": 256, "weights": weights}
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    found = []
+    for model in models:
+        plain = LLM(str(model), **options).generate([PROMPT], params)[0].token_ids
+        proposed: list[list[int]] = []
+        with patch.object(Request, "set_drafts", record_drafts(proposed)):
+            llm = LLM(str(model), speculate="mtp:k=3", **options)
+            assert llm.generate([PROMPT], params)[0].token_ids == plain
+        found.append((plain, proposed))
+    assert found[0] == found[1] and any(found[0][1])

@@ -109,16 +109,27 @@ def assert_equal(ours: GGUFCheckpoint, expected: GGUFCheckpoint) -> None:
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_5_text", "qwen3_5_moe_text"])
-def test_layers_that_predict_further_tokens_are_read_past(tmp_path: Path, model_type: str) -> None:
+def test_a_layer_that_predicts_further_tokens_has_names(tmp_path: Path, model_type: str) -> None:
+    """A second one is read past, and so is what is not known of the first."""
     checkpoint, arch = tiny_for_gguf(model_type), GGUF_ARCHS[model_type]
-    expected = GGUFCheckpoint(write_gguf(tmp_path / "without.gguf", checkpoint))
-    names = ("nextn.eh_proj", "nextn.enorm", "nextn.shared_head_norm", "attn_norm", "attn_q", "ffn_gate_exps")
-    tensors = {f"blk.4.{name}.weight": np.ones((2, 32), np.float32) for name in names}
-    extra = {f"{arch}.block_count": 5, f"{arch}.nextn_predict_layers": 1}
-    assert_equal(GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra, tensors=tensors)), expected)
+    expected = GGUFCheckpoint(write_gguf(tmp_path / "without.gguf", checkpoint)).names()
+    ends = {
+        "nextn.eh_proj": "eh_proj",
+        "nextn.enorm": "enorm",
+        "nextn.shared_head_norm": "shared_head.norm",
+        "attn_norm": "input_layernorm",
+        "attn_q": "self_attn.q_proj",
+        "nextn.later": None,
+    }
+    tensors = {f"blk.{i}.{name}.weight": np.ones((2, 32), np.float32) for name in ends for i in (4, 5)}
+    extra = {f"{arch}.block_count": 6, f"{arch}.nextn_predict_layers": 2}
+    found = GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra, tensors=tensors))
+    assert found.names() - expected == {f"model.layers.4.{end}.weight" for end in ends.values() if end}
+    assert found.config["num_hidden_layers"] == 4 and expected < found.names()
+    assert (found.read("model.layers.4.enorm.weight") == 0).all()  # norms multiply by 1 + w
     with pytest.raises(ValueError, match=r"blk\.4\.nextn\.eh_proj"):
         GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, tensors=tensors))
-    for n in (5, 6):
+    for n in (6, 7):
         extra[f"{arch}.nextn_predict_layers"] = n
         with pytest.raises(ValueError, match="nextn_predict_layers is"):
             GGUFCheckpoint(write_gguf(tmp_path / "m.gguf", checkpoint, extra=extra, tensors=tensors))

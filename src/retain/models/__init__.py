@@ -89,8 +89,8 @@ def build(
         if predictor and predictor_program:
             predictor_program.load(predictor.emit())
     ignored = getattr(family, "IGNORED_TENSORS", ())
-    if hasattr(family, "ignored_tensors"):
-        ignored = family.ignored_tensors(weights.config)
+    if hasattr(family, "PREDICTION_LAYER"):
+        ignored = (*ignored, *family.PREDICTION_LAYER.tensor_names(weights.config))
     check_all_tensors_used(weights, ignored)
     return decoder
 

@@ -104,6 +104,10 @@ class PredictionLayer:
         changed = self.add_layer(c)
         return int(changed.get("text_config", changed)["num_hidden_layers"]) - 1
 
+    def tensor_names(self, c: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return what matches the ends of the names of its tensors, as regular expressions."""
+        return rf"layers\.{self.number(c)}\..*", r"mtp\..*"
+
     def of_text(self) -> PredictionLayer:
         """Return the same for a config that has the text model's inside."""
         return replace(
@@ -114,8 +118,3 @@ class PredictionLayer:
 def one_more_layer(c: Mapping[str, Any], **types: Sequence[str]) -> dict[str, Any]:
     """Return what a config says with one layer more. `types` has the types of all layers, by key."""
     return {"num_hidden_layers": c["num_hidden_layers"] + 1, **{key: list(own) for key, own in types.items()}}
-
-
-def prediction_block(c: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return what matches the names of the block behind the last layer, which predicts further tokens."""
-    return (rf"layers\.{c['num_hidden_layers']}\..*",)

@@ -43,7 +43,6 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers in all these families; each h
     "full_attention_interval": 4,
 }
 ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-IGNORED_TENSORS = (r"mtp\..*",)  # a layer that predicts further tokens
 LAYER_TYPES = ("linear_attention", "full_attention")
 
 LoadMLP = Callable[[Weights, int], Layer]

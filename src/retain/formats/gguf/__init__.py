@@ -81,6 +81,12 @@ class GGUFCheckpoint:
                 return matrix.select_columns(order)
             return matrix
 
+    @property
+    def _num_layers(self) -> int:
+        """The layers whose tensors have names here: with the first one that predicts further tokens."""
+        predicts = "nextn.eh_proj" in self._arch.layer_tensors and self.config["num_nextn_predict_layers"] > 0
+        return int(self.config["num_hidden_layers"]) + predicts
+
     def _map_names(self) -> dict[str, tuple[str, TensorInfo]]:
         """Map each Hugging Face name to llama.cpp's name of the module inside its layer, and the tensor's place."""
         infos: dict[str, tuple[str, TensorInfo]] = {}
@@ -109,10 +115,16 @@ class GGUFCheckpoint:
         return infos
 
     def _is_ignored(self, name: str) -> bool:
-        """Return whether a tensor does not count, such as one of a layer that predicts further tokens."""
+        """Return whether a tensor does not count, such as one of a layer that predicts further tokens.
+
+        But for those of the first of these layers that are known.
+        """
         first = self.config["num_hidden_layers"]
         end = first + self.config["num_nextn_predict_layers"]
-        return name.endswith((*IGNORED_TENSORS, *CLUSTER_TENSORS)) or is_layer(split_name(name)[0], end, first)
+        if not is_layer(split_name(name)[0], end, first):
+            return name.endswith((*IGNORED_TENSORS, *CLUSTER_TENSORS))
+        known = self._arch.to_hf_name(name, self._num_layers) or self._arch.expert_names(name, 1, self._num_layers)
+        return not known
 
     def _find_scaled(self, name: str) -> str | None:
         """Return the matrix in NVFP4 that a tensor of scales is for; None for any other tensor."""
@@ -121,7 +133,7 @@ class GGUFCheckpoint:
         is_quantized = matrix is not None and matrix.ggml_type == GGMLQuantizationType.NVFP4
         if leaf not in TENSOR_SCALES or not is_quantized:
             return None
-        is_named = self._arch.to_hf_name(name, self.config["num_hidden_layers"])  # as Gemma 4's factors of experts
+        is_named = self._arch.to_hf_name(name, self._num_layers)  # as Gemma 4's factors of experts
         return None if is_named else f"{stem}.weight"
 
     def _read_factors(self, name: str, info: TensorInfo, scaled: str) -> dict[str, float]:
@@ -136,7 +148,7 @@ class GGUFCheckpoint:
     def _map_name(self, name: str, info: TensorInfo) -> dict[str, tuple[str, TensorInfo]]:
         """Map a tensor, or each matrix of a tensor of all experts. Raises UnsupportedError for an unknown name."""
         _, stem, _ = split_name(name)
-        num_layers = self.config["num_hidden_layers"]
+        num_layers = self._num_layers
         if hf_name := self._arch.to_hf_name(name, num_layers):
             return {hf_name: (stem, info)}
         num_experts = self.config.get("num_experts", 0)

@@ -8,7 +8,7 @@ from typing import Any
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.experts import load_shared_mixture, load_sigmoid_router
-from retain.models.family_config import PredictionLayer, add_defaults, one_more_layer, prediction_block
+from retain.models.family_config import PredictionLayer, add_defaults, one_more_layer
 from retain.models.latent_attention import build_decoder, make_spec
 from retain.models.layers import Layer
 from retain.models.weights import Weights
@@ -40,11 +40,6 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 }
 OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 PREDICTION_LAYER = PredictionLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
-
-
-def ignored_tensors(c: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the block behind the last layer."""
-    return prediction_block(add_defaults(c, DEFAULTS))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

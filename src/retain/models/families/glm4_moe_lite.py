@@ -14,7 +14,6 @@ from retain.models.family_config import (
     check_supported,
     get_layer_types,
     one_more_layer,
-    prediction_block,
 )
 from retain.models.latent_attention import build_decoder, make_spec
 from retain.models.layers import Layer
@@ -63,11 +62,6 @@ def add_prediction_layer(c: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 PREDICTION_LAYER = PredictionLayer(add_prediction_layer)
-
-
-def ignored_tensors(c: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the block behind the last layer."""
-    return prediction_block(add_defaults(c, DEFAULTS))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

@@ -21,7 +21,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "num_experts_per_tok": 8,
 }
 ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
-IGNORED_TENSORS = (*qwen3_next_like.IGNORED_TENSORS, r"visual\..*")
+IGNORED_TENSORS = (r"visual\..*",)
 PREDICTION_LAYER = qwen3_next_like.prediction_layer(DEFAULTS)
 
 

@@ -19,7 +19,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "num_key_value_heads": 4,
 }
 ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
-IGNORED_TENSORS = (*qwen3_next_like.IGNORED_TENSORS, r"visual\..*")
+IGNORED_TENSORS = (r"visual\..*",)
 PREDICTION_LAYER = qwen3_next_like.prediction_layer(DEFAULTS)
 
 

@@ -28,7 +28,6 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "norm_topk_prob": True,
 }
 ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
-IGNORED_TENSORS = qwen3_next_like.IGNORED_TENSORS
 PREDICTION_LAYER = qwen3_next_like.prediction_layer(DEFAULTS)
 
 

@@ -14,6 +14,7 @@ SOFTMAX = 1  # of `expert_gating_func`, as the next
 SIGMOID = 2
 LAYER_TENSORS = {
     **{stem: name for stem, name in llama.LAYER_TENSORS.items() if stem not in ("attn_k", "attn_v")},
+    **llama.NEXTN_TENSORS,
     "attn_q_a": "self_attn.q_a_proj",
     "attn_q_a_norm": "self_attn.q_a_layernorm",
     "attn_q_b": "self_attn.q_b_proj",

@@ -9,6 +9,7 @@ from retain.formats.gguf.metadata import GGUFMetadata, HFConfig, refuse_mrope
 LAYER_TENSORS = {
     **llama.POST_ATTENTION_NORM_TENSORS,
     **llama.QK_NORM_TENSORS,
+    **llama.NEXTN_TENSORS,
     **deepseek2.EXPERT_LAYER_TENSORS,
 }
 

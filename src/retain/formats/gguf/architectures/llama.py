@@ -30,6 +30,15 @@ EXPERT_TENSORS = {
     "ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "ffn_down_exps": ("mlp.experts.{}.down_proj",),
 }
+# Of a layer that predicts further tokens, beside its others.
+NEXTN_TENSORS = {
+    "nextn.eh_proj": "eh_proj",
+    "nextn.enorm": "enorm",
+    "nextn.hnorm": "hnorm",
+    "nextn.embed_tokens": "embed_tokens",
+    "nextn.shared_head_head": "shared_head.head",
+    "nextn.shared_head_norm": "shared_head.norm",
+}
 QKV_BIASES = frozenset(("attn_q", "attn_k", "attn_v"))
 ATTENTION_BIASES = QKV_BIASES | {"attn_output"}
 PROJECTION_BIASES = ATTENTION_BIASES | {"ffn_gate", "ffn_up", "ffn_down"}

@@ -20,6 +20,7 @@ from retain.formats.gguf.metadata import (
 LAYER_TENSORS = {
     **llama.POST_ATTENTION_NORM_TENSORS,
     **llama.QK_NORM_TENSORS,
+    **llama.NEXTN_TENSORS,
     "attn_qkv": "linear_attn.in_proj_qkv",
     "attn_gate": "linear_attn.in_proj_z",
     "ssm_conv1d": "linear_attn.conv1d",
@@ -34,7 +35,10 @@ EXPERT_LAYER_TENSORS = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
 }
 WHOLE_NAMES = {"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}
-NORMS = ("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm")  # not ssm_norm
+NORMS = (  # not ssm_norm
+    *("attn_norm", "post_attention_norm", "attn_q_norm", "attn_k_norm", "output_norm"),
+    *("nextn.enorm", "nextn.hnorm", "nextn.shared_head_norm"),
+)
 
 
 def make_config(meta: GGUFMetadata, model_type: str) -> HFConfig:
