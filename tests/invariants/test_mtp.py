@@ -221,15 +221,9 @@ def test_other_models_have_no_predictor() -> None:
             build(Weights(tiny_checkpoint(family), torch.float32), program, True, program)
 
 
-@pytest.mark.parametrize(
-    ("family", "weights"),
-    [
-        ("qwen3_5_text", "auto"),
-        ("glm4_moe", "int8"),
-        *slow(("qwen3_next", "auto"), ("qwen3_5_moe_text", "int8"), ("deepseek_v3", "auto")),
-    ],
-)
-def test_folders_and_files_give_the_same_drafts(family: str, weights: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["qwen3_5_text auto", "glm4_moe int8", *slow("qwen3_next auto", "deepseek_v3 auto")])
+def test_folders_and_files_give_the_same_drafts(case: str, tmp_path: Path) -> None:
+    family, weights = case.split()
     checkpoint = with_predictor(tiny_for_gguf(family))
     (tmp_path / "folder").mkdir()
     save_model_folder(write_tokenizer_folder(tmp_path / "folder"), checkpoint)
