@@ -21,7 +21,7 @@ from time import perf_counter
 
 import torch
 
-from retain import LLM, SamplingParams, factory, kernels
+from retain import LLM, SamplingParams, kernels, model_loader
 from retain.formats.checkpoint import list_model_files
 from retain.models.resolve import resolve_model
 
@@ -44,7 +44,7 @@ def main() -> None:
     for _ in range(args.rounds):
         touch_memory(size)
         started = perf_counter()
-        packed = factory.load_model(path, backend, torch.bfloat16, args.weights).runner.program.weight_bytes
+        packed = model_loader.load_model(path, backend, torch.bfloat16, args.weights).runner.program.weight_bytes
         pack_s.append(perf_counter() - started)
         touch_memory(size)
         llm = LLM(str(path), weights=args.weights, kv_memory="256MiB")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from xxhash import xxh3_128
@@ -16,12 +15,11 @@ from xxhash import xxh3_128
 from retain import kernels, models
 from retain.config import Config, check_weights, default_kv_memory
 from retain.engine import drafters
-from retain.engine.drafters import Drafter, TargetModel
+from retain.engine.drafters import Drafter, Needs, TargetModel
 from retain.engine.engine import Engine
-from retain.engine.runner import HeadRunner, ProgramRunner, Runner
-from retain.formats.checkpoint import Checkpoint, list_model_files, metadata_reader, open_checkpoint
-from retain.formats.pooling import Pooling, choose_pooling
-from retain.gates.loader import GateLoader
+from retain.engine.runner import HeadRunner, Runner
+from retain.formats.checkpoint import list_model_files
+from retain.formats.pooling import Pooling
 from retain.kernels.api import CPU, Backend, Program
 from retain.kernels.slots.kv_cache_spec import KVCacheSpec
 from retain.kernels.slots.pool_dtypes import pool_dtype, slots_in_page
@@ -44,9 +42,9 @@ from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import disk, ram
-from retain.models.decoder import Decoder, ModelSpec
+from retain.model_loader import LoadedModel, load_model, load_with_tokenizer
+from retain.models.decoder import ModelSpec
 from retain.models.heads import HeadTarget
-from retain.models.layers import Embedding
 from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
 from retain.plugins import parse_spec
@@ -56,32 +54,9 @@ from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-# Of a model's program; "predictor": both, and the layer that predicts further tokens gets a program, too.
-Outputs = Literal["logits", "states", "both", "predictor"]
 
 # What stored keys are. It is part of a store's fingerprint, so change it with them.
 CACHED_KEYS = "less mean offset, balanced"
-
-
-@dataclass(frozen=True)
-class LoadedModel:
-    """A model in memory. `key_transform` is of the keys in its cache; `rope_fingerprint` says how they rotate.
-
-    `embedding` is there where the program gives hidden states, for a draft head. `predictor` runs the layer that
-    predicts further tokens, where it was asked for.
-    """
-
-    path: Path
-    spec: ModelSpec
-    runner: ProgramRunner
-    key_transform: KeyTransform
-    rope_fingerprint: str = ""
-    embedding: Embedding | None = None
-    predictor: HeadRunner | None = None
-
-    def gate_loader(self, default_file: str = "") -> GateLoader:
-        """Return what loads the gates of this model; `default_file` is of policies that name none."""
-        return GateLoader(self.path, self.spec.kv_cache, default_file)
 
 
 @dataclass(eq=False, repr=False)
@@ -122,9 +97,8 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     options = parse_options(c)
     device = kernels.resolve_device(c.device)
     backend = load_backend(c, device)
-    needs = {d.needs for d in (options.drafter, *map(drafters.parse, later_drafters)) if d}
-    outputs: Outputs = "predictor" if "predictor" in needs else "both" if "hidden states" in needs else "logits"
-    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, outputs)
+    needs = join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
+    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, needs)
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
@@ -157,7 +131,7 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
         cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
-    state_size = spec.hidden_size if loaded.predictor else 0
+    state_size = loaded.head.hidden_size if loaded.head else 0
     engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations, state_size)
     if device.type != "cpu":
         engine.depth = 2  # so that the device waits for the host as little as it can
@@ -190,6 +164,14 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     if options.drafter:
         attach_drafter(options.drafter, target)
     return parts
+
+
+def join_needs(named: Iterable[Drafter]) -> Needs:
+    """Return what drafters read of their target. Raises ValueError where the states that they read differ."""
+    reading = {d.needs for d in named if d.needs.hidden_states}
+    if len(reading) > 1:
+        raise ValueError("an engine has one drafter that reads hidden states: assistant, eagle3 or mtp")
+    return next(iter(reading), Needs())
 
 
 def parse_options(c: Config) -> ParsedOptions:
@@ -225,21 +207,6 @@ def load_backend(c: Config, device: torch.device) -> Backend:
         kernels.check_pool_dtype(backend, pool_dtype(c.slot_dtype))
     kernels.check_prompt_activations(backend, c.prompt_activations)
     return backend
-
-
-def load_with_tokenizer(
-    c: Config, backend: Backend, device: torch.device, progress: bool, outputs: Outputs
-) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
-    """Load the model of a configuration; see `load_model`. One that embeds gives states in place of other outputs."""
-    path = resolve_model(c.model)
-    checkpoint = open_checkpoint(path)
-    reader = metadata_reader(checkpoint)
-    pooling = choose_pooling(path, c.pooling, reader)
-    outputs = "states" if pooling else outputs
-    loaded = load_model(
-        path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, outputs, checkpoint
-    )
-    return loaded, Tokenizer.open(path, reader), pooling
 
 
 def resolve_max_model_len(given: int | None, limit: int) -> int:
@@ -308,7 +275,7 @@ def build_target(
         load_draft_model,
         lambda weights: load(None, weights).runner,
         load_draft_head,
-        target.predictor,
+        target.head,
     )
 
 
@@ -327,47 +294,6 @@ def attach_drafter(drafter: Drafter, target: TargetModel) -> None:
     except BaseException:
         target.cache.prefix_cache.close_offloader()
         raise
-
-
-def load_model(
-    path: Path,
-    backend: Backend,
-    dtype: torch.dtype,
-    weights: str,
-    progress: bool = False,
-    device: torch.device = CPU,
-    context_limit: int | None = None,
-    outputs: Outputs = "logits",
-    checkpoint: Checkpoint | None = None,
-) -> LoadedModel:
-    """Load a model for a backend, as a program. Raises ValueError or OSError.
-
-    `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
-    `outputs` of the program: logits, states in their place, or both. `checkpoint`: that of `path` where it is open
-    already.
-    Where a program packs weights, nothing of the file outlives this call, unless the caller holds `checkpoint`, or for
-    both outputs the token embeddings, which a head reads: the cache may take the memory.
-    """
-    kernels.check_dtype(backend, dtype)
-    program = backend.program(dtype, device)
-    has_head = outputs != "states"
-    opened = open_weights(path, dtype, weights, progress, program.vector_dtype, context_limit, has_head, checkpoint)
-    gives_states = outputs in ("both", "predictor")
-    predictor = backend.program(dtype, device, program) if outputs == "predictor" else None
-    decoder = models.build(opened, program, gives_states, predictor)
-    log.info("loaded %s: %s, weights %s, on %s", path.name, type(decoder).__name__, weights, device)
-    runner = ProgramRunner(program)
-    embedding = decoder.token_embedding if gives_states else None
-    head = HeadRunner(predictor, decoder.spec.hidden_size) if predictor else None
-    ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
-    return LoadedModel(path, decoder.spec, runner, build_key_transform(decoder), repr(ropes), embedding, head)
-
-
-def build_key_transform(decoder: Decoder) -> KeyTransform:
-    """Return how cached keys differ from those of a model whose layers are loaded."""
-    rotate = decoder.ropes[0].shift if decoder.ropes else None
-    attention = {cache: (op.params, op.rope) for cache, op in decoder.attention.items()}
-    return KeyTransform(rotate, decoder.key_factors, attention)
 
 
 def build_cache(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retain import factory, kernels, models
-from retain.engine.drafters import Drafter, TargetModel
+from retain.engine.drafters import Drafter, Needs, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import HeadRunner, ProgramRunner, Runner
@@ -30,13 +30,14 @@ from retain.kv.prefix.cache import PrefixCache
 from retain.kv.row import Row
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.tiers import parse_all
+from retain.model_loader import build_key_transform
 from retain.models.weights import Weights
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 from tests.helpers.gates import random_gate
-from tests.helpers.tiny_heads import load_assistant, with_predictor
+from tests.helpers.tiny_heads import load_assistant, tiny_eagle3, with_predictor
 from tests.helpers.tiny_models import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a noised policy
@@ -93,10 +94,18 @@ def make_engine(
     kernel = kernels.load(backend, device)
     slot_dtype = kv_dtype or dtype
     program = kernel.program(dtype, device)
-    needs = drafter.needs if drafter else "tokens"
-    predictor = kernel.program(dtype, device, program) if needs == "predictor" else None
-    checkpoint = with_predictor(tiny_checkpoint(family)) if predictor else tiny_checkpoint(family)
-    model = models.build(Weights(checkpoint, dtype, weights), program, needs != "tokens", predictor)
+    needs = drafter.needs if drafter else Needs()
+    checkpoint = tiny_checkpoint(family)
+    head = None
+    if needs.head is None:
+        model = models.build(Weights(checkpoint, dtype, weights), program, needs.hidden_states)
+    else:
+        eagle = tiny_eagle3(checkpoint.config, needs.head) if needs.head else None
+        own = Weights(eagle, dtype, needs.weights, vector_dtype=program.vector_dtype) if eagle else None
+        head_program = kernel.program(dtype, device, program)
+        checkpoint = checkpoint if eagle else with_predictor(checkpoint)
+        model, built = models.build_with_head(Weights(checkpoint, dtype, weights), program, head_program, own)
+        head = HeadRunner(head_program, built.hidden_size, built.restrict)
     spec = model.spec.kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns
@@ -112,7 +121,7 @@ def make_engine(
         slot_dtype,
         4 * memory + 2**20 if offload_folder else memory,
         prefix_config=prefix_configs.parse(prefix_cache),
-        key_transform=factory.build_key_transform(model),
+        key_transform=build_key_transform(model),
         load_gate=lambda file: random_gate(spec),
         device=device,
     )
@@ -144,9 +153,8 @@ def make_engine(
         return other.runner, other.cache
 
     if drafter:
-        head = HeadRunner(predictor, model.spec.hidden_size) if predictor else None
         drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner, load_draft_head, head))
-    return PlanningEngine(runner, cache, drafter, prompt_activations, model.spec.hidden_size if predictor else 0)
+    return PlanningEngine(runner, cache, drafter, prompt_activations, head.hidden_size if head else 0)
 
 
 def limit_resident_slots(kv: KV, n: int) -> None:

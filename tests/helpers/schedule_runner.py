@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retain.engine import drafters
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Drafter, TargetModel, TargetPart
+from retain.engine.drafters import Drafter, Needs, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.engine.spec_decode.draft_length import DraftLengthController
@@ -78,7 +78,7 @@ class WatchedDrafter:
         return self.drafter.k
 
     @property
-    def needs(self) -> TargetPart:
+    def needs(self) -> Needs:
         return self.drafter.needs
 
     @property
@@ -173,8 +173,8 @@ class ScheduleRun:
             "snapshot_interval": s.snapshot_interval,
             "max_running_requests": s.max_running_requests,
         }
-        predictor = drafters.parse(s.drafter) if s.drafter.startswith("mtp") else None  # its layer takes pages, too
-        sizes = make_engine(**s.engine_options, **limits, num_pages=1, drafter=predictor).cache
+        head = drafters.parse(s.drafter) if s.drafter.startswith(("mtp", "eagle3")) else None  # its layer takes pages
+        sizes = make_engine(**s.engine_options, **limits, num_pages=1, drafter=head).cache
         needed = [1]
         for policy, length in self.planned_lengths():
             needed.append(sizes.pages_needed(sizes.planner.effective_policy(policy), length, length))
@@ -223,7 +223,7 @@ class ScheduleRun:
     @property
     def _samples_drafts(self) -> bool:
         """Whether drafts are sampled, so that other numbers are drawn with them than without."""
-        return self.schedule.drafter.startswith(("draft", "self", "assistant", "mtp"))
+        return self.schedule.drafter.startswith(("draft", "self", "assistant", "mtp", "eagle3"))
 
     def _compare_up_to(self, request: Request, num_tokens: int) -> None:
         self.comparable[request] = min(self.comparable[request], num_tokens)

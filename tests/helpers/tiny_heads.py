@@ -123,6 +123,75 @@ def write_predictor_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
     return write_gguf(path, rest, extra=extra | BYTE_LEVEL_VOCABULARY, tensors=tensors)
 
 
+EAGLE3_CONFIGS: dict[str, dict[str, Any]] = {
+    "plain": {"draft_vocab_size": 48},
+    "other": {  # of other sizes than its target, and with the other kind of each step
+        "transformer_layer_config": {"hidden_size": 32, "num_attention_heads": 2, "model_type": "qwen3"},
+        "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2]},
+        "norm_before_residual": True,
+        "norm_before_fc": True,
+        "norm_output": True,
+    },
+}
+
+
+class Eagle3Checkpoint(TinyCheckpoint):
+    """The checkpoint of an EAGLE-3 head; `d2t` has the distances to some tokens of the target."""
+
+    def read(self, name: str) -> Tensor:
+        if name != "d2t":
+            return super().read(name)
+        n = self.shapes[name][0]
+        known = torch.randperm(self.config["vocab_size"], generator=torch.Generator().manual_seed(self.seed))[:n]
+        return known.sort().values - torch.arange(n)
+
+
+def tiny_eagle3(target: dict[str, Any], kind: str) -> Eagle3Checkpoint:
+    """Create the checkpoint of an EAGLE-3 head for a target with this config."""
+    c = target.get("text_config", target)
+    given = EAGLE3_CONFIGS[kind]
+    layer = {
+        "model_type": "llama",
+        "hidden_size": c["hidden_size"],
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_hidden_layers": 1,
+        "vocab_size": c["vocab_size"],
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        **given.get("transformer_layer_config", {}),
+    }
+    config = {"model_type": "llama", **layer, **given}
+    if "transformer_layer_config" in given:
+        config["transformer_layer_config"] = layer
+    h, E, V = layer["hidden_size"], c["hidden_size"], c["vocab_size"]
+    H, G, n = layer["num_attention_heads"] * 16, 2 * 16, given.get("draft_vocab_size", V)
+    p = "midlayer." if kind == "plain" else "layers.0."
+    num_states = len(given.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [0, 0, 0]))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (h, num_states * E),
+        "norm.weight": (h,),
+        "lm_head.weight": (n, h),
+        **{f"{p}{name}.weight": (h,) for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")},
+        f"{p}self_attn.q_proj.weight": (H, 2 * h),
+        f"{p}self_attn.k_proj.weight": (G, 2 * h),
+        f"{p}self_attn.v_proj.weight": (G, 2 * h),
+        f"{p}self_attn.o_proj.weight": (h, H),
+        f"{p}mlp.gate_proj.weight": (48, h),
+        f"{p}mlp.up_proj.weight": (48, h),
+        f"{p}mlp.down_proj.weight": (h, 48),
+    }
+    if kind == "other":
+        shapes |= {f"{p}self_attn.{name}_norm.weight": (16,) for name in ("q", "k")}
+        shapes |= {"embed_tokens.weight": (V, h), "input_norm.weight": (num_states * E,)}
+    else:
+        shapes |= {"d2t": (n,), "t2d": (V,)}
+    return Eagle3Checkpoint(config, shapes, 0)
+
+
 def load_assistant(
     program: Program,
     target: Decoder,

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel, TargetPart
+from retain.engine.drafters import Needs, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels.slots.pool_dtypes import INT4
@@ -101,7 +101,7 @@ class WrongDrafter:
 
     k = "3"
     max_draft_tokens = 3
-    needs: ClassVar[TargetPart] = "tokens"
+    needs: ClassVar[Needs] = Needs()
 
     def attach(self, target: TargetModel) -> None:
         """Need nothing."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from retain.engine import drafters
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Drafter, TargetModel, TargetPart
+from retain.engine.drafters import Drafter, Needs, TargetModel
 from retain.engine.penalties import LogitPenalties
 from retain.engine.request import FinishReason, Request
 from retain.engine.runner import Runner
@@ -49,7 +49,7 @@ class OracleDrafter:
     answers: dict[tuple[int, ...], list[int]]  # by prompt
     error_rate: float
     max_draft_tokens: int = 9
-    needs: TargetPart = "tokens"
+    needs: ClassVar[Needs] = Needs()
     k: str = "9"
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from retain import factory, kernels
+from retain import kernels, model_loader
 from retain.formats.checkpoint import open_checkpoint
 from retain.formats.tensor_file import TensorFile
 from retain.kernels.cpu import packing
@@ -75,7 +75,7 @@ def test_matrices_are_converted_in_chunks_and_given_back(
     monkeypatch.setattr(packing, "_block_args", count_blocks)
     monkeypatch.setattr(TensorFile, "release", record)
     write(tmp_path, form)
-    factory.load_model(tmp_path, kernels.load("cpu"), torch.bfloat16, weights)
+    model_loader.load_model(tmp_path, kernels.load("cpu"), torch.bfloat16, weights)
     tensors = load_file(tmp_path / "model.safetensors")
     assert max(unpacked) <= CHUNK + packing.TILE_ROWS * 4 * 64
     assert len(unpacked) > sum(x.numel() for name, x in tensors.items() if "self_attn" not in name) * 4 // CHUNK // 8

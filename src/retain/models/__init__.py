@@ -20,14 +20,14 @@ from torch import Tensor
 from retain.files import quote, shorten
 from retain.kernels.ops import Operation, WidthError
 from retain.kernels.weights.weight import Weight
-from retain.models import mtp
+from retain.models import eagle3, mtp
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.heads import DraftHead, HeadTarget, load_head
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.passes.note_attention import note_attention
-from retain.models.passes.observe import observe
+from retain.models.passes.observe import CachedHead, observe
 from retain.models.passes.tap import tap
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
@@ -60,39 +60,69 @@ class Target(Protocol):
         """Return the sum of factors[i] * w[i]^2 over each row w."""
 
 
-def build(
-    weights: Weights, program: Target, gives_states: bool = False, predictor_program: Target | None = None
-) -> Decoder:
+def build(weights: Weights, program: Target, gives_states: bool = False) -> Decoder:
     """Build the decoder of a checkpoint, and load its operations into a program, which checks every shape.
 
-    Without a head the program returns the states that the head would read. With `gives_states` it gives both. With a
-    `predictor_program` that gets the layer that predicts further tokens; its cache is the last one of the spec.
+    Without a head the program returns the states that the head would read. With `gives_states` it gives both.
 
     Raises ValueError when the config lacks a key, asks for a feature that the family does not compute, or does not
     match the tensors, and for a tensor that the family does not use.
     """
+    family = find_family(weights)
+    with explained_errors():
+        decoder: Decoder = family.build(weights)
+        operations = make_operations(decoder, weights, program)
+        program.load(tap(operations) if gives_states else operations)
+    check_all_tensors_used(weights, ignored_tensors(family, weights))
+    return decoder
+
+
+def build_with_head(
+    weights: Weights, program: Target, head_program: Target, head_weights: Weights | None = None
+) -> tuple[Decoder, CachedHead]:
+    """Build a decoder and a draft head, whose layer is the last cache of its spec, and load each into a program.
+
+    `head_weights` are those of an EAGLE-3 head. Without them the head is the layer of the model's own file that
+    predicts further tokens. Raises ValueError as `build` does.
+    """
+    family = find_family(weights)
+    head: CachedHead
+    with explained_errors():
+        if head_weights is None:
+            extended = mtp.extend(weights, family)
+            decoder, head = mtp.split(family.build(extended), extended, family)
+        else:
+            decoder, head = eagle3.attach(family.build(weights), head_weights)
+        program.load(observe(make_operations(decoder, weights, program), head))
+        head_program.load(head.emit())
+    check_all_tensors_used(weights, ignored_tensors(family, weights))
+    if head_weights is not None:
+        check_all_tensors_used(head_weights, eagle3.IGNORED_TENSORS)
+    return decoder, head
+
+
+def find_family(weights: Weights) -> ModuleType:
+    """Return the family's module of a checkpoint. Raises ValueError for an unknown one, or an unsupported config."""
     family = load_family(weights.config["model_type"])
     if not getattr(family, "READS_PER_LAYER_CONFIG", False):
         check_supported(weights.config, per_layer_config=None)  # of transformers, in every family
-    with explained_errors():
-        extended = mtp.extend(weights, family) if predictor_program else weights
-        decoder: Decoder = family.build(extended)
-        decoder, predictor = mtp.split(decoder, extended, family) if predictor_program else (decoder, None)
-        spec = decoder.spec
-        operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
-        operations = note_attention(operations, decoder.attention)
-        if not weights.has_head:
-            operations = headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
-        if predictor and decoder.norm:
-            operations = observe(operations, decoder.norm, predictor)
-        program.load(tap(operations) if gives_states else operations)
-        if predictor and predictor_program:
-            predictor_program.load(predictor.emit())
-    ignored = getattr(family, "IGNORED_TENSORS", ())
+    return family
+
+
+def make_operations(decoder: Decoder, weights: Weights, program: Target) -> Iterator[Operation]:
+    """Return the operations of a decoder behind the passes that all programs of models have."""
+    spec = decoder.spec
+    operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
+    operations = note_attention(operations, decoder.attention)
+    return operations if weights.has_head else headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
+
+
+def ignored_tensors(family: ModuleType, weights: Weights) -> tuple[str, ...]:
+    """Return what matches the ends of the names of tensors that a model may leave out, as regular expressions."""
+    ignored: tuple[str, ...] = getattr(family, "IGNORED_TENSORS", ())
     if hasattr(family, "PREDICTION_LAYER"):
         ignored = (*ignored, *family.PREDICTION_LAYER.tensor_names(weights.config))
-    check_all_tensors_used(weights, ignored)
-    return decoder
+    return ignored
 
 
 def build_head(weights: Weights, target: HeadTarget, program: Target) -> DraftHead:

@@ -7,7 +7,7 @@ so its layer is one of the target's caches; embedding and output matrix are the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -33,6 +33,7 @@ FIRST_LAYER = "layers.0.input_layernorm.weight"
 class MultiTokenPredictor:
     """A layer between a token with the hidden state before it, and the logits of the token behind it."""
 
+    target_norm: RMSNorm
     embedding: Embedding
     embedding_norm: RMSNorm
     state_norm: RMSNorm
@@ -43,19 +44,26 @@ class MultiTokenPredictor:
     vocab_size: int
     passes_normed: bool  # whether the next draft reads the state behind `norm`
 
+    restrict = None
+
+    @property
+    def hidden_size(self) -> int:
+        """Numbers of a state, which is the target's behind its final norm."""
+        return self.projection.weight.shape[0]
+
+    def emit_states(self, x: Buffer, states: Buffer) -> Iterator[Operation]:
+        """Yield the final norm of the target, of all tokens."""
+        yield from self.target_norm.emit(x, states)
+
     def write(self, states: Buffer) -> Iterator[Operation]:
         """Yield what a target computes so that all fresh tokens are cached; `states` are the target's of all tokens."""
         x = Buffer("x of the draft head", states.width)
         yield from self._join(ops.LoadHiddenStates(Buffer("state", states.width), states), x)
-        for op in self.layer.emit(x):
-            if isinstance(op, Attend):
-                yield WriteCache(op.qkv, op.cache, op.heads, op.rope)
-                return
-            yield op
+        yield from until_written(self.layer.emit(x))
 
     def emit(self) -> Iterator[Operation]:
         """Yield the operations of the head's own program, which computes one token of each request."""
-        E = self.projection.weight.shape[0]
+        E = self.hidden_size
         x = Buffer("x", E)
         last = Buffer("last", E)
         next_state = Buffer(HIDDEN_STATES, E)
@@ -81,6 +89,15 @@ class MultiTokenPredictor:
             yield from norm.emit(part, part)
             yield ops.CopyColumns(part, both, HeadColumns(1, E, E), HeadColumns(1, E, E, i * E))
         yield from self.projection.emit(both, x)
+
+
+def until_written(operations: Iterable[Operation]) -> Iterator[Operation]:
+    """Yield the operations of a layer up to its attention, and in its place one that only writes k and v."""
+    for op in operations:
+        if isinstance(op, Attend):
+            yield WriteCache(op.qkv, op.cache, op.heads, op.rope)
+            return
+        yield op
 
 
 def extend(w: Weights, family: ModuleType) -> Weights:
@@ -133,6 +150,7 @@ def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, Mu
     table = load_unless_shared(w, f"{prefix}embed_tokens.weight", *shared)
     head = load_unless_shared(w, f"{prefix}shared_head.head.weight", *shared)
     predictor = MultiTokenPredictor(
+        target_norm=decoder.norm,
         embedding=replace(decoder.token_embedding, table=table.weight) if table else decoder.token_embedding,
         embedding_norm=norms[0],
         state_norm=norms[1],

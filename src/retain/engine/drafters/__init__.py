@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from retain.engine.cache_interface import RequestRow
 from retain.engine.request import Request
@@ -20,8 +20,19 @@ from retain.options import Bounds
 from retain.plugins import load_plugin, plugin_names
 
 DRAFT_LENGTH = Bounds(1)
-# What a drafter reads of its target, beside tokens: hidden states, or the layer that predicts further tokens, too.
-TargetPart = Literal["tokens", "hidden states", "predictor"]
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter reads of its target, beside tokens.
+
+    `head`: one whose layer is a cache of the target, so that it is loaded with it: a folder, a .gguf file, or "" for
+    the layer of the target's own file that predicts further tokens. `weights` as in `Config`.
+    """
+
+    hidden_states: bool = False
+    head: str | None = None
+    weights: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -31,7 +42,7 @@ class TargetModel:
     `load_draft_model` takes the name of a model and its quantization; `load_requantized_runner` loads the target again
     with another quantization, to run on the same cache; `load_draft_head` takes the name of a head and its
     quantization, and returns what reads hidden states and that cache. It raises ValueError where the target gives none.
-    `predictor` runs the layer of the target that predicts further tokens, if it was loaded.
+    `cached_head` runs the head that was loaded with the target, if there is one.
     """
 
     runner: Runner
@@ -39,7 +50,7 @@ class TargetModel:
     load_draft_model: Callable[[str, str], tuple[Runner, KVCacheManager]]
     load_requantized_runner: Callable[[str], Runner]
     load_draft_head: Callable[[str, str], Runner]
-    predictor: Runner | None = None
+    cached_head: Runner | None = None
 
 
 class Drafter(Protocol):
@@ -48,7 +59,7 @@ class Drafter(Protocol):
     k: str  # drafts of a request in a round; auto: as many as are worth their time, at most max_draft_tokens
 
     @property
-    def needs(self) -> TargetPart:
+    def needs(self) -> Needs:
         """What it reads of the target."""
 
     @property

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import TargetModel, TargetPart
+from retain.engine.drafters import Needs, TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.head_loop import draft_with_head
@@ -25,7 +25,7 @@ from retain.kv.manager import KVCacheManager
 class Drafter:
     """Has no options but `k`: the layer is loaded with the model, with its weights."""
 
-    needs: ClassVar[TargetPart] = "predictor"
+    needs: ClassVar[Needs] = Needs(hidden_states=True, head="")
     k: str = "auto"
     _runner: Runner | None = field(default=None, init=False)
     _cache: KVCacheManager | None = field(default=None, init=False)
@@ -36,10 +36,11 @@ class Drafter:
         return 8
 
     def attach(self, target: TargetModel) -> None:
-        """Take the layer of the target. Raises ValueError where it was not loaded."""
-        if target.predictor is None:
-            raise ValueError("mtp: name it when the engine starts, for a model that generates")
-        self._runner = target.predictor
+        """Take the head that was loaded with the target. Raises ValueError where there is none."""
+        if target.cached_head is None:
+            name = type(self).__module__.rpartition(".")[2]
+            raise ValueError(f"{name}: name it when the engine starts, for a model that generates")
+        self._runner = target.cached_head
         self._cache = target.cache
 
     def remove_request(self, request: Request) -> None:

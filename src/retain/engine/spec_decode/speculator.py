@@ -33,7 +33,7 @@ class Speculator:
     @property
     def needs_hidden_states(self) -> bool:
         """Whether a drafter reads the hidden states of the target."""
-        return any(drafter.needs != "tokens" for drafter in self.drafters.values())
+        return any(drafter.needs.hidden_states for drafter in self.drafters.values())
 
     def get_drafter(self, request: Request) -> Drafter | None:
         """Return the drafter of a request, if it has one."""
