@@ -16,7 +16,7 @@ from time import perf_counter
 from typing import ClassVar
 
 from retain.bench.engines import cancel_all, greedy_request, plain_token_ids, random_prompts, run_until_first_tokens
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.llm import LLM
@@ -29,7 +29,7 @@ class RandomDrafter:
 
     k = "16"
     max_draft_tokens = 16
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
 
     def __init__(self, vocab_size: int):
         self.ids = plain_token_ids(vocab_size)

@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from retain import kernels, models
 from retain.config import Config, check_weights, default_kv_memory
 from retain.engine import drafters
-from retain.engine.drafters import Drafter, Needs, TargetModel
+from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import HeadRunner, Runner
 from retain.formats.checkpoint import list_model_files
@@ -166,12 +166,12 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     return parts
 
 
-def join_needs(named: Iterable[Drafter]) -> Needs:
+def join_needs(named: Iterable[Drafter]) -> DrafterNeeds:
     """Return what drafters read of their target. Raises ValueError where the states that they read differ."""
     reading = {d.needs for d in named if d.needs.hidden_states}
     if len(reading) > 1:
         raise ValueError("an engine has one drafter that reads hidden states: assistant, eagle3 or mtp")
-    return next(iter(reading), Needs())
+    return next(iter(reading), DrafterNeeds())
 
 
 def parse_options(c: Config) -> ParsedOptions:

@@ -11,7 +11,7 @@ import torch
 
 from retain import kernels, models
 from retain.config import Config
-from retain.engine.drafters import Needs
+from retain.engine.drafters import DrafterNeeds
 from retain.engine.runner import HeadRunner, ProgramRunner
 from retain.formats.checkpoint import Checkpoint, metadata_reader, open_checkpoint
 from retain.formats.pooling import Pooling, choose_pooling
@@ -49,14 +49,14 @@ class LoadedModel:
 
 
 def load_with_tokenizer(
-    c: Config, backend: Backend, device: torch.device, progress: bool, needs: Needs
+    c: Config, backend: Backend, device: torch.device, progress: bool, needs: DrafterNeeds
 ) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
     """Load the model of a configuration; see `load_model`. One that embeds gives states in place of other outputs."""
     path = resolve_model(c.model)
     checkpoint = open_checkpoint(path)
     reader = metadata_reader(checkpoint)
     pooling = choose_pooling(path, c.pooling, reader)
-    outputs: Literal["states"] | Needs = "states" if pooling else needs
+    outputs: Literal["states"] | DrafterNeeds = "states" if pooling else needs
     loaded = load_model(
         path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, outputs, checkpoint
     )
@@ -71,7 +71,7 @@ def load_model(
     progress: bool = False,
     device: torch.device = CPU,
     context_limit: int | None = None,
-    outputs: Literal["states"] | Needs = Needs(),  # noqa: B008  # frozen
+    outputs: Literal["states"] | DrafterNeeds = DrafterNeeds(),  # noqa: B008  # frozen
     checkpoint: Checkpoint | None = None,
 ) -> LoadedModel:
     """Load a model for a backend, as a program, and perhaps a draft head, as another. Raises ValueError or OSError.
@@ -84,7 +84,7 @@ def load_model(
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    needs = Needs() if outputs == "states" else outputs
+    needs = DrafterNeeds() if outputs == "states" else outputs
     sizes = program.vector_dtype, context_limit
     opened = open_weights(path, dtype, weights, progress, *sizes, outputs != "states", checkpoint)
     head = None

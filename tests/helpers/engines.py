@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from retain import factory, kernels, models
-from retain.engine.drafters import Drafter, Needs, TargetModel
+from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request, RequestInput
 from retain.engine.runner import HeadRunner, ProgramRunner, Runner
@@ -94,7 +94,7 @@ def make_engine(
     kernel = kernels.load(backend, device)
     slot_dtype = kv_dtype or dtype
     program = kernel.program(dtype, device)
-    needs = drafter.needs if drafter else Needs()
+    needs = drafter.needs if drafter else DrafterNeeds()
     checkpoint = tiny_checkpoint(family)
     head = None
     if needs.head is None:

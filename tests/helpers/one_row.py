@@ -57,7 +57,7 @@ class OneRow:
         parts = tuple(e.capture_state(p) for e in row.evictors)
         groups = tuple(g for g, t in enumerate(row.groups) if len(t.full_layers(row.index)))
         state = BudgetCheckpoint(p, row.evictors[0].policy, parts, groups, None)
-        plan = plan_resumption(state, policy)
+        plan = plan_resumption(state, policy, state.evictors)
         assert plan
         for tables in row.groups:
             tables.allocated_upto[row.index] = p  # the next policy may want more slots behind the same tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from retain.engine import drafters
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Drafter, Needs, TargetModel
+from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.engine.spec_decode.draft_length import DraftLengthController
@@ -78,7 +78,7 @@ class WatchedDrafter:
         return self.drafter.k
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> DrafterNeeds:
         return self.drafter.needs
 
     @property

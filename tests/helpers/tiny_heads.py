@@ -188,7 +188,7 @@ def tiny_eagle3(target: dict[str, Any], kind: str) -> Eagle3Checkpoint:
         shapes |= {f"{p}self_attn.{name}_norm.weight": (16,) for name in ("q", "k")}
         shapes |= {"embed_tokens.weight": (V, h), "input_norm.weight": (num_states * E,)}
     else:
-        shapes |= {"d2t": (n,), "t2d": (V,)}
+        shapes |= {"d2t": (n,), "t2d": (V,)} if n < V else {}
     return Eagle3Checkpoint(config, shapes, 0)
 
 

@@ -40,6 +40,7 @@ LAYERS = [
     {"retain"},  # the public names
     {"llm"},
     {"factory"},
+    {"model_loader"},
     {"processing"},
     {"outputs", "gates"},
     {"engine"},

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels.slots.pool_dtypes import INT4
@@ -101,7 +101,7 @@ class WrongDrafter:
 
     k = "3"
     max_draft_tokens = 3
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
 
     def attach(self, target: TargetModel) -> None:
         """Need nothing."""

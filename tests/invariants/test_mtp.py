@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -240,3 +241,16 @@ def test_folders_and_files_give_the_same_drafts(case: str, tmp_path: Path) -> No
             assert llm.generate([PROMPT], params)[0].token_ids == plain
         found.append((plain, proposed))
     assert found[0] == found[1] and any(found[0][1])
+
+
+@pytest.mark.parametrize("policy", ["snapkv:budget=40%,heads=union", "h2o:budget=40%,share=all"])
+def test_what_other_layers_hold_is_counted_alone(policy: str) -> None:
+    """Heads that share budgets, or are ranked in union, hold other numbers of tokens than the predictor's."""
+    counts = []
+    for drafter in (None, drafters.parse("mtp:k=3")):
+        engine = make_engine("glm4_moe", backend="cpu", drafter=drafter, score_columns=2)
+        engine.add(make_request(PROMPT, 10, policy))
+        engine.step()
+        engine.step()
+        counts.append(int(engine.cache.rows[0].count_held(np.array([64], np.int32))[0]))
+    assert counts[0] == counts[1] < 64

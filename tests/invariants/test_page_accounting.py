@@ -19,7 +19,7 @@ from torch import Tensor
 from retain import kernels
 from retain.engine import drafters
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.request import FinishReason, Request, RequestInput
 from retain.factory import build_cache
@@ -76,7 +76,7 @@ class RandomDrafter:
     """Draft a number of tokens that depends on the request, without regard to its text."""
 
     k, max_draft_tokens = "9", 9
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
 
     def attach(self, target: TargetModel) -> None:
         pass

@@ -1,4 +1,4 @@
-"""Draw quality against memory, for `retain bench quality --report` and tools/plots.py. Needs matplotlib."""
+"""Draw quality against memory, for `retain bench quality --report` and tools/plots.py. DrafterNeeds matplotlib."""
 
 from __future__ import annotations
 

@@ -95,10 +95,8 @@ class Engine:
         if not scheduled:
             return None
         batch = self._build_batch(scheduled)
-        logits = self.runner.forward(batch)  # [N, V]
-        self._requeue_failed_loads(scheduled)
+        logits, states = self._forward(batch, scheduled)
         try:
-            logits, states = self._take_states(logits, scheduled)
             samples = self._sample(logits, states, scheduled)
             needed_logits = self._commit(logits, scheduled)
         except BaseException:
@@ -171,11 +169,14 @@ class Engine:
         batch = build_batch(scheduled, self.cache, self.prompt_activations, self.state_size)
         return insert_pending_tokens(batch, scheduled, self.pending_steps)
 
-    def _take_states(self, logits: Tensor, scheduled: Sequence[ScheduledRequest]) -> tuple[Tensor, Tensor | None]:
-        """Give requests without drafts the hidden state of their last token. Returns the logits and states to read.
+    def _forward(self, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> tuple[Tensor, Tensor | None]:
+        """Run the model. Returns the logits [N, V] that are read, and hidden states [N, E] where a drafter needs them.
 
-        Where requests bring states into a step, `logits` have a row for the last token of each, whether it is read.
+        Requests without drafts get the hidden state of their last token. Where requests bring states into a step, each
+        has a row for that token, whether its logits are read or not.
         """
+        logits = self.runner.forward(batch)
+        self._requeue_failed_loads(scheduled)
         states = self.runner.hidden_states if self.state_size or self.speculator.needs_hidden_states else None
         if states is None:
             return logits, None

@@ -205,9 +205,9 @@ class Row:
     def count_held(self, num_computed_tokens: Ints) -> Ints:
         """Return how many slots of a head without a window have a token, a mean, when so many [n] are computed.
 
-        Those are of the present interval: what evicts later drops more.
+        Those are of the present interval: what evicts later drops more. A draft head's layer does not count.
         """
-        dropped = [e.num_dropped for e in self.evictors]
+        dropped = [e.num_dropped for e in self.evictors if not e.tables.group.is_draft]
         mean = sum(int(d.sum()) for d in dropped) // max(sum(d.size for d in dropped), 1)
         return num_computed_tokens - np.int32(mean)
 

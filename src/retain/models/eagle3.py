@@ -19,14 +19,13 @@ from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import HIDDEN_STATES, LOGITS, Buffer, Operation
 from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec
 from retain.models import llama_like
 from retain.models.decoder import Attention, Decoder, DecoderLayer
 from retain.models.family_config import FamilyConfig, add_defaults
 from retain.models.heads import Restrict
-from retain.models.layers import Embedding, Layer, Linear, RMSNorm, load_linear, load_norm
+from retain.models.layers import Embedding, Layer, Linear, RMSNorm, copy_row, load_linear, load_norm
 from retain.models.mtp import until_written
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
@@ -76,8 +75,7 @@ class TappedLayer:
     def emit(self, x: Buffer) -> Iterator[Operation]:
         """Yield the operations of the layer, which updates buffer `x` in place."""
         for place in self.places:
-            whole = HeadColumns(1, x.width, x.width)
-            yield ops.CopyColumns(x, self.features, whole, replace(whole, first=place * x.width))
+            yield copy_row(x, self.features, place * x.width)
         yield from self.layer.emit(x)
 
 
@@ -130,13 +128,12 @@ class Eagle3Head:
         yield from self.mlp_norm.emit(x, normed)
         yield from self.mlp.emit(normed, x, add=True)
         yield ops.GatherRows(x, last)
-        whole = HeadColumns(1, h, h)
         next_state = Buffer(HIDDEN_STATES, h)
         if not self.passes_normed:
-            yield ops.CopyColumns(last, next_state, whole, whole)
+            yield copy_row(last, next_state)
         yield from self.norm.emit(last, last)
         if self.passes_normed:
-            yield ops.CopyColumns(last, next_state, whole, whole)
+            yield copy_row(last, next_state)
         yield from self.lm_head.emit(last, Buffer(LOGITS, self.lm_head.weight.shape[0]))
 
     def _join(self, load: ops.LoadHiddenStates, both: Buffer) -> Iterator[Operation]:
@@ -145,15 +142,14 @@ class Eagle3Head:
         x = load.out
         token = Buffer("token", h)
         state = Buffer("normed state", h)
-        whole = HeadColumns(1, h, h)
         yield from self.embedding.emit(token)
         yield from self.input_norm.emit(token, token)
         yield load
         yield from self.hidden_norm.emit(x, state)
         if self.normalizes_first:
-            yield ops.CopyColumns(state, x, whole, whole)
-        for i, part in enumerate((token, state)):
-            yield ops.CopyColumns(part, both, whole, replace(whole, first=i * h))
+            yield copy_row(state, x)
+        yield copy_row(token, both)
+        yield copy_row(state, both, h)
 
 
 def attach(decoder: Decoder, w: Weights) -> tuple[Decoder, Eagle3Head]:

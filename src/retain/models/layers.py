@@ -29,6 +29,11 @@ class Layer(Protocol):
         """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
 
 
+def copy_row(x: Buffer, out: Buffer, first: int = 0) -> Operation:
+    """Return the operation that copies rows of `x` to the columns of `out` from `first` on."""
+    return ops.CopyColumns(x, out, HeadColumns(1, x.width, x.width), HeadColumns(1, x.width, x.width, first))
+
+
 class Linear:
     """Compute y = x W^T + b. The weight [out, in] is dense, quantized, or a stack of several kinds."""
 

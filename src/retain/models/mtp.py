@@ -12,12 +12,11 @@ from dataclasses import dataclass, replace
 from types import ModuleType
 
 from retain.kernels import ops
-from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import HIDDEN_STATES, LOGITS, Attend, Buffer, Operation, WriteCache
 from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec
 from retain.models.decoder import Decoder, DecoderLayer
 from retain.models.family_config import FamilyConfig, PredictionLayer
-from retain.models.layers import Embedding, Layer, Linear, RMSNorm, load_linear, load_norm
+from retain.models.layers import Embedding, Layer, Linear, RMSNorm, copy_row, load_linear, load_norm
 from retain.models.weights import Weights
 
 QWEN_NAMES = {  # beside `mtp.layers.0`, to DeepSeek's in layers.<n>
@@ -67,15 +66,14 @@ class MultiTokenPredictor:
         x = Buffer("x", E)
         last = Buffer("last", E)
         next_state = Buffer(HIDDEN_STATES, E)
-        whole = HeadColumns(1, E, E)
         yield from self._join(ops.LoadHiddenStates(Buffer("state", E)), x)
         yield from self.layer.emit(x)
         yield ops.GatherRows(x, last)
         if not self.passes_normed:
-            yield ops.CopyColumns(last, next_state, whole, whole)
+            yield copy_row(last, next_state)
         yield from self.norm.emit(last, last)
         if self.passes_normed:
-            yield ops.CopyColumns(last, next_state, whole, whole)
+            yield copy_row(last, next_state)
         yield from self.lm_head.emit(last, Buffer(LOGITS, self.vocab_size))
 
     def _join(self, load: ops.LoadHiddenStates, x: Buffer) -> Iterator[Operation]:
@@ -85,9 +83,10 @@ class MultiTokenPredictor:
         both = Buffer("token, state", 2 * E)
         yield from self.embedding.emit(token)
         yield load
-        for i, (part, norm) in enumerate(((token, self.embedding_norm), (load.out, self.state_norm))):
-            yield from norm.emit(part, part)
-            yield ops.CopyColumns(part, both, HeadColumns(1, E, E), HeadColumns(1, E, E, i * E))
+        yield from self.embedding_norm.emit(token, token)
+        yield from self.state_norm.emit(load.out, load.out)
+        yield copy_row(token, both)
+        yield copy_row(load.out, both, E)
         yield from self.projection.emit(both, x)
 
 

@@ -23,7 +23,7 @@ DRAFT_LENGTH = Bounds(1)
 
 
 @dataclass(frozen=True)
-class Needs:
+class DrafterNeeds:
     """What a drafter reads of its target, beside tokens.
 
     `head`: one whose layer is a cache of the target, so that it is loaded with it: a folder, a .gguf file, or "" for
@@ -59,7 +59,7 @@ class Drafter(Protocol):
     k: str  # drafts of a request in a round; auto: as many as are worth their time, at most max_draft_tokens
 
     @property
-    def needs(self) -> Needs:
+    def needs(self) -> DrafterNeeds:
         """What it reads of the target."""
 
     @property

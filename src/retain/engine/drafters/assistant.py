@@ -13,7 +13,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.head_loop import draft_with_head
@@ -25,7 +25,7 @@ from retain.kv.manager import KVCacheManager
 class Drafter:
     """`model`: the folder of the assistant, or its .gguf file; `weights`: bf16, int8, int4, or auto as in its file."""
 
-    needs: ClassVar[Needs] = Needs(hidden_states=True)
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds(hidden_states=True)
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from retain.engine.batch_builder import pack_tokens
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.drafters.self import Drafter as SelfDrafter
 from retain.engine.request import Request
 from retain.engine.runner import Runner
@@ -37,7 +37,7 @@ class DraftState:
 class Drafter:
     """`model`: a name as for --model, or none for the target; `weights`: bf16, int8, int4, or auto as in its file."""
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"

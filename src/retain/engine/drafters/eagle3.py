@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retain.engine.drafters import Needs, mtp
+from retain.engine.drafters import DrafterNeeds, mtp
 
 
 @dataclass
@@ -22,6 +22,6 @@ class Drafter(mtp.Drafter):
             raise ValueError("eagle3: say which model= drafts: a folder or a .gguf file")
 
     @property
-    def needs(self) -> Needs:  # type: ignore[override]  # the class of a layer has no options
+    def needs(self) -> DrafterNeeds:  # type: ignore[override]  # the class of a layer has no options
         """The hidden states of the target, and the head of this name."""
-        return Needs(hidden_states=True, head=self.model, weights=self.weights)
+        return DrafterNeeds(hidden_states=True, head=self.model, weights=self.weights)

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.head_loop import draft_with_head
@@ -25,7 +25,7 @@ from retain.kv.manager import KVCacheManager
 class Drafter:
     """Has no options but `k`: the layer is loaded with the model, with its weights."""
 
-    needs: ClassVar[Needs] = Needs(hidden_states=True, head="")
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds(hidden_states=True, head="")
     k: str = "auto"
     _runner: Runner | None = field(default=None, init=False)
     _cache: KVCacheManager | None = field(default=None, init=False)

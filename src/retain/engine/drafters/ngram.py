@@ -11,7 +11,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.request import Request
 from retain.options import PositiveInt, check_bounds
 
@@ -28,7 +28,7 @@ class NgramIndex:
 class Drafter:
     """Look up the longest n-gram that ends the text and occurred before, from `max` tokens down to `min`."""
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
     k: str = "auto"
     min: PositiveInt = 2
     max: PositiveInt = 4

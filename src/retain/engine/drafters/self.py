@@ -22,7 +22,7 @@ from torch import Tensor
 
 from retain.engine.batch_builder import pack_tokens
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.request import Request
 from retain.engine.runner import Runner
 from retain.engine.spec_decode.draft_loop import draft_autoregressive
@@ -41,7 +41,7 @@ class Drafter:
     target's own.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
     k: str = "auto"
     budget: PositiveInt = 256
     weights: str = "auto"

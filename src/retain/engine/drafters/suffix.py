@@ -13,7 +13,7 @@ from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import Needs, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel
 from retain.engine.request import Request
 from retain.options import NonNegativeInt, PositiveFloat, PositiveInt, Probability, check_bounds
 
@@ -103,7 +103,7 @@ class Drafter:
     `memory`: tokens of recent answers to keep.
     """
 
-    needs: ClassVar[Needs] = Needs()
+    needs: ClassVar[DrafterNeeds] = DrafterNeeds()
     k: str = "auto"
     min: PositiveInt = 2
     factor: PositiveFloat = 2.0

@@ -9,8 +9,11 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Self
 
+from torch import Tensor
+
 from retain.kv.eviction.budget import BudgetPolicy, PositionPolicy
 from retain.kv.eviction.plan import RowPlan
+from retain.kv.eviction.view import CacheView
 from retain.options import RESOLVED
 
 
@@ -31,6 +34,10 @@ class DraftHeadPolicy(PositionPolicy):
     def plan(self) -> RowPlan:
         """The plan of the other policy, without the queries that fit values."""
         return replace(self.followed.plan, refit=0)
+
+    def head_budgets(self, view: CacheView, budget: int) -> Tensor:
+        """Return the tokens that each head keeps: a resumed row may have fewer than other layers, and no first one."""
+        return super().head_budgets(view, budget).minimum((view.pos >= 0).sum(-1).cpu())
 
     def halved(self) -> Self | None:
         """Return what follows the other policy with half its budget, where that allows it."""

@@ -16,14 +16,13 @@ from torch import Tensor
 
 from retain.files import quote
 from retain.kernels import ops
-from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import HIDDEN_STATES, LOGITS, Attend, Buffer, Operation
 from retain.kernels.slots.kv_cache_spec import SharedCacheSpec
 from retain.models.decoder import DecoderLayer, ModelSpec
 from retain.models.families import gemma4_text
 from retain.models.family_config import FamilyConfig, add_defaults
 from retain.models.heads import DraftHead, HeadTarget
-from retain.models.layers import Embedding, Linear, RMSNorm, load_linear, load_lm_head, load_norm
+from retain.models.layers import Embedding, Linear, RMSNorm, copy_row, load_linear, load_lm_head, load_norm
 from retain.models.weights import Weights
 
 DEFAULTS: Mapping[str, Any] = {  # of transformers
@@ -106,8 +105,8 @@ class Assistant:
         last = Buffer("last", self.spec.hidden_size)
         yield from self.embedding.emit(token)
         yield ops.LoadHiddenStates(state)
-        for i, part in enumerate((token, state)):
-            yield ops.CopyColumns(part, both, HeadColumns(1, E, E), HeadColumns(1, E, E, i * E))
+        yield copy_row(token, both)
+        yield copy_row(state, both, E)
         yield from self.pre_projection.emit(both, x)
         for layer in self.layers:
             for op in layer.emit(x):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from retain.kernels.head_columns import HeadColumns
-from retain.kernels.ops import HIDDEN_STATES, Buffer, CopyColumns, Operation
+from retain.kernels.ops import HIDDEN_STATES, Buffer, Operation
+from retain.models.layers import copy_row
 from retain.models.passes.head_split import with_states
 
 
@@ -13,7 +13,6 @@ def tap(operations: Iterable[Operation]) -> Iterator[Operation]:
     """Return all operations, with a copy of the states behind the final norm, where the head begins."""
     for op, states in with_states(operations):
         if states is not None:
-            columns = HeadColumns(1, states.width, states.width)
-            yield CopyColumns(states, Buffer(HIDDEN_STATES, states.width), columns, columns)
+            yield copy_row(states, Buffer(HIDDEN_STATES, states.width))
         yield op
         del op

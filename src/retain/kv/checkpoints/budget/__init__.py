@@ -62,7 +62,9 @@ class CheckpointKind:
         p = checkpoint.position
         if checkpoint.in_prompt and not (p < policy.prompt_len and policy.weighs_alike(checkpoint.policy, p)):
             return None
-        plan = plan_resumption(checkpoint, policy)
+        states = zip(checkpoint.groups, checkpoint.evictors, strict=True)
+        own = [state for g, state in states if not self.groups[g].group.is_draft]
+        plan = plan_resumption(checkpoint, policy, own)
         n = plan and max(plan.policy.prompt_len, p)
         if not plan or not n or self.planner.pages_needed(plan.policy, n, n) >= self.groups[0].pool.num_pages:
             return None

@@ -6,16 +6,23 @@ turn forgot does not come back.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.eviction.budget import BudgetPolicy
-from retain.kv.eviction.budget_state import Resumption
+from retain.kv.eviction.budget_state import EvictorState, Resumption
 from retain.types import Ints
 
 
-def plan_resumption(checkpoint: BudgetCheckpoint, policy: BudgetPolicy) -> Resumption | None:
-    """Plan how a row of this policy goes on; None where that would not be as if it had never paused."""
+def plan_resumption(
+    checkpoint: BudgetCheckpoint, policy: BudgetPolicy, own: Sequence[EvictorState]
+) -> Resumption | None:
+    """Plan how a row of this policy goes on; None where that would not be as if it had never paused.
+
+    `own` are the states of the model's layers: those of a draft head decide nothing.
+    """
     p = checkpoint.position
     is_dense = checkpoint.evictors[0].is_dense
     if p >= policy.prompt_len:  # the answer of a request that was preempted goes on
@@ -31,12 +38,12 @@ def plan_resumption(checkpoint: BudgetCheckpoint, policy: BudgetPolicy) -> Resum
             first = min(first, policy.plan.prefill_slots)
         return Resumption(policy, checkpoint.policy, p, first, tuple(slots)) if first > p else None
     rest = policy.prompt_len - p
-    policy = policy.with_budget(min(_mean_tokens(e.num_tokens, policy) for e in checkpoint.evictors) + rest)
+    policy = policy.with_budget(min(_mean_tokens(e.num_tokens, policy) for e in own) + rest)
     limit = policy.plan.prefill_slots
     slots = [np.minimum(e.num_tokens + rest + policy.interval, limit) for e in checkpoint.evictors]
     num_fresh = rest
     if policy.plan.is_streamed:  # as many as fit beside what is kept
-        largest = max(int(e.num_tokens.max()) for e in checkpoint.evictors)
+        largest = max(int(e.num_tokens.max()) for e in own)
         slots = [np.full_like(e.num_tokens, limit) for e in checkpoint.evictors]
         num_fresh = min(rest, limit - largest)
         if largest + policy.plan.chunk >= policy.budget_tokens:

@@ -1,6 +1,6 @@
 """knorm: keep the keys with the smallest norm: they attract the most attention (arXiv 2406.11430).
 
-Needs no mass.
+DrafterNeeds no mass.
 """
 
 from __future__ import annotations
