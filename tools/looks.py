@@ -2,7 +2,7 @@
 
     python -m tools.looks PROMPT.txt OUT.png --model smollm2 --layer 15 --policy look:slots=12.5%
 
-The reference backend computes the answer, because it names what it chose. DrafterNeeds matplotlib.
+The reference backend computes the answer, because it names what it chose. Needs matplotlib.
 """
 
 from __future__ import annotations

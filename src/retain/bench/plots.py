@@ -1,4 +1,4 @@
-"""Draw quality against memory, for `retain bench quality --report` and tools/plots.py. DrafterNeeds matplotlib."""
+"""Draw quality against memory, for `retain bench quality --report` and tools/plots.py. Needs matplotlib."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """keydiff: keep keys that are unlike the others: the least like their mean (arXiv 2504.15364).
 
-DrafterNeeds no mass.
+Needs no mass.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """knorm: keep the keys with the smallest norm: they attract the most attention (arXiv 2406.11430).
 
-DrafterNeeds no mass.
+Needs no mass.
 """
 
 from __future__ import annotations
