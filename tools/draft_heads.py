@@ -1,9 +1,10 @@
-"""Time decoding with draft heads that are never right, and with one that always is, on a Gemma 4 of random weights.
+"""Time decoding with draft heads that are never right, and with one that always is, on models of random weights.
 
-    python -m tools.draft_heads [--weights int8] [--rounds 5] [--num-tokens 400]
+    python -m tools.draft_heads [--head mtp] [--weights int8] [--rounds 5] [--num-tokens 400]
 
-The target has 170 million weights. Its layers add nothing where the head is to be right: then both know the newest
-token alone. A line gives tokens a second, medians in turns, and the ratio to plain decoding of the same target.
+The target is a Gemma 4 for `assistant`, and a Qwen3.5 for `mtp`, of about 170 million weights. Its layers add nothing
+where the head is to be right: then both know the newest token alone. A line gives tokens a second, medians in turns,
+and the ratio to plain decoding of the same target.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from retain import LLM, SamplingParams
 from tests.helpers import folders, tiny_heads
-from tests.helpers.tiny_models import TinyCheckpoint
+from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 
 WIDTH = 1024
 SIZES = {
@@ -35,19 +36,29 @@ SIZES = {
     "sliding_window": 512,
     "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 2,
 }
+QWEN_SIZES = {
+    "hidden_size": WIDTH,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 12,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 3,
+    "num_attention_heads": 8,
+    "head_dim": 128,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 8,
+}
 DRAFTERS = ("k=auto", "k=1", "k=3", "k=7")
 
 
-def write_models(folder: Path, is_right: bool) -> tuple[Path, Path]:
-    """Write a target and its assistant, and return their folders."""
+def write_assistant(folder: Path, is_right: bool) -> tuple[Path, str]:
+    """Write a Gemma 4 and its assistant. Returns the folder of the first, and the drafter."""
     read = TinyCheckpoint.read
 
     def read_weight(checkpoint: TinyCheckpoint, name: str) -> Tensor:
         if is_right and name.endswith("pre_projection.weight"):
             return torch.eye(WIDTH, 2 * WIDTH)  # the embedding of the newest token
-        adds_nothing = is_right and name.endswith(("o_proj.weight", "down_proj.weight"))
-        tensor = read(checkpoint, name)
-        return torch.zeros_like(tensor) if adds_nothing else tensor
+        return read(checkpoint, name) * (not is_right or not name.endswith(("o_proj.weight", "down_proj.weight")))
 
     target, head = folder / "target", folder / "head"
     for path in (target, head):
@@ -59,13 +70,38 @@ def write_models(folder: Path, is_right: bool) -> tuple[Path, Path]:
         folders.save_tiny_smollm2(target, "gemma4_text", **SIZES)
         config = json.loads((target / "config.json").read_text())
         folders.save_model_folder(head, tiny_heads.tiny_assistant(config))
-    return target, head
+    return target, f"assistant:model={head}"
 
 
-def time_drafters(target: Path, head: Path, args: argparse.Namespace) -> list[tuple[str, float]]:
+def write_predictor(folder: Path, is_right: bool) -> tuple[Path, str]:
+    """Write a Qwen3.5 with a layer that predicts further tokens. Returns its folder, and the drafter."""
+    read = TinyCheckpoint.read
+
+    def read_weight(checkpoint: TinyCheckpoint, name: str) -> Tensor:
+        if not is_right:
+            return read(checkpoint, name)
+        if name == "mtp.fc.weight":
+            return torch.eye(WIDTH, 2 * WIDTH)  # the embedding of the newest token
+        if name == "mtp.pre_fc_norm_embedding.weight":
+            return torch.zeros(WIDTH)
+        adds_nothing = name.endswith(("o_proj.weight", "down_proj.weight", "out_proj.weight"))
+        return read(checkpoint, "model.norm.weight" if name == "mtp.norm.weight" else name) * (not adds_nothing)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with patch.object(TinyCheckpoint, "read", read_weight):
+        folders.save_tiny_smollm2(folder, "qwen3_5_text", **QWEN_SIZES)
+        config = json.loads((folder / "config.json").read_text())
+        folders.save_model_folder(folder, tiny_heads.with_predictor(tiny_checkpoint(**config)))
+    return folder, "mtp:"
+
+
+HEADS = {"assistant": write_assistant, "mtp": write_predictor}
+
+
+def time_drafters(target: Path, drafter: str, args: argparse.Namespace) -> list[tuple[str, float]]:
     """Return the tokens a second without a head, and with it for each k: medians in turns."""
     params = SamplingParams(max_tokens=args.num_tokens, temperature=0, ignore_eos=True)
-    specs = [None, *(f"assistant:model={head},{k}" for k in DRAFTERS)]
+    specs = [None, *(f"{drafter}{'' if drafter[-1] == ':' else ','}{k}" for k in DRAFTERS)]
     llms = [LLM(str(target), weights=args.weights, speculate=s, kv_memory="256MiB", max_model_len=2048) for s in specs]
     speeds: list[list[float]] = [[] for _ in llms]
     for i in range(args.rounds):
@@ -82,13 +118,14 @@ def time_drafters(target: Path, head: Path, args: argparse.Namespace) -> list[tu
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--head", choices=HEADS, default="assistant")
     parser.add_argument("--weights", default="int8")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--num-tokens", type=int, default=400)
     args = parser.parse_args(argv)
     for name, is_right in (("never right", False), ("always right", True)):
         with tempfile.TemporaryDirectory() as folder:
-            speeds = time_drafters(*write_models(Path(folder), is_right), args)
+            speeds = time_drafters(*HEADS[args.head](Path(folder), is_right), args)
         for drafter, speed in speeds:
             print(f"{name:13} {drafter:7} {speed:7.1f} tokens/s {speed / speeds[0][1]:6.3f}", flush=True)
 

@@ -389,7 +389,8 @@ def build_offload(
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")
     fingerprint = xxh3_128(repr((format, isinstance(prefix_config, SelectiveConfig), machine)).encode())
     if any(not isinstance(t, ram.Tier) for t in tier_configs):  # outlives the process, so the weights count too
-        for file in list_model_files(path):
+        heads = list_model_files(model.head_path) if model.head_path else []  # whose layer is stored, too
+        for file in [*list_model_files(path), *heads]:
             with file.open("rb") as f:
                 while block := f.read(2**24):
                     fingerprint.update(block)

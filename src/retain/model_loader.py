@@ -42,6 +42,7 @@ class LoadedModel:
     rope_fingerprint: str = ""
     embedding: Embedding | None = None
     head: HeadRunner | None = None
+    head_path: Path | None = None  # of its file, where it is not the model's
 
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
@@ -88,10 +89,11 @@ def load_model(
     sizes = program.vector_dtype, context_limit
     opened = open_weights(path, dtype, weights, progress, *sizes, outputs != "states", checkpoint)
     head = None
+    head_path = resolve_model(needs.head) if needs.head else None
     if needs.head is None:
         decoder = models.build(opened, program, needs.hidden_states)
     else:
-        own = open_weights(resolve_model(needs.head), dtype, needs.weights, False, *sizes) if needs.head else None
+        own = open_weights(head_path, dtype, needs.weights, False, *sizes) if head_path else None
         head_program = backend.program(dtype, device, program)
         decoder, built = models.build_with_head(opened, program, head_program, own)
         head = HeadRunner(head_program, built.hidden_size, built.restrict)
@@ -99,7 +101,7 @@ def load_model(
     embedding = decoder.token_embedding if needs.hidden_states else None
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
     transform = build_key_transform(decoder)
-    return LoadedModel(path, decoder.spec, ProgramRunner(program), transform, repr(ropes), embedding, head)
+    return LoadedModel(path, decoder.spec, ProgramRunner(program), transform, repr(ropes), embedding, head, head_path)
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:
