@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from gguf import GGUFWriter
 from torch import Tensor
 
 from retain.engine.runner import HeadRunner
@@ -15,7 +17,8 @@ from retain.models.decoder import Decoder
 from retain.models.heads import HeadTarget
 from retain.models.mtp import QWEN_NAMES, name_as_layer
 from retain.models.weights import Weights
-from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, list_metadata, write_gguf
+from tests.helpers.gguf_dense import permute_rows
+from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, add_metadata, list_metadata, write_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes, tiny_checkpoint
 
 PREDICTOR_ENDS = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
@@ -190,6 +193,47 @@ def tiny_eagle3(target: dict[str, Any], kind: str) -> Eagle3Checkpoint:
     else:
         shapes |= {"d2t": (n,), "t2d": (V,)} if n < V else {}
     return Eagle3Checkpoint(config, shapes, 0)
+
+
+def write_eagle3_gguf(path: Path, checkpoint: Eagle3Checkpoint, extract_layers: list[int]) -> Path:
+    """Write a head as llama.cpp's converter does: rows of q and k as Llama's, `d2t` as integers."""
+    c = checkpoint.config
+    names = {
+        "fc": "fc",
+        "norm": "output_norm",
+        "lm_head": "output",
+        "midlayer.input_layernorm": "blk.0.attn_norm",
+        "midlayer.hidden_norm": "blk.0.attn_norm_2",
+        "midlayer.post_attention_layernorm": "blk.0.ffn_norm",
+        **{f"midlayer.self_attn.{part}_proj": f"blk.0.attn_{part}" for part in "qkv"},
+        "midlayer.self_attn.o_proj": "blk.0.attn_output",
+        **{f"midlayer.mlp.{part}_proj": f"blk.0.ffn_{part}" for part in ("gate", "up", "down")},
+    }
+    w = GGUFWriter(path, "eagle3")
+    sizes = {
+        "block_count": 1,
+        "context_length": c["max_position_embeddings"],
+        "embedding_length": c["hidden_size"],
+        "feed_forward_length": c["intermediate_size"],
+        "attention.head_count": c["num_attention_heads"],
+        "attention.head_count_kv": c["num_key_value_heads"],
+        "attention.key_length": c["head_dim"],
+        "attention.layer_norm_rms_epsilon": c["rms_norm_eps"],
+        "rope.freq_base": c["rope_theta"],
+        "extract_layers": extract_layers,
+        "norm_before_residual": False,
+    }
+    for key, value in sizes.items():
+        add_metadata(w, f"eagle3.{key}", value)
+    for name, gguf_name in names.items():
+        x = permute_rows(f".{name}.", checkpoint.read(f"{name}.weight").numpy(), c)
+        w.add_tensor(f"{gguf_name}.weight", np.ascontiguousarray(x))
+    w.add_tensor("d2t", checkpoint.read("d2t").numpy())
+    w.write_header_to_file()
+    w.write_kv_data_to_file()
+    w.write_tensors_to_file()
+    w.close()
+    return path
 
 
 def load_assistant(

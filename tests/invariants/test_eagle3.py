@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,15 +14,16 @@ from torch import Tensor
 
 from retain import LLM
 from retain.engine import drafters
+from retain.engine.request import Request
 from retain.kernels import import_backend
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.sampling_params import SamplingParams
 from tests.helpers import tiny_heads
-from tests.helpers.drafts import PROMPT, RecordingRunner, check_drafts_follow, check_greedy_and_hits
+from tests.helpers.drafts import PROMPT, RecordingRunner, check_drafts_follow, check_greedy_and_hits, record_drafts
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, save_tiny_smollm2
 from tests.helpers.marks import slow
-from tests.helpers.tiny_heads import Eagle3Checkpoint, tiny_eagle3
+from tests.helpers.tiny_heads import Eagle3Checkpoint, tiny_eagle3, write_eagle3_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
@@ -142,20 +145,26 @@ def test_a_head_that_knows_the_only_token_is_always_right(backend: str, monkeypa
 
 
 @pytest.mark.parametrize("weights", ["auto", "int8"])
-def test_a_head_in_a_folder_drafts(weights: str, tmp_path: Path) -> None:
-    (tmp_path / "target").mkdir()
-    (tmp_path / "head").mkdir()
+def test_folders_and_files_give_the_same_drafts(weights: str, tmp_path: Path) -> None:
+    for name in ("target", "head"):
+        (tmp_path / name).mkdir()
     target = save_tiny_smollm2(tmp_path / "target")
-    config = tiny_checkpoint("llama", vocab_size=49152).config
-    head = save_model_folder(tmp_path / "head", tiny_eagle3(config, "plain"))
+    head = tiny_eagle3(json.loads((target / "config.json").read_text()), "plain")
+    models = [save_model_folder(tmp_path / "head", head), write_eagle3_gguf(tmp_path / "head.gguf", head, [2, 1, 0])]
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     options: dict[str, Any] = {"kv_memory": "64MiB", "max_model_len": 256}
-    spec = f"eagle3:k=3,model={head},weights={weights}"
-    plain = LLM(str(target), **options).generate("Rings of", params)[0]
-    drafted = LLM(str(target), speculate=spec, **options).generate("Rings of", params)[0]
-    assert drafted.token_ids == plain.token_ids and drafted.speculate
-    with pytest.raises(ValueError, match="eagle3: name it when the engine starts"):
-        LLM(str(target), **options).add_drafter(spec)
+    plain = LLM(str(target), **options).generate("Rings of", params)[0].token_ids
+    drafts = []
+    for model in models:
+        spec = f"eagle3:k=3,model={model},weights={weights}"
+        proposed: list[list[int]] = []
+        with patch.object(Request, "set_drafts", record_drafts(proposed)):
+            llm = LLM(str(target), speculate=spec, **options)
+            assert llm.generate("Rings of", params)[0].token_ids == plain
+        drafts.append(proposed)
+        with pytest.raises(ValueError, match="eagle3: name it when the engine starts"):
+            LLM(str(target), **options).add_drafter(spec)
+    assert drafts[0] == drafts[1] and any(drafts[0])
 
 
 @pytest.mark.parametrize(

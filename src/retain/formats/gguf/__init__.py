@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
@@ -28,6 +29,7 @@ from retain.kernels.weights.stored_weight import StoredWeight
 # Written by old converters, unused by llama.cpp.
 IGNORED_TENSORS = ("attn_rot_embd.weight", "attn.masked_bias", "rotary_emb.inv_freq")
 CLUSTER_TENSORS = ("masked_embd_centroids.weight", "masked_embd_ordering")  # of assistants; llama.cpp reads none
+INDICES = {GGMLQuantizationType.I32: np.int32, GGMLQuantizationType.I64: np.int64}  # types of `d2t` of EAGLE-3 heads
 MAX_ROPE_FACTORS = 2**15  # half of the largest head
 
 LONGROPE_TENSORS = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
@@ -58,9 +60,11 @@ class GGUFCheckpoint:
         return self._names
 
     def read(self, name: str) -> Tensor:
-        """Read a tensor. float16 and bfloat16 stay as stored, every other type becomes float32."""
+        """Read a tensor. float16 and bfloat16 stay as stored, integers become int64, every other type float32."""
         with self._reader.wrap_errors():
             stem, info = self._tensor_infos[name]
+            if dtype := INDICES.get(GGMLQuantizationType(info.ggml_type)):
+                return torch.from_numpy(self._reader.tensor_bytes(info).view(dtype).astype(np.int64)).view(info.shape)
             tensor = self._arch.to_hf_tensor(stem, self._dequantize(info), self.config)
             return tensor if (factor := self._factors.get(name)) is None else tensor * factor
 
@@ -92,7 +96,7 @@ class GGUFCheckpoint:
         infos: dict[str, tuple[str, TensorInfo]] = {}
         self._factors: dict[str, float] = {}  # of whole matrices, by Hugging Face name
         for ggml_type in {x.ggml_type for name, x in self._reader.tensors.items() if name not in CLUSTER_TENSORS}:
-            if not is_supported(ggml_type):
+            if not is_supported(ggml_type) and not (ggml_type in INDICES and "d2t" in self._arch.global_tensors):
                 raise UnsupportedError(f"tensors of type {GGMLQuantizationType(ggml_type).name} are not supported")
         for name, info in self._reader.tensors.items():
             if name == "rope_freqs.weight":

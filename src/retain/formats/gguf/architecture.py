@@ -64,7 +64,7 @@ class Architecture:
             return None
         if layer:
             return f"{prefix}.{self.layer_tensors[stem]}.{leaf}" if stem in self.layer_tensors else None
-        return f"{self.global_tensors[stem]}.{leaf}" if stem in self.global_tensors else None
+        return f"{self.global_tensors[stem]}.{leaf}".rstrip(".") if stem in self.global_tensors else None
 
     def config_reader(self, name: str, num_layers: int) -> Callable[[Tensor, HFConfig], HFConfig] | None:
         """Return what reads changes of the config from this tensor; None for any other tensor."""
