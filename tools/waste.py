@@ -35,6 +35,9 @@ POOL_BYTES = 2**36
 class NullRunner:
     """A runner that computes nothing."""
 
+    hidden_states = None
+    state_size = 0
+
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return logits of zero."""
         return torch.zeros(len(batch.logits_indices), 2)

@@ -131,8 +131,7 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
         cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
-    state_size = loaded.head.hidden_size if loaded.head else 0
-    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations, state_size)
+    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
     if device.type != "cpu":
         engine.depth = 2  # so that the device waits for the host as little as it can
     target = build_target(c, loaded, cache, tokenizer, cache_config)
@@ -221,7 +220,8 @@ def warn_of_windows(allowed: Sequence[EvictionPolicy], spec: ModelSpec) -> None:
     if any(p.has_budget for p in allowed) and spec.kv_cache.has_states:
         num_full = len(spec.kv_cache.full_caches)
         text = "budgets apply to full attention, in %d of %d layers: windows and states keep what they need"
-        log.warning(text, num_full, spec.num_layers)
+        num_heads = sum(group.is_draft for group in spec.kv_cache.groups)
+        log.warning(text, num_full, spec.num_layers - num_heads)
 
 
 def build_target(
@@ -416,7 +416,9 @@ def open_offload_tiers(
     block_cache = None
     if isinstance(prefix_config, SelectiveConfig):
         if len(spec.kv_cache.groups) > 1 or spec.kv_cache.has_shared_caches:
-            raise ValueError("prefix_cache=selective needs layers that cache alike, and share nothing: use exact")
+            raise ValueError(
+                "prefix_cache=selective needs layers that cache alike, share nothing, and have no head: use exact"
+            )
         heads = spec.kv_cache.only_group.num_kv_heads
         probe_config = ProbeConfig(prefix_config.ratio, spec.attention.scale, heads, cache.backend, cache.kv)
         block_cache = BlockCache(memory[0].capacity, memory[0].evict) if memory else None

@@ -46,6 +46,11 @@ class RecordingRunner:
     def hidden_states(self) -> Tensor | None:
         return self.runner.hidden_states
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a batch."""
+        return self.runner.state_size
+
 
 @dataclass
 class ExactDrafter(WatchedDrafter):

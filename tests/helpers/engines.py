@@ -154,7 +154,7 @@ def make_engine(
 
     if drafter:
         drafter.attach(TargetModel(runner, cache, load_draft_model, lambda _: runner, load_draft_head, head))
-    return PlanningEngine(runner, cache, drafter, prompt_activations, head.hidden_size if head else 0)
+    return PlanningEngine(runner, cache, drafter, prompt_activations)
 
 
 def limit_resident_slots(kv: KV, n: int) -> None:

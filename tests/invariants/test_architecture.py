@@ -93,9 +93,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1960, "cli": 1098, "engine": 2038, "formats": 2839, "kernels": 7567, "models": 4323},
-    **{"processing": 2908, "server": 8935, "top": 1282},
-    **{"kv": 9036, "prefix": 1512, "checkpoints": 808, "stores": 2395, "eviction": 2427, "memory": 840},
+    **{"bench": 1964, "cli": 1098, "engine": 2053, "formats": 2880, "kernels": 7576, "models": 4326},
+    **{"processing": 2908, "server": 8935, "top": 1284},
+    **{"kv": 9038, "prefix": 1512, "checkpoints": 808, "stores": 2395, "eviction": 2427, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

@@ -13,12 +13,15 @@ from torch import Tensor, nn
 
 from retain import LLM
 from retain.engine import drafters
+from retain.engine.engine import Engine
 from retain.engine.request import Request
 from retain.kernels import import_backend
+from retain.kernels.api import CPU
 from retain.kernels.slots.pool_dtypes import INT4
-from retain.models import build, load_family
+from retain.models import build, build_with_head, load_family
 from retain.models.mtp import name_as_layer
-from retain.models.weights import Weights
+from retain.models.weights import Weights, open_weights
+from retain.processing.warm_up import WarmUp
 from retain.sampling_params import SamplingParams
 from tests.helpers.drafts import (
     PROMPT,
@@ -29,7 +32,7 @@ from tests.helpers.drafts import (
 )
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, write_tokenizer_folder
-from tests.helpers.gguf_files import tiny_for_gguf
+from tests.helpers.gguf_files import tiny_for_gguf, write_gguf
 from tests.helpers.marks import slow
 from tests.helpers.tiny_heads import PREDICTOR_ENDS, PredictorAsLayer, with_predictor, write_predictor_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
@@ -219,7 +222,7 @@ def test_other_models_have_no_predictor() -> None:
     ):
         program = import_backend("reference").program(torch.float32, torch.device("cpu"))
         with pytest.raises(ValueError, match=f"mtp: {reason}"):
-            build(Weights(tiny_checkpoint(family), torch.float32), program, True, program)
+            build_with_head(Weights(tiny_checkpoint(family), torch.float32), program, program)
 
 
 @pytest.mark.parametrize("case", ["qwen3_5_text auto", "glm4_moe int8", *slow("qwen3_next auto", "deepseek_v3 auto")])
@@ -254,3 +257,42 @@ def test_what_other_layers_hold_is_counted_alone(policy: str) -> None:
         engine.step()
         counts.append(int(engine.cache.rows[0].count_held(np.array([64], np.int32))[0]))
     assert counts[0] == counts[1] < 64
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])
+@pytest.mark.parametrize("kv_dtype", [None, INT4])
+def test_a_prompt_of_one_token_writes_no_slot_of_the_predictor(backend: str, kv_dtype: torch.dtype | None) -> None:
+    """In slots of any kind, with sketches: no other token is there whose slot could be written."""
+    if reason := import_backend(backend).unavailable_reason():
+        pytest.skip(reason)
+    drafter = drafters.parse("mtp:k=2")
+    engine = make_engine("deepseek_v3", backend=backend, kv_dtype=kv_dtype, looks=True, drafter=drafter)
+    requests = [make_request(PROMPT[:1], 6, policy) for policy in ("full", "look:slots=20")]
+    run_to_completion(engine, requests)
+    assert all(sum(r.stats.spec_decode.num_drafted_per_position) for r in requests)
+
+
+def test_another_engine_over_the_same_model_brings_states(tmp_path: Path) -> None:
+    """As a warm-up does, and benches: what a step brings follows from the program, and no engine can forget it."""
+    (tmp_path / "m").mkdir()
+    save_model_folder(write_tokenizer_folder(tmp_path / "m"), with_predictor(tiny_for_gguf("glm4_moe")))
+    llm = LLM(str(tmp_path / "m"), speculate="mtp:k=2", kv_memory="64MiB", max_model_len=256)
+    WarmUp(llm.engine, llm.input_processor, 64).run(llm.program)
+    other = Engine(llm.engine.runner, llm.cache)
+    request = make_request(PROMPT, 5)
+    other.add(request)
+    run_to_completion(other, [])
+    assert len(request.output_tokens) == 5 and request.hidden_state is None  # it has ended
+
+
+def test_files_with_a_predictor_load_without_it(tmp_path: Path) -> None:
+    """Of every family, whether it reads the layer or not."""
+    for family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
+        checkpoint = tiny_for_gguf(family)
+        if hasattr(load_family(family), "PREDICTION_LAYER"):
+            path = write_predictor_gguf(tmp_path / f"{family}.gguf", with_predictor(checkpoint))
+        else:
+            tensors = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
+            extra = {"deepseek2.block_count": 4, "deepseek2.nextn_predict_layers": 1}
+            path = write_gguf(tmp_path / f"{family}.gguf", checkpoint, extra=extra, tensors=tensors)
+        build(open_weights(path, torch.float32), import_backend("reference").program(torch.float32, CPU))

@@ -55,6 +55,9 @@ POLICIES = [
 class NullRunner:
     """A runner without a model: checks where a batch would write, and returns noise."""
 
+    hidden_states = None
+    state_size = 0
+
     def __init__(self, cache: KVCacheManager):
         self.cache = cache
 

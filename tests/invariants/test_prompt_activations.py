@@ -35,6 +35,9 @@ POLICIES = ["full", "h2o:budget=40", "reread:budget=40", "ring:window=24"]
 class RecordingRunner:
     """Runs batches as another runner does, and records them with the length of each token's prompt."""
 
+    hidden_states = None
+    state_size = 0
+
     def __init__(self, engine: Engine):
         self.engine = engine
         self.inner = engine.runner

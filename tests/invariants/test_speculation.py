@@ -242,6 +242,11 @@ class NoisyRunner:
     def hidden_states(self) -> Tensor | None:
         return self.runner.hidden_states
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a batch."""
+        return self.runner.state_size
+
 
 @pytest.mark.slow
 def test_sampled_answers_follow_the_target_through_the_whole_engine() -> None:

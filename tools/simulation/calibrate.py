@@ -53,6 +53,11 @@ class WorkRecorder:
         """The hidden states of the last batch."""
         return self.runner.hidden_states
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a batch."""
+        return self.runner.state_size
+
 
 def calibrate(llm: LLM) -> Calibration:
     """Measure an engine that nobody else uses. Raises ValueError for one that cannot be simulated."""

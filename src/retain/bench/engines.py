@@ -136,6 +136,11 @@ class TimedRunner:
         """The hidden states of the last batch."""
         return self.runner.hidden_states
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a batch."""
+        return self.runner.state_size
+
 
 def _computes_prompt(request: Request) -> bool:
     """Whether the next step computes more than the last token: a prompt, or tokens that a preemption dropped."""

@@ -179,6 +179,7 @@ def _fork_request(llm: LLM, source: Request, row: RequestRow, output_len: int) -
     fork = greedy_request(llm.cache, source.prompt, source.policy, output_len + 1)
     fork.text.ids[:] = source.tokens
     fork.num_computed_tokens = source.num_computed_tokens
+    fork.hidden_state = source.hidden_state
     fork.stats.first_token_time = perf_counter()
     copied = row.fork(fork.policy, fork.num_computed_tokens, fork.row_task())
     if copied is None:

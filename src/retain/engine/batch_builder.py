@@ -33,7 +33,7 @@ def build_batch(
         rows=rows,
         first_positions=first_positions,
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
-        num_logits=[s.num_logits or bool(state_size) for s in scheduled],
+        num_logits=[count_rows(s, state_size > 0) for s in scheduled],
     )
     if (looks := build_looks(scheduled, cache)) is not None:
         groups = [_with_looks(group, looks) for group in batch.groups]
@@ -45,6 +45,11 @@ def build_batch(
         bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
         hidden_states=stack_states(scheduled, state_size, cache.kv.device) if state_size else None,
     )
+
+
+def count_rows(s: ScheduledRequest, carries_states: bool) -> int:
+    """Return how many of a request's tokens have logits: at least the last one, where the next step needs its state."""
+    return max(s.num_logits, int(carries_states))
 
 
 def stack_states(scheduled: Sequence[ScheduledRequest], size: int, device: torch.device) -> Tensor:

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from torch import Tensor
 
-from retain.engine.batch_builder import build_batch
+from retain.engine.batch_builder import build_batch, count_rows
 from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
@@ -27,6 +27,7 @@ from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.speculator import Speculator
 from retain.kernels.api import Batch
+from retain.kernels.transfers import to_device_like
 from retain.kv.manager import KVCacheManager
 
 log = logging.getLogger(__name__)
@@ -41,13 +42,10 @@ class Engine:
         cache: KVCacheManager,
         drafter: Drafter | None = None,
         prompt_activations: str = "int8",
-        state_size: int = 0,
     ):
-        """`state_size`: numbers of the hidden state that each request brings into a step; 0 where none is loaded."""
         self.runner = runner
         self.cache = cache
         self.prompt_activations = prompt_activations
-        self.state_size = state_size
         self.speculator = Speculator(drafter)
         self.sharing = PromptSharing()
         self.scheduler = Scheduler(cache, self.sharing)
@@ -116,7 +114,6 @@ class Engine:
         for request in step.samples.requests:
             request.num_pending_tokens -= 1
         sampled = dict(zip(step.samples.requests, step.samples.read(), strict=True))
-        step.samples.keep_hidden_states(sampled)
         self._record_times(step, sampled)
         self._commit_drafts(step, sampled)
         going_on = ((request, tokens) for request, tokens in sampled.items() if request.finish_reason is None)
@@ -166,31 +163,34 @@ class Engine:
 
     def _build_batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
         """Build the batch of a step, with the tokens that are still pending."""
-        batch = build_batch(scheduled, self.cache, self.prompt_activations, self.state_size)
+        batch = build_batch(scheduled, self.cache, self.prompt_activations, self.runner.state_size)
         return insert_pending_tokens(batch, scheduled, self.pending_steps)
 
     def _forward(self, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> tuple[Tensor, Tensor | None]:
         """Run the model. Returns the logits [N, V] that are read, and hidden states [N, E] where a drafter needs them.
 
-        Requests without drafts get the hidden state of their last token. Where requests bring states into a step, each
-        has a row for that token, whether its logits are read or not.
+        Requests without drafts get the hidden state of their last token.
         """
         logits = self.runner.forward(batch)
         self._requeue_failed_loads(scheduled)
-        states = self.runner.hidden_states if self.state_size or self.speculator.needs_hidden_states else None
-        if states is None:
+        carries_states = self.runner.state_size > 0
+        if not carries_states and not self.speculator.needs_hidden_states:
             return logits, None
-        states = states.clone()
-        needed: list[int] = []
+        states = self.runner.hidden_states
+        assert states is not None
+        read: list[int] = []
+        last: dict[Request, int] = {}  # the rows of last tokens
         end = 0
         for s in scheduled:
-            num_rows = s.num_logits or bool(self.state_size)
+            num_rows = count_rows(s, carries_states)
             end += num_rows
-            needed += range(end - s.num_logits, end)
+            read += range(end - s.num_logits, end)
             if num_rows and self.scheduler.is_running(s) and not (s.request.drafts or s.request.scoring):
-                for request in {s.request, *self.sharing.completing(s.request, s.num_tokens)}:
-                    request.hidden_state = states[end - 1]
-        return select_rows(logits, needed), select_rows(states, needed)
+                last |= dict.fromkeys((s.request, *self.sharing.completing(s.request, s.num_tokens)), end - 1)
+        own = states.index_select(0, to_device_like(states, [*last.values()]))
+        for request, state in zip(last, own, strict=True):
+            request.hidden_state = state
+        return select_rows(logits, read), select_rows(states, read)
 
     def _requeue_failed_loads(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Put requests whose offloaded prefix did not arrive back into the queue; they begin with less."""
@@ -212,7 +212,8 @@ class Engine:
                 if s.request.will_sample(s.num_tokens) if is_leader else not request.input.forced_tokens:
                     requests.append(request)
                     indices += range(end - 1 - len(request.drafts), end)
-        return sample(select_rows(logits, indices), requests, None if states is None else states[indices])
+        found = None if states is None else states.index_select(0, to_device_like(states, indices))
+        return sample(select_rows(logits, indices), requests, found)
 
     def _restart_followers(self, scheduled: Sequence[ScheduledRequest]) -> None:
         """Let followers of a failed step, which may have drawn their first token, draw it again."""
@@ -255,6 +256,8 @@ class Engine:
             return
         ends = zip(step.scheduled, step.batch.query_start_loc[1:].tolist(), strict=True)
         drafted = [(s, end) for s, end in ends if s.request in step.samples.drafts and self.scheduler.is_running(s)]
+        for s, _ in drafted:
+            s.request.hidden_state = step.samples.find_state(s.request, len(sampled[s.request]))
         num_rejected = [s.request.accept_drafts(len(sampled[s.request])) for s, _ in drafted]
         rejected = [t for (_, end), n in zip(drafted, num_rejected, strict=True) for t in range(end - n, end)]
         if rejected:
@@ -309,7 +312,7 @@ class Engine:
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request: free its pages, and let its followers go on without it."""
         request.finish_reason = reason
-        request.penalties = None  # its tensors, where the request is kept for the inspector
+        request.penalties = request.hidden_state = None  # tensors, where the request is kept for the inspector
         self.scheduler.remove(request)
         self.speculator.remove_request(request)
         request.stats.finish_time = perf_counter()

@@ -23,6 +23,10 @@ class Runner(Protocol):
     def hidden_states(self) -> Tensor | None:
         """The hidden states [N, E] of the same tokens, if the program gives them; good until the next step."""
 
+    @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a batch; 0 where the program loads none."""
+
 
 class ProgramRunner:
     """Run a model as one program of the backend."""
@@ -38,6 +42,11 @@ class ProgramRunner:
     def hidden_states(self) -> Tensor | None:
         """The hidden states of the last batch, as the program computes them."""
         return self.program.hidden_states
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a batch, as the program loads it."""
+        return self.program.state_size
 
 
 class HeadRunner:
@@ -61,3 +70,8 @@ class HeadRunner:
         """The hidden states for the next tokens, [N, E]."""
         states = self.program.hidden_states
         return None if states is None else states[:, : self.hidden_size]
+
+    @property
+    def state_size(self) -> int:
+        """Numbers of a hidden state."""
+        return self.program.state_size

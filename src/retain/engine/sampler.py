@@ -7,7 +7,7 @@ request with K drafts has K + 1 rows of logits and gets from one to K + 1 tokens
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -43,12 +43,11 @@ class Samples:
     logprobs: dict[Request, Tensor]  # [K + 1, V] of requests that want some
     hidden_states: Tensor | None = None  # [N, E], where a drafter reads them
 
-    def keep_hidden_states(self, sampled: Mapping[Request, SampledTokens]) -> None:
-        """Give each request that had drafts the hidden state behind the last one that was accepted."""
-        if self.hidden_states is not None:
-            for request, start in zip(self.requests, self.starts, strict=False):
-                if request in self.drafts:
-                    request.hidden_state = self.hidden_states[start + len(sampled[request]) - 1]
+    def find_state(self, request: Request, num_tokens: int) -> Tensor | None:
+        """Return the hidden state [E] that gave the last of so many tokens of a request, where a drafter reads it."""
+        if self.hidden_states is None:
+            return None
+        return self.hidden_states[self.starts[self.requests.index(request)] + num_tokens - 1].clone()
 
     def read(self) -> list[SampledTokens]:
         """Return the tokens of each request, with log-probabilities for those that want them.

@@ -304,6 +304,10 @@ class Program(Protocol):
         """
 
     @property
+    def state_size(self) -> int:
+        """Numbers of the hidden state that each request brings into a step; 0 where no operation loads it."""
+
+    @property
     def weight_bytes(self) -> int:
         """Return the bytes of all weight matrices, as the program stores them."""
 

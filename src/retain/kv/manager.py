@@ -166,7 +166,9 @@ class KVCacheManager:
     def open_draft_tables(self, dtype: torch.dtype | None) -> DraftTables:
         """Return tables for a drafter that attends to pages of rows, or to copies in `dtype`. Raises ValueError."""
         if len(self.slots.groups) > 1:
-            raise ValueError("needs layers that are alike: those of this model differ in heads or head dims")
+            has_head = any(group.is_draft for group in self.spec.groups)
+            reason = "one is that of a draft head" if has_head else "those of this model differ in heads or head dims"
+            raise ValueError(f"needs layers that are alike: {reason}")
         return DraftTables(self.tables, self.copies, self.rows, dtype)
 
     # ---- a step --------------------------------------------------------------------------------------------------

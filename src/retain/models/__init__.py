@@ -27,8 +27,8 @@ from retain.models.heads import DraftHead, HeadTarget, load_head
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.passes.note_attention import note_attention
-from retain.models.passes.observe import CachedHead, observe
 from retain.models.passes.tap import tap
+from retain.models.passes.write_head import CachedHead, write_head
 from retain.models.weights import Weights
 from retain.plugins import plugin_names
 
@@ -93,7 +93,7 @@ def build_with_head(
             decoder, head = mtp.split(family.build(extended), extended, family)
         else:
             decoder, head = eagle3.attach(family.build(weights), head_weights)
-        program.load(observe(make_operations(decoder, weights, program), head))
+        program.load(write_head(make_operations(decoder, weights, program), head))
         head_program.load(head.emit())
     check_all_tensors_used(weights, ignored_tensors(family, weights))
     if head_weights is not None:
@@ -122,6 +122,8 @@ def ignored_tensors(family: ModuleType, weights: Weights) -> tuple[str, ...]:
     ignored: tuple[str, ...] = getattr(family, "IGNORED_TENSORS", ())
     if hasattr(family, "PREDICTION_LAYER"):
         ignored = (*ignored, *family.PREDICTION_LAYER.tensor_names(weights.config))
+    elif weights.config.get("num_nextn_predict_layers"):  # of a GGUF file
+        ignored = (*ignored, rf"layers\.{weights.config['num_hidden_layers']}\..*")
     return ignored
 
 

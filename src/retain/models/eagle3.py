@@ -109,7 +109,7 @@ class Eagle3Head:
             yield from self.feature_norm.emit(self.features, self.features)
         yield from self.fc.emit(self.features, states)
 
-    def write(self, states: Buffer) -> Iterator[Operation]:
+    def emit_writes(self, states: Buffer) -> Iterator[Operation]:
         """Yield what caches all fresh tokens of a step, by their states."""
         x = Buffer("x of the draft head", states.width)
         both = Buffer("token, state", 2 * states.width)

@@ -54,7 +54,7 @@ class MultiTokenPredictor:
         """Yield the final norm of the target, of all tokens."""
         yield from self.target_norm.emit(x, states)
 
-    def write(self, states: Buffer) -> Iterator[Operation]:
+    def emit_writes(self, states: Buffer) -> Iterator[Operation]:
         """Yield what a target computes so that all fresh tokens are cached; `states` are the target's of all tokens."""
         x = Buffer("x of the draft head", states.width)
         yield from self._join(ops.LoadHiddenStates(Buffer("state", states.width), states), x)
@@ -145,9 +145,10 @@ def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, Mu
     own = w.scope(prefix)
     eps = decoder.norm.eps
     norms = [load_norm(own, n, eps, described.norm_offset) for n in ("enorm", "hnorm", "shared_head.norm")]
-    shared = f"{base}embed_tokens.weight", "lm_head.weight"
-    table = load_unless_shared(w, f"{prefix}embed_tokens.weight", *shared)
-    head = load_unless_shared(w, f"{prefix}shared_head.head.weight", *shared)
+    embedding = f"{base}embed_tokens.weight"
+    shared_head = "lm_head.weight" if "lm_head.weight" in w else embedding
+    table = load_unless_shared(w, f"{prefix}embed_tokens.weight", embedding)
+    head = load_unless_shared(w, f"{prefix}shared_head.head.weight", shared_head)
     predictor = MultiTokenPredictor(
         target_norm=decoder.norm,
         embedding=replace(decoder.token_embedding, table=table.weight) if table else decoder.token_embedding,
@@ -164,8 +165,8 @@ def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, Mu
     return replace(decoder, spec=replace(s, caches=caches), num_layers=number), predictor
 
 
-def load_unless_shared(w: Weights, name: str, *shared: str) -> Linear | None:
+def load_unless_shared(w: Weights, name: str, shared: str) -> Linear | None:
     """Load a matrix of the predictor's own; None where the file has none, or the target's once more."""
-    if name not in w or any(w.equal(name, other) for other in shared if other in w):
+    if name not in w or (shared in w and w.equal(name, shared)):
         return None
     return Linear(w.load_matrix(name, embedding=True))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from retain.engine.drafters import DrafterNeeds, mtp
+from retain.engine.drafters import DrafterNeeds, TargetModel, mtp
 
 
 @dataclass
@@ -17,11 +17,13 @@ class Drafter(mtp.Drafter):
     model: str | None = None
     weights: str = "auto"
 
-    def __post_init__(self) -> None:
-        if self.model is None:
-            raise ValueError("eagle3: say which model= drafts: a folder or a .gguf file")
-
     @property
     def needs(self) -> DrafterNeeds:  # type: ignore[override]  # the class of a layer has no options
         """The hidden states of the target, and the head of this name."""
         return DrafterNeeds(hidden_states=True, head=self.model, weights=self.weights)
+
+    def attach(self, target: TargetModel) -> None:
+        """Take the head that was loaded with the target. Raises ValueError where there is none."""
+        if self.model is None:
+            raise ValueError("eagle3: say which model= drafts: a folder or a .gguf file")
+        super().attach(target)

@@ -46,6 +46,7 @@ class CpuProgram:
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]
         self._hidden_states: ops.Buffer | None = None
         self.hidden_states: Tensor | None = None  # of the last step
+        self.state_size = 0  # until an operation loads hidden states
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
         """Append a model's operations to the program, lowered to those of C++."""
@@ -59,6 +60,8 @@ class CpuProgram:
                 self._program.add(name, fields)
             if op.out.name == ops.HIDDEN_STATES:
                 self._hidden_states = op.out
+            if isinstance(op, ops.LoadHiddenStates):
+                self.state_size = op.out.width
             del op  # its weights are packed: they may be freed before the next ones are read
         self._logits = torch.empty(0, o.logits_width)
 

@@ -51,6 +51,7 @@ class TorchProgram(Generic[S, O]):
         self._logits: int | None = None
         self._hidden_states: int | None = None  # the buffer
         self.hidden_states: Tensor | None = None  # of the last step
+        self.state_size = 0  # until an operation loads hidden states
 
     def load(self, operations: Iterable[ops.Operation]) -> None:
         """Append a model's operations to the program, lowered to functions of torch."""
@@ -64,6 +65,8 @@ class TorchProgram(Generic[S, O]):
                 self._logits = out
             if op.out.name == ops.HIDDEN_STATES:
                 self._hidden_states = out
+            if isinstance(op, ops.LoadHiddenStates):
+                self.state_size = op.out.width
             del op  # its weights are converted: they may be freed before the next ones are read
 
     def row_energies(self, weight: Weight, factors: Tensor) -> Tensor:
@@ -150,7 +153,8 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             inputs = use_cache(cache)
             is_written = batch.positions > 0
             slots = inputs.slot_mapping[:, is_written]
-            self._write(inputs.kv, slots, k[is_written], v[is_written], batch.positions[is_written])
+            if slots.numel():
+                self._write(inputs.kv, slots, k[is_written], v[is_written], batch.positions[is_written])
 
         def use_cache(cache: int) -> GroupInputs:
             if batch.before_attention:

@@ -1,4 +1,4 @@
-"""A pass that lets a draft head cache all tokens of a step: its keys follow from a token and the state before it."""
+"""A pass that writes the slots of a draft head for all tokens of a step: they follow from a token and a state."""
 
 from __future__ import annotations
 
@@ -23,20 +23,23 @@ class CachedHead(Protocol):
     def emit_states(self, x: Buffer, states: Buffer) -> Iterator[Operation]:
         """Yield what computes the states of all tokens, by what comes out of the target's last layer."""
 
-    def write(self, states: Buffer) -> Iterator[Operation]:
+    def emit_writes(self, states: Buffer) -> Iterator[Operation]:
         """Yield what caches all fresh tokens of a step, by their states."""
 
     def emit(self) -> Iterator[Operation]:
         """Yield the operations of the program that computes one token of each request."""
 
 
-def observe(operations: Iterable[Operation], head: CachedHead) -> Iterator[Operation]:
-    """Return all operations of a target, and those of a head before rows are gathered. Gives the head's states."""
+def write_head(operations: Iterable[Operation], head: CachedHead) -> Iterator[Operation]:
+    """Return all operations of a target, and before rows are gathered those that write a head's slots.
+
+    The program gives the states that the head reads.
+    """
     for op in operations:
         if isinstance(op, GatherRows):
             states = Buffer("hidden states of all tokens", head.hidden_size)
             yield from head.emit_states(op.x, states)
-            yield from head.write(states)
+            yield from head.emit_writes(states)
             yield GatherRows(states, Buffer(HIDDEN_STATES, head.hidden_size))
         yield op
         del op
