@@ -77,7 +77,7 @@ COMMANDS = [
     ("cache sweep FILES", "there is no store at"),
     ("cache ls ram:capacity=1GB", "is no store"),
     # Drafters
-    (f"{UNREAD} --speculate guess", "unknown drafter 'guess': choose one of assistant, draft, eagle3, mtp, ngram, self"),
+    (f"{UNREAD} --speculate guess", "unknown drafter 'guess': choose one of assistant, draft, eagle3, mtp, ngram"),
     (f"{UNREAD} --speculate ngram:k=0", "k must be auto, or at least 1"),
     (f"{UNREAD} --speculate ngram:min=3,max=2", "min must be at most max"),
     (f"{UNREAD} --speculate ngram:n=3", "has no option 'n'"),
