@@ -104,7 +104,8 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
     auto = AutoPolicy(loaded.gate_loader().policy_names, spec.kv_cache.can_compare_layers)
     allowed = [policies.parse(auto.choose(name)) for name in (c.kv_policy, *c.allow_policy)]  # there is room for them
-    query_heads = spec.num_heads // min(g.num_kv_heads for g in spec.kv_cache.attention_groups)  # of a kv head
+    kv_heads = min((g.num_kv_heads for g in spec.kv_cache.attention_groups), default=spec.num_heads)
+    query_heads = spec.num_heads // kv_heads  # of a kv head
     kv_dtype = pool_dtype(c.slot_dtype)
     cache_config = CacheConfig(
         c.slots_per_page,

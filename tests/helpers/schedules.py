@@ -230,7 +230,7 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         drafter = DRAFTERS_OF_GEMMA4[seed % 4 - 1]
     if drafter and seed % 4 and family in WITH_PREDICTOR:
         drafter = PREDICTORS[seed % 4 - 1]
-    if drafter and seed % 4 == 3 and family in ("llama", "gpt_oss", "gemma4_text", *WITH_PREDICTOR):
+    if drafter and seed % 4 == 3 and family in ("llama", "gpt_oss", *WITH_PREDICTOR):
         drafter = EAGLE3_HEADS[seed // 4 % 2]
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:

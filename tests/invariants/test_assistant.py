@@ -141,7 +141,7 @@ def test_an_assistant_that_copies_its_target_is_always_right(backend: str, monke
         ({"backbone_hidden_size": 32}, "for a model with states of 32 numbers, not 64"),
         ({"vocab_size": 64}, "the assistant knows 64 tokens, the target 128"),
         ({"model_type": "llama"}, "model type 'llama' is no draft head: one of gemma4_assistant"),
-        ({"head_dim": 32}, "the tensors of the model do not fit its config"),
+        ({"head_dim": 32}, "the tensors of the draft head do not fit its config"),
         ({"rope_parameters": 3}, "config.json has a value that cannot be used"),
         ({"num_centroids": 15}, "the best 4 of 15 clusters are wanted, of which 16 are there"),
         *[

@@ -32,7 +32,7 @@ from tests.helpers.drafts import (
 )
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, write_tokenizer_folder
-from tests.helpers.gguf_files import tiny_for_gguf, write_gguf
+from tests.helpers.gguf_files import tiny_for_gguf
 from tests.helpers.marks import slow
 from tests.helpers.tiny_heads import PREDICTOR_ENDS, PredictorAsLayer, with_predictor, write_predictor_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
@@ -286,13 +286,6 @@ def test_another_engine_over_the_same_model_brings_states(tmp_path: Path) -> Non
 
 
 def test_files_with_a_predictor_load_without_it(tmp_path: Path) -> None:
-    """Of every family, whether it reads the layer or not."""
     for family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
-        checkpoint = tiny_for_gguf(family)
-        if hasattr(load_family(family), "PREDICTION_LAYER"):
-            path = write_predictor_gguf(tmp_path / f"{family}.gguf", with_predictor(checkpoint))
-        else:
-            tensors = {"blk.3.nextn.eh_proj.weight": np.ones((64, 128), np.float32)}
-            extra = {"deepseek2.block_count": 4, "deepseek2.nextn_predict_layers": 1}
-            path = write_gguf(tmp_path / f"{family}.gguf", checkpoint, extra=extra, tensors=tensors)
+        path = write_predictor_gguf(tmp_path / f"{family}.gguf", with_predictor(tiny_for_gguf(family)))
         build(open_weights(path, torch.float32), import_backend("reference").program(torch.float32, CPU))

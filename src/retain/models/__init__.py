@@ -92,8 +92,11 @@ def build_with_head(
             extended = mtp.extend(weights, family)
             decoder, head = mtp.split(family.build(extended), extended, family)
         else:
-            decoder, head = eagle3.attach(family.build(weights), head_weights)
+            target = family.build(weights)
+            with explained_errors("the draft head"):
+                decoder, head = eagle3.attach(target, head_weights)
         program.load(write_head(make_operations(decoder, weights, program), head))
+    with explained_errors("the draft head"):
         head_program.load(head.emit())
     check_all_tensors_used(weights, ignored_tensors(family, weights))
     if head_weights is not None:
@@ -122,15 +125,13 @@ def ignored_tensors(family: ModuleType, weights: Weights) -> tuple[str, ...]:
     ignored: tuple[str, ...] = getattr(family, "IGNORED_TENSORS", ())
     if hasattr(family, "PREDICTION_LAYER"):
         ignored = (*ignored, *family.PREDICTION_LAYER.tensor_names(weights.config))
-    elif weights.config.get("num_nextn_predict_layers"):  # of a GGUF file
-        ignored = (*ignored, rf"layers\.{weights.config['num_hidden_layers']}\..*")
     return ignored
 
 
 def build_head(weights: Weights, target: HeadTarget, program: Target) -> DraftHead:
     """Build the draft head of a checkpoint, and load its operations into a program. Raises ValueError as `build`."""
     module = load_head(weights.config["model_type"])
-    with explained_errors():
+    with explained_errors("the draft head"):
         head: DraftHead = module.build(weights, target)
         program.load(head.operations)
     check_all_tensors_used(weights, ())
@@ -138,16 +139,16 @@ def build_head(weights: Weights, target: HeadTarget, program: Target) -> DraftHe
 
 
 @contextmanager
-def explained_errors() -> Iterator[None]:
+def explained_errors(subject: str = "the model") -> Iterator[None]:
     """Raise ValueError in place of what values of a config, shapes of tensors, and too little memory raise."""
     try:
         yield
     except torch.OutOfMemoryError as e:
-        raise ValueError(f"the model does not fit the memory of the device: {shorten(e)}") from e
+        raise ValueError(f"{subject} does not fit the memory of the device: {shorten(e)}") from e
     except VALUE_ERRORS as e:
         raise ValueError(f"config.json has a value that cannot be used: {shorten(e)}") from e
     except SHAPE_ERRORS as e:
-        raise ValueError(f"the tensors of the model do not fit its config: {shorten(e)}") from e
+        raise ValueError(f"the tensors of {subject} do not fit its config: {shorten(e)}") from e
 
 
 def check_all_tensors_used(weights: Weights, ignored: tuple[str, ...]) -> None:
