@@ -54,7 +54,7 @@ class RecordingRunner:
 
 @dataclass
 class ExactDrafter(WatchedDrafter):
-    """The assistant, whose drafts are recorded with their text; a random number of them then become the right ones."""
+    """Another drafter, whose drafts are recorded with their text; a random number of them become the right ones."""
 
     error_rate: float = 0.0
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)  # by prompt
@@ -78,6 +78,31 @@ def record_drafts(found: list[list[int]]) -> Callable[..., None]:
         set_drafts(request, tokens, draft_probs)
 
     return record
+
+
+def check_draft_logits(
+    family: str, spec: str, backend: str, length: int, compute: Callable[[list[int], int], tuple[list[int], Tensor]]
+) -> None:
+    """Compare the first four drafts behind a prompt, computed in one step and in chunks, with an oracle's.
+
+    `compute(prompt, k)` returns the target's next token and k drafts, and the logits of these [k, V].
+    """
+    if reason := import_backend(backend).unavailable_reason():
+        pytest.skip(reason)
+    tokens, expected = compute(PROMPT[:length], 4)
+    for max_batched_tokens in (128, 7):
+        drafter = drafters.parse(spec)
+        engine = make_engine(
+            family, backend=backend, drafter=drafter, max_batched_tokens=max_batched_tokens, max_running_requests=1
+        )
+        drafter._runner = runner = RecordingRunner(drafter._runner)  # type: ignore[attr-defined]
+        request = make_request(PROMPT[:length], 8)
+        engine.add(request)
+        while not request.output_tokens:
+            engine.step()
+        assert request.output_tokens == tokens[:1]
+        engine.step()
+        torch.testing.assert_close(torch.cat(runner.logits[:4]), expected, rtol=2e-3, atol=2e-3)
 
 
 def check_greedy_and_hits(family: str, spec: str, backend: str, kv_dtype: torch.dtype | None = None) -> None:

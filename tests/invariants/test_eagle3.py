@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +20,7 @@ from retain.kernels import import_backend
 from retain.kernels.slots.pool_dtypes import INT4
 from retain.sampling_params import SamplingParams
 from tests.helpers import tiny_heads
-from tests.helpers.drafts import PROMPT, RecordingRunner, check_drafts_follow, check_greedy_and_hits, record_drafts
+from tests.helpers.drafts import PROMPT, check_draft_logits, check_drafts_follow, check_greedy_and_hits, record_drafts
 from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, save_tiny_smollm2
 from tests.helpers.marks import slow
@@ -90,23 +91,7 @@ def plain_drafts(family: str, kind: str, prompt: list[int], k: int) -> tuple[lis
 @pytest.mark.parametrize("length", [1, 9, 60])
 @pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])
 def test_drafts_equal_the_format_in_plain_torch(family: str, kind: str, length: int, backend: str) -> None:
-    """Behind a prompt in one step, and in chunks of 7 tokens."""
-    if reason := import_backend(backend).unavailable_reason():
-        pytest.skip(reason)
-    tokens, expected = plain_drafts(family, kind, PROMPT[:length], 4)
-    for max_batched_tokens in (128, 7):
-        drafter = drafters.parse(f"eagle3:k=4,model={kind}")
-        engine = make_engine(
-            family, backend=backend, drafter=drafter, max_batched_tokens=max_batched_tokens, max_running_requests=1
-        )
-        drafter._runner = runner = RecordingRunner(drafter._runner)  # type: ignore[attr-defined]
-        request = make_request(PROMPT[:length], 8)
-        engine.add(request)
-        while not request.output_tokens:
-            engine.step()
-        assert request.output_tokens == tokens[:1]
-        engine.step()
-        torch.testing.assert_close(torch.cat(runner.logits[:4]), expected, rtol=2e-3, atol=2e-3)
+    check_draft_logits(family, f"eagle3:k=4,model={kind}", backend, length, partial(plain_drafts, family, kind))
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", *slow("llama", "qwen3_5_text")])

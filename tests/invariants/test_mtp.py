@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,7 +26,7 @@ from retain.processing.warm_up import WarmUp
 from retain.sampling_params import SamplingParams
 from tests.helpers.drafts import (
     PROMPT,
-    RecordingRunner,
+    check_draft_logits,
     check_drafts_follow,
     check_greedy_and_hits,
     record_drafts,
@@ -108,23 +109,7 @@ def transformers_drafts(family: str, prompt: list[int], k: int) -> tuple[list[in
 @pytest.mark.parametrize("length", [1, 9, 60])
 @pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])
 def test_drafts_equal_those_of_layers_of_transformers(family: str, length: int, backend: str) -> None:
-    """Behind a prompt in one step, and in chunks of 7 tokens."""
-    if reason := import_backend(backend).unavailable_reason():
-        pytest.skip(reason)
-    tokens, expected = transformers_drafts(family, PROMPT[:length], 4)
-    for max_batched_tokens in (128, 7):
-        drafter = drafters.parse("mtp:k=4")
-        engine = make_engine(
-            family, backend=backend, drafter=drafter, max_batched_tokens=max_batched_tokens, max_running_requests=1
-        )
-        drafter._runner = runner = RecordingRunner(drafter._runner)  # type: ignore[attr-defined]
-        request = make_request(PROMPT[:length], 8)
-        engine.add(request)
-        while not request.output_tokens:
-            engine.step()
-        assert request.output_tokens == tokens[:1]
-        engine.step()
-        torch.testing.assert_close(torch.cat(runner.logits[:4]), expected, rtol=2e-3, atol=2e-3)
+    check_draft_logits(family, "mtp:k=4", backend, length, partial(transformers_drafts, family))
 
 
 @pytest.mark.parametrize("family", [*HYBRID_AND_LATENT, *slow("qwen3_5_moe", "glm4_moe")])

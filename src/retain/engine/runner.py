@@ -49,12 +49,12 @@ class ProgramRunner:
         return self.program.state_size
 
 
-class HeadRunner:
+class HeadRunner(ProgramRunner):
     """Run a draft head, whose program may restrict the tokens that have logits."""
 
     def __init__(self, program: Program, hidden_size: int, restrict: Restrict | None = None):
         """`hidden_size` and `restrict` as those of a `DraftHead`."""
-        self.program = program
+        super().__init__(program)
         self.hidden_size = hidden_size
         self.restrict = restrict
 
@@ -70,8 +70,3 @@ class HeadRunner:
         """The hidden states for the next tokens, [N, E]."""
         states = self.program.hidden_states
         return None if states is None else states[:, : self.hidden_size]
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of a hidden state."""
-        return self.program.state_size

@@ -103,20 +103,11 @@ class LinearStateSpec:
 
 
 @dataclass(frozen=True)
-class DraftHeadSpec:
+class DraftHeadSpec(FullAttentionSpec):
     """The layer of a draft head, which sees all tokens. What is in its slots changes drafts alone, and no answer."""
 
-    num_kv_heads: int
-    k_dim: int
-    v_dim: int
 
-    @property
-    def window(self) -> int | None:
-        """Return None: a query sees all tokens before it."""
-        return None
-
-
-AttentionSpec = FullAttentionSpec | SlidingWindowSpec | DraftHeadSpec
+AttentionSpec = FullAttentionSpec | SlidingWindowSpec
 StateSpec = ConvolutionSpec | LinearTokensSpec | LinearStateSpec
 OwnCacheSpec = AttentionSpec | StateSpec
 LayerCacheSpec = OwnCacheSpec | SharedCacheSpec
