@@ -55,7 +55,7 @@ class RandomLengths(DraftLengthController):
 
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[tuple[Request, int]]:
         """Draw a length for all requests of the round."""
         length = self.rng.choice([0, 1, 2, 3, self.max_draft_tokens])
         return [(r, min(n, length)) for r, n in draft_limits]

@@ -7,35 +7,25 @@ writes nothing: budgets, windows, quantized slots and prefixes are the target's 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from retain.engine.cache_interface import RequestRow
-from retain.engine.drafters import DrafterNeeds, TargetModel
+from retain.engine.drafters import DrafterNeeds, TargetModel, mtp
 from retain.engine.request import Request
-from retain.engine.runner import Runner
 from retain.engine.spec_decode.head_loop import draft_with_head
 from retain.kernels.api import Tables
-from retain.kv.manager import KVCacheManager
 
 
 @dataclass
-class Drafter:
+class Drafter(mtp.Drafter):
     """`model`: the folder of the assistant, or its .gguf file; `weights`: bf16, int8, int4, or auto as in its file."""
 
     needs: ClassVar[DrafterNeeds] = DrafterNeeds(hidden_states=True)
-    k: str = "auto"
     model: str | None = None
     weights: str = "auto"
-    _runner: Runner | None = field(default=None, init=False)
-    _cache: KVCacheManager | None = field(default=None, init=False)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most drafts of a request in a round where k is auto."""
-        return 8
 
     def attach(self, target: TargetModel) -> None:
         """Load the assistant. Raises ValueError where it was trained for another model."""
@@ -46,9 +36,6 @@ class Drafter:
         except ValueError as error:
             raise ValueError(f"assistant: model={self.model}: {error}") from None
         self._cache = target.cache
-
-    def remove_request(self, request: Request) -> None:
-        """Do nothing: a request has its hidden state itself."""
 
     def propose(self, draft_limits: Sequence[tuple[Request, int]], rows: Mapping[Request, RequestRow]) -> None:
         """Set the drafts of requests whose newest token has been sampled with a hidden state."""

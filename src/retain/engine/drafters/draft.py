@@ -38,6 +38,7 @@ class Drafter:
     """`model`: a name as for --model, or none for the target; `weights`: bf16, int8, int4, or auto as in its file."""
 
     needs: ClassVar[DrafterNeeds] = DrafterNeeds()
+    max_draft_tokens: ClassVar[int] = 8
     k: str = "auto"
     model: str | None = None
     weights: str = "auto"
@@ -45,11 +46,6 @@ class Drafter:
     _runner: Runner | None = field(default=None, init=False)
     _cache: KVCacheManager | None = field(default=None, init=False)
     _states: dict[Request, DraftState] = field(default_factory=dict, init=False)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most drafts of a request in a round where k is auto."""
-        return 8
 
     def attach(self, target: TargetModel) -> None:
         """Load the draft model. Raises ValueError if neither `model` nor `weights` is given."""

@@ -26,14 +26,10 @@ class Drafter:
     """Has no options but `k`: the layer is loaded with the model, with its weights."""
 
     needs: ClassVar[DrafterNeeds] = DrafterNeeds(hidden_states=True, head="")
+    max_draft_tokens: ClassVar[int] = 8
     k: str = "auto"
     _runner: Runner | None = field(default=None, init=False)
     _cache: KVCacheManager | None = field(default=None, init=False)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most drafts of a request in a round where k is auto."""
-        return 8
 
     def attach(self, target: TargetModel) -> None:
         """Take the head that was loaded with the target. Raises ValueError where there is none."""

@@ -29,6 +29,7 @@ class Drafter:
     """Look up the longest n-gram that ends the text and occurred before, from `max` tokens down to `min`."""
 
     needs: ClassVar[DrafterNeeds] = DrafterNeeds()
+    max_draft_tokens: ClassVar[int] = 16
     k: str = "auto"
     min: PositiveInt = 2
     max: PositiveInt = 4
@@ -38,11 +39,6 @@ class Drafter:
         check_bounds(self)
         if self.min > self.max:
             raise ValueError(f"ngram: min must be at most max, which is {self.max}, not {self.min}")
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most drafts of a request in a round where k is auto."""
-        return 16
 
     def attach(self, target: TargetModel) -> None:
         """Do nothing: drafts are copied from the text, so no model is needed."""

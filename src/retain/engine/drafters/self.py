@@ -42,6 +42,7 @@ class Drafter:
     """
 
     needs: ClassVar[DrafterNeeds] = DrafterNeeds()
+    max_draft_tokens: ClassVar[int] = 8
     k: str = "auto"
     budget: PositiveInt = 256
     weights: str = "auto"
@@ -57,11 +58,6 @@ class Drafter:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_choice("self: dtype", self.dtype, "auto", "int4", "k8v4", "int8")
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most drafts of a request in a round where k is auto."""
-        return 8
 
     def attach(self, target: TargetModel) -> None:
         """Load the requantized target, if `weights` names one, and allocate the tables. Raises ValueError."""

@@ -104,6 +104,7 @@ class Drafter:
     """
 
     needs: ClassVar[DrafterNeeds] = DrafterNeeds()
+    max_draft_tokens: ClassVar[int] = 24
     k: str = "auto"
     min: PositiveInt = 2
     factor: PositiveFloat = 2.0
@@ -115,11 +116,6 @@ class Drafter:
     def __post_init__(self) -> None:
         check_bounds(self)
         self.answers = RecentAnswers(self.min, self.memory)
-
-    @property
-    def max_draft_tokens(self) -> int:
-        """Most drafts of a request in a round where k is auto."""
-        return 24
 
     def attach(self, target: TargetModel) -> None:
         """Do nothing: drafts are copied from texts, so no model is needed."""

@@ -1,155 +1,190 @@
 """Choose how many tokens to draft, by measured times and acceptance rates.
 
-A step of n fresh tokens is modelled as a + b n seconds, fitted to the latest steps. Drafting one more token for all
-requests takes d seconds. A draft of request r is accepted with probability alpha_r, at every position. So with K_r
-drafts a round gives the sum of 1 + alpha_r + ... + alpha_r^K_r tokens in a + b (B + sum of K_r) + d max K_r seconds.
-The controller chooses the lengths with the highest rate; length 0 is plain decoding.
+A round of B requests with n drafts of all takes step(1 + n / B) + d K seconds: `step` is a table of what steps with 1,
+2, ... fresh tokens of each request took, d the time of one more draft for all requests, and K the longest number of
+drafts. Draft i of request r is accepted with probability alpha_r^i. The controller takes drafts in the order of these
+probabilities, as many as give the most tokens a second; none is plain decoding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 from weakref import WeakKeyDictionary
+
+import numpy as np
+from numpy.typing import NDArray
 
 from retain.engine.request import Request
 
 EMA_DECAY = 0.96  # weight of older measurements after each new one
-EXPLORE_INTERVAL = 24  # least number of rounds between two explorations of another length
+LEVEL_WEIGHT = 0.1  # of a measurement in what all steps of a table take now
+PRIOR_WEIGHT = 8.0  # drafts of a request that count as much as what is known of all requests
+EXPLORE_INTERVAL = 24  # least number of rounds between two explorations of other lengths
 EXPLORE_BUDGET = 0.01  # share of the time that explorations may cost
 MIN_GAIN = 1.03  # drafting must beat plain decoding by this factor: the measurements miss some of its costs
 OUTLIER_FACTOR = 1.5  # times above this multiple of the prediction are cut to it: other work interfered
 
 
 @dataclass
-class LinearFit:
-    """A straight line through points, in which older points count less.
+class CostTable:
+    """What steps take with 1, 2, ... fresh tokens of each request, in batches of about one size.
 
-    `w` is the sum of weights; the others are weighted sums of x, y, x * x and x * y.
+    `factors` relate them to a step of one token each: they are no line, where kernels take rows in blocks, or where the
+    first rows wake most experts. They change little; `step_s` follows what changes all steps, such as longer contexts.
     """
 
-    w: float = 0.0
-    x: float = 0.0
-    y: float = 0.0
-    xx: float = 0.0
-    xy: float = 0.0
+    step_s: float = 0.0  # of one fresh token for each request
+    draft_s: float = 0.0  # of one more draft for all requests
+    factors: dict[float, float] = field(default_factory=lambda: {1.0: 1.0})
+    num_measured: dict[float, int] = field(default_factory=dict)
 
-    def add_point(self, x: float, y: float) -> None:
-        """Add a point; all others count less by EMA_DECAY."""
-        self.w = self.w * EMA_DECAY + 1.0
-        self.x = self.x * EMA_DECAY + x
-        self.y = self.y * EMA_DECAY + y
-        self.xx = self.xx * EMA_DECAY + x * x
-        self.xy = self.xy * EMA_DECAY + x * y
+    def copy(self) -> CostTable:
+        """Return a table that starts from what this one knows, and trusts new measurements more."""
+        return replace(self, factors=dict(self.factors), num_measured={})
 
-    def add_time(self, x: float, seconds: float) -> None:
-        """Add a measured time to the fit; one that is far too long counts as less."""
-        expected = self.predict(x)
-        self.add_point(x, min(seconds, OUTLIER_FACTOR * expected) if expected else seconds)
+    def add_step(self, rows: float, seconds: float) -> None:
+        """Add a measured step with so many fresh tokens of each request; one that is far too long counts as less."""
+        n = round(4 * rows) / 4
+        seconds = max(seconds, 1e-9)
+        self.step_s = self.step_s or seconds
+        measured = self.num_measured.get(n, 0)
+        self.num_measured[n] = measured + 1
+        ratio = seconds / self.predict(rows)
+        if measured:
+            ratio = min(ratio, OUTLIER_FACTOR)
+        weight = max(1 / (measured + 1), 1 - EMA_DECAY)
+        if n == 1:
+            self.step_s *= ratio ** max(weight, LEVEL_WEIGHT)
+        else:
+            self.factors[n] = self.predict(n) / self.step_s * ratio**weight
+            self.step_s *= ratio ** (LEVEL_WEIGHT * (1 - weight))
 
-    def predict(self, x: float) -> float:
-        """Return the height of the line at x, with no negative slope; 0 without points."""
-        if not self.w:
-            return 0.0
-        mean = self.x / self.w
-        variance = self.xx / self.w - (self.x / self.w) ** 2
-        slope = (self.xy / self.w - mean * self.y / self.w) / variance if variance > 0.01 else 0.0
-        return max(self.y / self.w + max(slope, 0.0) * (x - mean), 1e-9)
+    def add_draft(self, seconds: float) -> None:
+        """Add the measured time of one draft for all requests."""
+        seconds = min(seconds, OUTLIER_FACTOR * self.draft_s) if self.draft_s else seconds
+        self.draft_s += (seconds - self.draft_s) * (LEVEL_WEIGHT if self.draft_s else 1)
+
+    def predict(self, rows: float | NDArray[np.float64]) -> Any:
+        """Return the seconds of a step with so many fresh tokens of each request; 0 before the first measurement.
+
+        Between measured numbers it is on a line. Above all of them more tokens cost nothing, so that they are tried.
+        """
+        known = sorted(self.factors)
+        return self.step_s * np.interp(rows, known, [self.factors[n] for n in known])
 
 
 @dataclass
 class AcceptanceRate:
-    """Estimate how often drafts are accepted; high before the first measurement, so that drafting is tried."""
+    """Estimate how often drafts are accepted; older ones count less."""
 
-    decayed_accepted: float = 1.5
-    decayed_tried: float = 2.0
+    decayed_accepted: float = 0.0
+    decayed_tried: float = 0.0
 
     def update(self, num_drafted: int, num_accepted: int) -> None:
         """Count a round. Drafts after the first rejected one were not tried."""
         self.decayed_accepted = self.decayed_accepted * EMA_DECAY + num_accepted
         self.decayed_tried = self.decayed_tried * EMA_DECAY + min(num_accepted + 1, num_drafted)
 
-    @property
-    def alpha(self) -> float:
-        """Probability that the next draft is accepted."""
-        return min(self.decayed_accepted / self.decayed_tried, 0.99)
+    def estimate(self, prior: float = 0.0, prior_weight: float = 0.0) -> float:
+        """Return the probability that the next draft is accepted; a prior counts like so many drafts."""
+        accepted = self.decayed_accepted + prior_weight * prior
+        return min(accepted / (self.decayed_tried + prior_weight), 0.99)
 
 
 @dataclass
 class DraftLengthController:
-    """Choose the draft lengths of one drafter in one engine: at most `max_draft_tokens` for a request in a round."""
+    """Choose the draft lengths of one drafter in one engine: at most `max_draft_tokens` for a request in a round.
+
+    What it has learned stays for later requests.
+    """
 
     max_draft_tokens: int
-    step_time: LinearFit = field(default_factory=LinearFit)  # seconds by fresh tokens
-    draft_time: LinearFit = field(default_factory=LinearFit)  # seconds of one more draft for all requests
+    tables: dict[int, CostTable] = field(default_factory=dict)  # by the bits of a batch's size
     acceptance_rates: WeakKeyDictionary[Request, AcceptanceRate] = field(default_factory=WeakKeyDictionary)
-    overall_acceptance_rate: AcceptanceRate = field(default_factory=AcceptanceRate)  # where new requests start
+    overall_acceptance_rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.5, 2.0))
+    longest_tried: int = 0  # most drafts of one request so far
     num_rounds: int = 0
-    num_drafting_rounds: int = 0  # rounds with drafts
-    next_exploration: int = EXPLORE_INTERVAL  # the round that tries another length
+    next_exploration: int = EXPLORE_INTERVAL  # the round that tries other lengths
 
-    def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
-        """Return for each request how many tokens to draft in this round, at most its limit."""
+    def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[tuple[Request, int]]:
+        """Return for each request of a batch that may draft how many tokens to draft now, at most its limit."""
         if not draft_limits:
             return []
         self.num_rounds += 1
-        if self.num_rounds <= 2 or (self.num_rounds <= 16 and self.num_drafting_rounds <= 3):  # too few measurements
-            first = 0 if self.num_rounds <= 2 else 1 + (self.num_drafting_rounds > 1)
-            return [(r, min(n, first)) for r, n in draft_limits]
-        useful = [(r, min(n, self._max_useful_drafts(r))) for r, n in draft_limits]
-        lengths = range(self.max_draft_tokens + 1)
-        best = max(lengths, key=lambda k: self.estimate_throughput(k, useful) * (1 if k else MIN_GAIN))
+        lengths = [0] * len(draft_limits)
+        if self.num_rounds > 2:  # two rounds measure plain decoding first
+            longest = min(2 * self.longest_tried + 1, self.max_draft_tokens)  # costs of more are not known yet
+            lengths = self._find_best([(r, min(n, longest)) for r, n in draft_limits], batch_size)
         if self.num_rounds >= self.next_exploration:
-            self.next_exploration = self.num_rounds + self._explore_interval(draft_limits)
-            other = 0 if best else 1
-            return [(r, min(n, other)) for r, n in draft_limits]
-        return [(r, min(n, best)) for r, n in useful]
+            lengths = self._explore(lengths, draft_limits, batch_size)
+        return [(request, n) for (request, _), n in zip(draft_limits, lengths, strict=True)]
 
-    def record_step(self, num_tokens: int, step_s: float, depth: int, draft_s: float) -> None:
+    def record_step(self, batch_size: int, num_tokens: int, step_s: float, depth: int, draft_s: float) -> None:
         """Record a step of `num_tokens` fresh tokens, before which drafting `depth` tokens took `draft_s` seconds."""
-        self.num_drafting_rounds += depth > 0
-        if depth and self.num_drafting_rounds == 1:
+        had_drafts = self.longest_tried > 0
+        self.longest_tried = max(self.longest_tried, depth)
+        if depth and not had_drafts:
             return  # the first round with drafts includes one-time costs
-        self.step_time.add_time(num_tokens, step_s)
+        table = self.cost_table(batch_size)
+        table.add_step(num_tokens / batch_size, step_s)
         if depth:
-            self.draft_time.add_time(1.0, draft_s / depth)
+            table.add_draft(draft_s / depth)
 
     def record_acceptance(self, request: Request, num_drafted: int, num_accepted: int) -> None:
         """Record how many of a request's drafts were accepted."""
         if num_drafted:
-            self._acceptance_rate(request).update(num_drafted, num_accepted)
+            self.acceptance_rates.setdefault(request, AcceptanceRate()).update(num_drafted, num_accepted)
             self.overall_acceptance_rate.update(num_drafted, num_accepted)
 
-    def estimate_throughput(self, depth: int, draft_limits: Sequence[tuple[Request, int]]) -> float:
-        """Return the expected tokens a second if each request drafts `depth` tokens, or as many as its limit allows."""
-        tokens = 0.0
-        num_fresh = len(draft_limits)
-        longest = 0
-        for request, limit in draft_limits:
-            alpha = self._acceptance_rate(request).alpha
-            n = min(limit, depth)
-            tokens += (1 - alpha ** (n + 1)) / (1 - alpha)
-            num_fresh = num_fresh + n
-            longest = max(longest, n)
-        return tokens / max(self.step_time.predict(num_fresh) + self.draft_time.predict(1.0) * longest, 1e-9)
+    def cost_table(self, batch_size: int) -> CostTable:
+        """Return the table for batches of about this size; a new one starts from the nearest that there is."""
+        key = (batch_size - 1).bit_length()
+        if key not in self.tables:
+            nearest = min(self.tables, key=lambda other: abs(other - key), default=None)
+            self.tables[key] = CostTable() if nearest is None else self.tables[nearest].copy()
+        return self.tables[key]
 
-    def _max_useful_drafts(self, request: Request) -> int:
-        """Return after how many drafts the next one would cost more than it gives."""
-        step = max(self.step_time.predict(1.0), 1e-9)
-        alpha = self._acceptance_rate(request).alpha
-        n = 0
-        cost = (self.step_time.predict(2.0) - step) / step  # of one more fresh token, in tokens of plain decoding
-        while n < self.max_draft_tokens and alpha ** (n + 1) > cost:
-            n += 1
-        return n
+    def _find_best(self, draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[int]:
+        """Return the lengths that give the most tokens a second."""
+        table = self.cost_table(batch_size)
+        limits = np.array([limit for _, limit in draft_limits])
+        alphas = np.array([self._alpha(request) for request, _ in draft_limits])
+        numbers = np.arange(1, limits.max() + 1)
+        chances = np.where(numbers <= limits[:, None], alphas[:, None] ** numbers, 0.0)  # [requests, drafts]
+        best = np.zeros_like(limits)
+        step_s = table.predict(1 + np.arange(chances.size + 1) / batch_size) + 1e-9  # by all drafts of a step
+        best_rate = MIN_GAIN * batch_size / step_s[0]
+        for depth in numbers:
+            likeliest = np.sort(chances[:, :depth], axis=None)[::-1]
+            rates = (batch_size + likeliest.cumsum()) / (step_s[1 : likeliest.size + 1] + depth * table.draft_s)
+            chosen = rates.argmax()
+            if rates[chosen] > best_rate:
+                best_rate = rates[chosen]
+                best = (chances[:, :depth] >= max(likeliest[chosen], 1e-9)).sum(1)
+        found: list[int] = best.tolist()
+        return found
 
-    def _explore_interval(self, draft_limits: Sequence[tuple[Request, int]]) -> int:
-        """Return the rounds until the next exploration: the more, the more tokens one is expected to lose."""
-        plain = self.estimate_throughput(0, draft_limits)
-        drafting = self.estimate_throughput(1, draft_limits)
-        loss = max(plain / drafting - 1, 0.0)
-        round_s = self.step_time.predict(2.0 * len(draft_limits)) + self.draft_time.predict(1.0)
-        return max(EXPLORE_INTERVAL, int(loss * round_s * drafting / len(draft_limits) / EXPLORE_BUDGET))
+    def _explore(self, best: list[int], draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[int]:
+        """Return other lengths, whose costs may have changed. The more time they may lose, the later the next ones."""
+        shorter = self.num_rounds // EXPLORE_INTERVAL % 2 == 1 and any(best)
+        lengths = [min(0 if shorter else n + 1, limit) for n, (_, limit) in zip(best, draft_limits, strict=True)]
+        alphas = [self._alpha(request) for request, _ in draft_limits]
+        tokens, seconds = self._estimate(alphas, best, batch_size)
+        other_tokens, other_seconds = self._estimate(alphas, lengths, batch_size)
+        lost_rounds = other_seconds / seconds - other_tokens / tokens
+        self.next_exploration = self.num_rounds + max(EXPLORE_INTERVAL, int(lost_rounds / EXPLORE_BUDGET))
+        return lengths
 
-    def _acceptance_rate(self, request: Request) -> AcceptanceRate:
-        return self.acceptance_rates.setdefault(request, AcceptanceRate(2 * self.overall_acceptance_rate.alpha, 2.0))
+    def _estimate(self, alphas: Sequence[float], lengths: Sequence[int], batch_size: int) -> tuple[float, float]:
+        """Return the expected tokens of a round with so many drafts, and its seconds."""
+        drafts = sum(alpha**i for alpha, n in zip(alphas, lengths, strict=True) for i in range(1, n + 1))
+        table = self.cost_table(batch_size)
+        seconds = table.predict(1 + sum(lengths) / batch_size) + table.draft_s * max(lengths)
+        return batch_size + drafts, max(seconds, 1e-9)
+
+    def _alpha(self, request: Request) -> float:
+        """Return the probability that a draft of a request is accepted, which begins as that of all requests."""
+        prior = self.overall_acceptance_rate.estimate()
+        return self.acceptance_rates.get(request, AcceptanceRate()).estimate(prior, PRIOR_WEIGHT)

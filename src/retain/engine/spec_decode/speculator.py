@@ -48,7 +48,7 @@ class Speculator:
             if fixed := parse_draft_length(drafter):
                 lengths = [(r, min(n, fixed)) for r, n in limits]
             else:
-                lengths = self._length_controller(name, drafter).choose_lengths(limits)
+                lengths = self._length_controller(name, drafter).choose_lengths(limits, len(running))
             started = perf_counter()
             drafter.propose([(r, n) for r, n in lengths if n], running)
             seconds += perf_counter() - started
@@ -72,7 +72,7 @@ class Speculator:
                 stats = request.stats.spec_decode
                 stats.draft_s += draft_s
                 stats.verify_s += step_s
-                stats.baseline_s += controller.step_time.predict(len(scheduled)) if controller else 0.0
+                stats.baseline_s += controller.cost_table(len(scheduled)).step_s if controller else 0.0
             if controller:
                 controller.record_acceptance(request, len(request.drafts), len(tokens) - 1)
         if len(names) <= 1 and all(s.num_tokens == 1 + len(s.request.drafts) for s in scheduled):
@@ -80,7 +80,7 @@ class Speculator:
             depth = max(len(s.request.drafts) for s in scheduled)
             for name in names or self.length_controllers:  # a step of plain decoding is a measurement for all
                 if name in self.length_controllers:
-                    self.length_controllers[name].record_step(num_tokens, step_s, depth, draft_s)
+                    self.length_controllers[name].record_step(len(scheduled), num_tokens, step_s, depth, draft_s)
 
     def remove_request(self, request: Request) -> None:
         """Drop the drafter's state of a request that has ended."""
