@@ -73,8 +73,8 @@ def write_assistant(folder: Path, is_right: bool) -> tuple[Path, str]:
     return target, f"assistant:model={head}"
 
 
-def write_predictor(folder: Path, is_right: bool) -> tuple[Path, str]:
-    """Write a Qwen3.5 with a layer that predicts further tokens. Returns its folder, and the drafter."""
+def write_mtp(folder: Path, is_right: bool) -> tuple[Path, str]:
+    """Write a Qwen3.5 with an MTP layer. Returns its folder, and the drafter."""
     read = TinyCheckpoint.read
 
     def read_weight(checkpoint: TinyCheckpoint, name: str) -> Tensor:
@@ -91,11 +91,11 @@ def write_predictor(folder: Path, is_right: bool) -> tuple[Path, str]:
     with patch.object(TinyCheckpoint, "read", read_weight):
         folders.save_tiny_smollm2(folder, "qwen3_5_text", **QWEN_SIZES)
         config = json.loads((folder / "config.json").read_text())
-        folders.save_model_folder(folder, tiny_heads.with_predictor(tiny_checkpoint(**config)))
+        folders.save_model_folder(folder, tiny_heads.with_mtp_layer(tiny_checkpoint(**config)))
     return folder, "mtp:"
 
 
-HEADS = {"assistant": write_assistant, "mtp": write_predictor}
+HEADS = {"assistant": write_assistant, "mtp": write_mtp}
 
 
 def time_drafters(target: Path, drafter: str, args: argparse.Namespace) -> list[tuple[str, float]]:

@@ -37,7 +37,7 @@ from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 from tests.helpers.gates import random_gate
-from tests.helpers.tiny_heads import load_assistant, tiny_eagle3, with_predictor
+from tests.helpers.tiny_heads import load_assistant, tiny_eagle3, with_mtp_layer
 from tests.helpers.tiny_models import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0, ignore_eos=True, seed=0)  # the seed of a noised policy
@@ -103,7 +103,7 @@ def make_engine(
         eagle = tiny_eagle3(checkpoint.config, needs.head) if needs.head else None
         own = Weights(eagle, dtype, needs.weights, vector_dtype=program.vector_dtype) if eagle else None
         head_program = kernel.program(dtype, device, program)
-        checkpoint = checkpoint if eagle else with_predictor(checkpoint)
+        checkpoint = checkpoint if eagle else with_mtp_layer(checkpoint)
         model, built = models.build_with_head(Weights(checkpoint, dtype, weights), program, head_program, own)
         head = HeadRunner(head_program, built.hidden_size, built.restrict)
     spec = model.spec.kv_cache

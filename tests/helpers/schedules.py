@@ -63,8 +63,8 @@ DRAFTERS_ON_OWN_CACHE = (  # for models whose layers are alike
     "self:dtype=k8v4",
 )
 EAGLE3_HEADS = ("eagle3:k=4,model=plain", "eagle3:model=other,weights=int8")
-WITH_PREDICTOR = tuple(f for f in CONFIGS if hasattr(load_family(f), "PREDICTION_LAYER"))
-PREDICTORS = ("mtp:k=4", "mtp", "mtp:k=7")
+WITH_MTP_LAYER = tuple(f for f in CONFIGS if hasattr(load_family(f), "MTP_LAYER"))
+MTP_DRAFTERS = ("mtp:k=4", "mtp", "mtp:k=7")
 DRAFTERS_OF_GEMMA4 = ("assistant:k=4,model=any", "assistant:model=ordered", "assistant:k=7,model=any,weights=int8")
 TIERS = (
     ("ram:capacity=300kB",),
@@ -228,9 +228,9 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
     drafter = rng.choice(DRAFTERS + DRAFTERS_ON_OWN_CACHE * (len(spec.groups) == 1)) if rng.random() < 0.6 else ""
     if drafter and family == "gemma4_text" and seed % 4:
         drafter = DRAFTERS_OF_GEMMA4[seed % 4 - 1]
-    if drafter and seed % 4 and family in WITH_PREDICTOR:
-        drafter = PREDICTORS[seed % 4 - 1]
-    if drafter and seed % 4 == 3 and family in ("llama", "gpt_oss", *WITH_PREDICTOR):
+    if drafter and seed % 4 and family in WITH_MTP_LAYER:
+        drafter = MTP_DRAFTERS[seed % 4 - 1]
+    if drafter and seed % 4 == 3 and family in ("llama", "gpt_oss", *WITH_MTP_LAYER):
         drafter = EAGLE3_HEADS[seed // 4 % 2]
     _, _, copy_dtype = drafter.partition("dtype=")
     if copy_dtype and slots_in_page(page_size, head_dim, kv_dtype or dtype, pool_dtype(copy_dtype)) <= page_size:

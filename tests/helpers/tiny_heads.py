@@ -21,7 +21,7 @@ from tests.helpers.gguf_dense import permute_rows
 from tests.helpers.gguf_files import BYTE_LEVEL_VOCABULARY, add_metadata, list_metadata, write_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, gemma4_shapes, tiny_checkpoint
 
-PREDICTOR_ENDS = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
+MTP_ENDS = ("eh_proj", "enorm", "hnorm", "shared_head.norm")
 NUM_CLUSTERS, TOP_CLUSTERS = 16, 4
 HIDDEN_SIZE = 32
 
@@ -76,28 +76,28 @@ def tiny_assistant(target: dict[str, Any], seed: int = 0, ordered: bool = False)
     return AssistantCheckpoint(config, shapes, seed)
 
 
-def with_predictor(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
-    """Return the checkpoint with a layer that predicts further tokens, named as the family's files have it."""
+def with_mtp_layer(checkpoint: TinyCheckpoint) -> TinyCheckpoint:
+    """Return the checkpoint with an MTP layer, named as the family's files have it."""
     config = checkpoint.config
     family = load_family(config["model_type"])
-    layer = family.PREDICTION_LAYER.number(config)
-    extended = tiny_checkpoint(**config | family.PREDICTION_LAYER.add_layer(config))
+    layer = family.MTP_LAYER.number(config)
+    extended = tiny_checkpoint(**config | family.MTP_LAYER.add_layer(config))
     prefix = next(n for n in extended.shapes if f"layers.{layer}." in n).partition("layers.")[0] + f"layers.{layer}."
     own = {n.removeprefix(prefix): shape for n, shape in extended.shapes.items() if n.startswith(prefix)}
     E = config.get("text_config", config)["hidden_size"]
-    names = {v: k for k, v in QWEN_NAMES.items()} if family.PREDICTION_LAYER.norm_offset else {}
+    names = {v: k for k, v in QWEN_NAMES.items()} if family.MTP_LAYER.norm_offset else {}
     ends = {"eh_proj": (E, 2 * E), "enorm": (E,), "hnorm": (E,), "shared_head.norm": (E,)}
     shapes = {f"{names.get(n, prefix + n)}.weight": shape for n, shape in ends.items()}
     shapes |= {f"{'mtp.layers.0.' if names else prefix}{n}": shape for n, shape in own.items()}
     return TinyCheckpoint(config, checkpoint.shapes | shapes, checkpoint.seed)
 
 
-class PredictorAsLayer(TinyCheckpoint):
-    """A checkpoint whose layer that predicts further tokens is named as one behind the last, as GGUF has it."""
+class NamedAsLayer(TinyCheckpoint):
+    """A checkpoint whose MTP layer is named as one behind the last, as GGUF has it."""
 
     @classmethod
-    def of(cls, checkpoint: TinyCheckpoint) -> PredictorAsLayer:
-        number = load_family(checkpoint.config["model_type"]).PREDICTION_LAYER.number(checkpoint.config)
+    def of(cls, checkpoint: TinyCheckpoint) -> NamedAsLayer:
+        number = load_family(checkpoint.config["model_type"]).MTP_LAYER.number(checkpoint.config)
         aliases = name_as_layer(checkpoint.names(), number)
         shapes = checkpoint.shapes | {alias: checkpoint.shapes[name] for alias, name in aliases.items()}
         return cls(checkpoint.config, shapes, checkpoint.seed)
@@ -106,22 +106,22 @@ class PredictorAsLayer(TinyCheckpoint):
         return {name for name in self.shapes if not name.startswith("mtp.")}
 
     def read(self, name: str) -> Tensor:
-        number = load_family(self.config["model_type"]).PREDICTION_LAYER.number(self.config)
+        number = load_family(self.config["model_type"]).MTP_LAYER.number(self.config)
         return super().read(name_as_layer(set(self.shapes), number).get(name, name))
 
 
-def write_predictor_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
-    """Write a checkpoint with a predictor as llama.cpp's converter does."""
+def write_mtp_gguf(path: Path, checkpoint: TinyCheckpoint) -> Path:
+    """Write a checkpoint with an MTP layer as llama.cpp's converter does."""
     arch, _ = list_metadata(checkpoint)
     n = checkpoint.config["num_hidden_layers"]
-    named = PredictorAsLayer.of(checkpoint)
-    own = {end: next(name for name in named.names() if name.endswith(f"{end}.weight")) for end in PREDICTOR_ENDS}
+    named = NamedAsLayer.of(checkpoint)
+    own = {end: next(name for name in named.names() if name.endswith(f"{end}.weight")) for end in MTP_ENDS}
     is_centered = arch.startswith("qwen")  # norms multiply by 1 + w
     tensors = {
         f"blk.{n}.nextn.{end.replace('.', '_')}.weight": (named.read(name) + (is_centered and "norm" in end)).numpy()
         for end, name in own.items()
     }
-    rest = PredictorAsLayer(named.config, {k: v for k, v in named.shapes.items() if k not in own.values()}, named.seed)
+    rest = NamedAsLayer(named.config, {k: v for k, v in named.shapes.items() if k not in own.values()}, named.seed)
     extra = {f"{arch}.block_count": n + 1, f"{arch}.nextn_predict_layers": 1}
     return write_gguf(path, rest, extra=extra | BYTE_LEVEL_VOCABULARY, tensors=tensors)
 

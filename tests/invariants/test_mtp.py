@@ -1,4 +1,4 @@
-"""Laws of the layer that predicts further tokens, whose cache the target's program writes."""
+"""Laws of the MTP layer, whose cache the target's program writes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from tests.helpers.engines import make_engine, make_request, run_to_completion
 from tests.helpers.folders import save_model_folder, write_tokenizer_folder
 from tests.helpers.gguf_files import tiny_for_gguf
 from tests.helpers.marks import slow
-from tests.helpers.tiny_heads import PREDICTOR_ENDS, PredictorAsLayer, with_predictor, write_predictor_gguf
+from tests.helpers.tiny_heads import MTP_ENDS, NamedAsLayer, with_mtp_layer, write_mtp_gguf
 from tests.helpers.tiny_models import TinyCheckpoint, tiny_checkpoint
 from tests.models.test_families import build_transformers_model
 
@@ -43,11 +43,11 @@ TEXT_FAMILIES = ["qwen3_5_text", "glm4_moe", "deepseek_v3", *slow("qwen3_next", 
 HYBRID_AND_LATENT = ["qwen3_5_text", "deepseek_v3"]
 
 
-ENDS = tuple(f"{end}.weight" for end in PREDICTOR_ENDS)
+ENDS = tuple(f"{end}.weight" for end in MTP_ENDS)
 
 
-class ExtendedCheckpoint(PredictorAsLayer):
-    """The checkpoint of a model whose last layer is that of its predictor."""
+class ExtendedCheckpoint(NamedAsLayer):
+    """The checkpoint of a model whose last layer is its MTP layer."""
 
     def names(self) -> set[str]:
         return {name for name in super().names() if not name.endswith(ENDS)}
@@ -67,11 +67,11 @@ def transformers_drafts(family: str, prompt: list[int], k: int) -> tuple[list[in
     The pairs of a token and the state before it begin with the second token. As its MtpModel, they have the positions
     of the tokens; what a further draft reads is as in vLLM.
     """
-    checkpoint = with_predictor(tiny_checkpoint(family))
-    layer = load_family(family).PREDICTION_LAYER
+    checkpoint = with_mtp_layer(tiny_checkpoint(family))
+    layer = load_family(family).MTP_LAYER
     number = layer.number(checkpoint.config)
     config = checkpoint.config | layer.add_layer(checkpoint.config)
-    named = PredictorAsLayer.of(checkpoint)
+    named = NamedAsLayer.of(checkpoint)
     extended = build_transformers_model(ExtendedCheckpoint(config, named.shapes, checkpoint.seed))
     model = build_transformers_model(tiny_checkpoint(family))
     base = model.get_decoder()
@@ -130,14 +130,14 @@ def test_drafts_follow_from_the_text_whatever_happened(family: str, backend: str
 
 @pytest.mark.parametrize("backend", ["cpu", *slow("reference", "triton")])
 @pytest.mark.parametrize("family", HYBRID_AND_LATENT)
-def test_a_predictor_that_copies_its_target_is_always_right(
+def test_an_mtp_layer_that_copies_its_target_is_always_right(
     family: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Layers that add nothing make a target of the newest token alone, and its predictor the same."""
+    """Layers that add nothing make a target of the newest token alone, and its MTP layer the same."""
     if reason := import_backend(backend).unavailable_reason():
         pytest.skip(reason)
     read = TinyCheckpoint.read
-    offset = load_family(family).PREDICTION_LAYER.norm_offset
+    offset = load_family(family).MTP_LAYER.norm_offset
 
     def read_copy(checkpoint: TinyCheckpoint, name: str) -> Tensor:
         if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
@@ -161,7 +161,7 @@ def test_a_predictor_that_copies_its_target_is_always_right(
 @pytest.mark.parametrize("family", HYBRID_AND_LATENT)
 @pytest.mark.parametrize("policy", ["full", "sinks:budget=40,interval=3", "h2o:budget=30,prefill=stream,chunk=16"])
 def test_a_restart_finds_in_its_tier_what_plain_decoding_finds(family: str, policy: str, tmp_path: Path) -> None:
-    """The layer of a predictor is stored and read with the others."""
+    """An MTP layer is stored and read with the others."""
 
     def run(drafter: str | None, folder: str) -> list[tuple[list[int], int]]:
         found = []
@@ -184,7 +184,7 @@ def test_a_restart_finds_in_its_tier_what_plain_decoding_finds(family: str, poli
     assert run("mtp:k=3", "drafted") == plain and plain[1][1]
 
 
-def test_a_row_keeps_as_many_tokens_of_its_predictor_as_of_other_layers() -> None:
+def test_a_row_keeps_as_many_tokens_of_its_mtp_layer_as_of_other_layers() -> None:
     """A budget bounds the layer, too: its newest tokens stay, and the sinks."""
     engine = make_engine("deepseek_v3", backend="cpu", drafter=drafters.parse("mtp:k=3"))
     request = make_request(PROMPT, 40, "h2o:budget=24,interval=4,sinks=2")
@@ -200,10 +200,10 @@ def test_a_row_keeps_as_many_tokens_of_its_predictor_as_of_other_layers() -> Non
     assert max(sizes) <= 24 + 4
 
 
-def test_other_models_have_no_predictor() -> None:
+def test_other_models_have_no_mtp_layer() -> None:
     for family, reason in (
-        ("llama", "a llama model has no layer that predicts further tokens"),
-        ("deepseek_v3", "the model's file has no layer that predicts further tokens"),
+        ("llama", "a llama model has no MTP layer"),
+        ("deepseek_v3", "the model's file has no MTP layer"),
     ):
         program = import_backend("reference").program(torch.float32, torch.device("cpu"))
         with pytest.raises(ValueError, match=f"mtp: {reason}"):
@@ -213,10 +213,10 @@ def test_other_models_have_no_predictor() -> None:
 @pytest.mark.parametrize("case", ["qwen3_5_text auto", "glm4_moe int8", *slow("qwen3_next auto", "deepseek_v3 auto")])
 def test_folders_and_files_give_the_same_drafts(case: str, tmp_path: Path) -> None:
     family, weights = case.split()
-    checkpoint = with_predictor(tiny_for_gguf(family))
+    checkpoint = with_mtp_layer(tiny_for_gguf(family))
     (tmp_path / "folder").mkdir()
     save_model_folder(write_tokenizer_folder(tmp_path / "folder"), checkpoint)
-    models = [tmp_path / "folder", write_predictor_gguf(tmp_path / "file.gguf", checkpoint)]
+    models = [tmp_path / "folder", write_mtp_gguf(tmp_path / "file.gguf", checkpoint)]
     dtype = "float32" if weights == "auto" else "bfloat16"
     options: dict[str, Any] = {"dtype": dtype, "kv_memory": "64MiB", "max_model_len": 256, "weights": weights}
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
@@ -233,7 +233,7 @@ def test_folders_and_files_give_the_same_drafts(case: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("policy", ["snapkv:budget=40%,heads=union", "h2o:budget=40%,share=all"])
 def test_what_other_layers_hold_is_counted_alone(policy: str) -> None:
-    """Heads that share budgets, or are ranked in union, hold other numbers of tokens than the predictor's."""
+    """Heads that share budgets, or are ranked in union, hold other numbers of tokens than the MTP layer."""
     counts = []
     for drafter in (None, drafters.parse("mtp:k=3")):
         engine = make_engine("glm4_moe", backend="cpu", drafter=drafter, score_columns=2)
@@ -246,7 +246,7 @@ def test_what_other_layers_hold_is_counted_alone(policy: str) -> None:
 
 @pytest.mark.parametrize("backend", ["cpu", "reference", *slow("triton")])
 @pytest.mark.parametrize("kv_dtype", [None, INT4])
-def test_a_prompt_of_one_token_writes_no_slot_of_the_predictor(backend: str, kv_dtype: torch.dtype | None) -> None:
+def test_a_prompt_of_one_token_writes_no_slot_of_the_mtp_layer(backend: str, kv_dtype: torch.dtype | None) -> None:
     """In slots of any kind, with sketches: no other token is there whose slot could be written."""
     if reason := import_backend(backend).unavailable_reason():
         pytest.skip(reason)
@@ -260,7 +260,7 @@ def test_a_prompt_of_one_token_writes_no_slot_of_the_predictor(backend: str, kv_
 def test_another_engine_over_the_same_model_brings_states(tmp_path: Path) -> None:
     """As a warm-up does, and benches: what a step brings follows from the program, and no engine can forget it."""
     (tmp_path / "m").mkdir()
-    save_model_folder(write_tokenizer_folder(tmp_path / "m"), with_predictor(tiny_for_gguf("glm4_moe")))
+    save_model_folder(write_tokenizer_folder(tmp_path / "m"), with_mtp_layer(tiny_for_gguf("glm4_moe")))
     llm = LLM(str(tmp_path / "m"), speculate="mtp:k=2", kv_memory="64MiB", max_model_len=256)
     WarmUp(llm.engine, llm.input_processor, 64).run(llm.program)
     other = Engine(llm.engine.runner, llm.cache)
@@ -270,7 +270,7 @@ def test_another_engine_over_the_same_model_brings_states(tmp_path: Path) -> Non
     assert len(request.output_tokens) == 5 and request.hidden_state is None  # it has ended
 
 
-def test_files_with_a_predictor_load_without_it(tmp_path: Path) -> None:
+def test_files_with_an_mtp_layer_load_without_it(tmp_path: Path) -> None:
     for family in ("deepseek_v2", "deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"):
-        path = write_predictor_gguf(tmp_path / f"{family}.gguf", with_predictor(tiny_for_gguf(family)))
+        path = write_mtp_gguf(tmp_path / f"{family}.gguf", with_mtp_layer(tiny_for_gguf(family)))
         build(open_weights(path, torch.float32), import_backend("reference").program(torch.float32, CPU))

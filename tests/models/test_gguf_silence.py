@@ -128,7 +128,7 @@ EXCEPTIONS: dict[str, dict[str, Silence]] = {
         **dict.fromkeys(("expert_feed_forward_length", "expert_shared_count", "rope.dimension_count"), UNUSED),
         "rope.scaling.finetuned": UNUSED,
         "attention.layer_norm_rms_epsilon": of("attention.layer_norm_epsilon"),
-        "attention.layer_norm_epsilon": UNUSED,  # that of heads that predict further tokens
+        "attention.layer_norm_epsilon": UNUSED,  # that of MTP layers
         "expert_gating_func": 2,
     },
     "olmo2": {"attention.sliding_window": 0, "attention.sliding_window_pattern": 4},

@@ -82,8 +82,8 @@ def build_with_head(
 ) -> tuple[Decoder, CachedHead]:
     """Build a decoder and a draft head, whose layer is the last cache of its spec, and load each into a program.
 
-    `head_weights` are those of an EAGLE-3 head. Without them the head is the layer of the model's own file that
-    predicts further tokens. Raises ValueError as `build` does.
+    `head_weights` are those of an EAGLE-3 head. Without them the head is the MTP layer of the model's own
+    file. Raises ValueError as `build` does.
     """
     family = find_family(weights)
     head: CachedHead
@@ -123,8 +123,8 @@ def make_operations(decoder: Decoder, weights: Weights, program: Target) -> Iter
 def ignored_tensors(family: ModuleType, weights: Weights) -> tuple[str, ...]:
     """Return what matches the ends of the names of tensors that a model may leave out, as regular expressions."""
     ignored: tuple[str, ...] = getattr(family, "IGNORED_TENSORS", ())
-    if hasattr(family, "PREDICTION_LAYER"):
-        ignored = (*ignored, *family.PREDICTION_LAYER.tensor_names(weights.config))
+    if hasattr(family, "MTP_LAYER"):
+        ignored = (*ignored, *family.MTP_LAYER.tensor_names(weights.config))
     return ignored
 
 

@@ -92,8 +92,8 @@ def get_late_windows(c: Mapping[str, Any]) -> tuple[int | None, ...]:
 
 
 @dataclass(frozen=True)
-class PredictionLayer:
-    """The layer behind the last one that predicts further tokens (MTP), as the files of a family have it."""
+class MTPLayer:
+    """The layer behind the last one for multi-token prediction (MTP), as the files of a family have it."""
 
     add_layer: Callable[[Mapping[str, Any]], Mapping[str, Any]]  # what a config says with this layer as its last
     norm_offset: float = 0.0  # its norms multiply by w + this
@@ -108,7 +108,7 @@ class PredictionLayer:
         """Return what matches the ends of the names of its tensors, as regular expressions."""
         return rf"layers\.{self.number(c)}\..*", r"mtp\..*"
 
-    def of_text(self) -> PredictionLayer:
+    def of_text(self) -> MTPLayer:
         """Return the same for a config that has the text model's inside."""
         return replace(
             self, add_layer=lambda c: {"text_config": {**c["text_config"], **self.add_layer(c["text_config"])}}

@@ -2,7 +2,7 @@
 
 It reads a token and the target's hidden state before it, behind the final norm as vLLM has it. It caches every token,
 so its layer is one of the target's caches; embedding and output matrix are the target's, too. A family says by
-`PREDICTION_LAYER` that its files may have such a layer. Of several only the first is read.
+`MTP_LAYER` that its files may have such a layer. Of several only the first is read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from retain.kernels import ops
 from retain.kernels.ops import HIDDEN_STATES, LOGITS, Attend, Buffer, Operation, WriteCache
 from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec
 from retain.models.decoder import Decoder, DecoderLayer
-from retain.models.family_config import FamilyConfig, PredictionLayer
+from retain.models.family_config import FamilyConfig, MTPLayer
 from retain.models.layers import Embedding, Layer, Linear, RMSNorm, copy_row, load_linear, load_norm
 from retain.models.weights import Weights
 
@@ -29,7 +29,7 @@ FIRST_LAYER = "layers.0.input_layernorm.weight"
 
 
 @dataclass(frozen=True, eq=False)
-class MultiTokenPredictor:
+class MTPHead:
     """A layer between a token with the hidden state before it, and the logits of the token behind it."""
 
     target_norm: RMSNorm
@@ -100,14 +100,14 @@ def until_written(operations: Iterable[Operation]) -> Iterator[Operation]:
 
 
 def extend(w: Weights, family: ModuleType) -> Weights:
-    """Return the weights of a model whose config has the predictor as its last layer. Raises ValueError without one."""
-    layer: PredictionLayer | None = getattr(family, "PREDICTION_LAYER", None)
+    """Return the weights of a model whose config has the MTP layer as its last. Raises ValueError without one."""
+    layer: MTPLayer | None = getattr(family, "MTP_LAYER", None)
     if layer is None:
-        raise ValueError(f"mtp: a {w.config['model_type']} model has no layer that predicts further tokens")
+        raise ValueError(f"mtp: a {w.config['model_type']} model has no MTP layer")
     extended = w.with_config(FamilyConfig({**w.config, **layer.add_layer(w.config)}))
     extended = extended.with_aliases(name_as_layer(w.names(), layer.number(w.config)))
     if not find_layer(extended.names(), layer.number(w.config)):
-        raise ValueError("mtp: the model's file has no layer that predicts further tokens")
+        raise ValueError("mtp: the model's file has no MTP layer")
     return extended
 
 
@@ -127,19 +127,19 @@ def name_as_layer(names: Set[str], number: int) -> dict[str, str]:
 
 
 def find_layer(names: Set[str], number: int) -> str:
-    """Return the prefix of the predictor's tensors; "" where there are none."""
+    """Return the prefix of the MTP layer's tensors; "" where there are none."""
     end = f"layers.{number}.eh_proj.weight"
     return next((name.removesuffix("eh_proj.weight") for name in names if name.endswith(end)), "")
 
 
-def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, MultiTokenPredictor]:
-    """Return the model of extended weights without its last layer, and the predictor, whose cache is the last one."""
-    described: PredictionLayer = family.PREDICTION_LAYER
+def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, MTPHead]:
+    """Return the model of extended weights without its last layer, and the MTP head, whose cache is the last one."""
+    described: MTPLayer = family.MTP_LAYER
     s = decoder.spec
     number = s.num_layers - 1
     last = s.caches[-1]
     if not isinstance(last, FullAttentionSpec) or not isinstance(decoder.norm, RMSNorm):
-        raise ValueError("mtp: the layer that predicts further tokens has no full attention")
+        raise ValueError("mtp: the MTP layer has no full attention")
     prefix = find_layer(w.names(), number)
     base = prefix.removesuffix(f"layers.{number}.")
     own = w.scope(prefix)
@@ -148,8 +148,8 @@ def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, Mu
     embedding = f"{base}embed_tokens.weight"
     shared_head = "lm_head.weight" if "lm_head.weight" in w else embedding
     table = load_unless_shared(w, f"{prefix}embed_tokens.weight", embedding)
-    head = load_unless_shared(w, f"{prefix}shared_head.head.weight", shared_head)
-    predictor = MultiTokenPredictor(
+    lm_head = load_unless_shared(w, f"{prefix}shared_head.head.weight", shared_head)
+    head = MTPHead(
         target_norm=decoder.norm,
         embedding=replace(decoder.token_embedding, table=table.weight) if table else decoder.token_embedding,
         embedding_norm=norms[0],
@@ -157,16 +157,16 @@ def split(decoder: Decoder, w: Weights, family: ModuleType) -> tuple[Decoder, Mu
         projection=load_linear(own, "eh_proj", bias=False),
         layer=decoder.load_layer(number),
         norm=norms[2],
-        lm_head=head or decoder.lm_head,
+        lm_head=lm_head or decoder.lm_head,
         vocab_size=s.vocab_size,
         passes_normed=described.passes_normed,
     )
     caches = (*s.caches[:-1], DraftHeadSpec(last.num_kv_heads, last.k_dim, last.v_dim))
-    return replace(decoder, spec=replace(s, caches=caches), num_layers=number), predictor
+    return replace(decoder, spec=replace(s, caches=caches), num_layers=number), head
 
 
 def load_unless_shared(w: Weights, name: str, shared: str) -> Linear | None:
-    """Load a matrix of the predictor's own; None where the file has none, or the target's once more."""
+    """Load a matrix of the MTP layer's own; None where the file has none, or the target's once more."""
     if name not in w or (shared in w and w.equal(name, shared)):
         return None
     return Linear(w.load_matrix(name, embedding=True))

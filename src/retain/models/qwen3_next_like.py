@@ -17,7 +17,7 @@ from retain.kernels.weights.weight import stack_rows
 from retain.models import llama_like
 from retain.models.decoder import Attention, BranchLayer, Decoder, DecoderLayer, ModelSpec, PreNormLayer, load_ends
 from retain.models.experts import SharedExpertMixture, load_shared_expert, load_softmax_mixture
-from retain.models.family_config import PredictionLayer, add_defaults, get_layer_types, one_more_layer
+from retain.models.family_config import MTPLayer, add_defaults, get_layer_types, one_more_layer
 from retain.models.layers import Embedding, Layer, Linear, RMSNorm, load_linear, load_norm, resolve_activation
 from retain.models.linear_attention import (
     ConvolvedAttention,
@@ -70,14 +70,14 @@ def read_layer_types(c: Mapping[str, Any]) -> list[str]:
     return get_layer_types(c, default, LAYER_TYPES)
 
 
-def prediction_layer(defaults: Mapping[str, Any]) -> PredictionLayer:
-    """Return how files have a layer that predicts further tokens, in a family with these defaults."""
+def mtp_layer(defaults: Mapping[str, Any]) -> MTPLayer:
+    """Return how files have an MTP layer, in a family with these defaults."""
 
     def add_layer(config: Mapping[str, Any]) -> Mapping[str, Any]:
         c = add_defaults(config, defaults)
         return one_more_layer(c, layer_types=[*read_layer_types(c), "full_attention"])
 
-    return PredictionLayer(add_layer, norm_offset=1.0, passes_normed=True)
+    return MTPLayer(add_layer, norm_offset=1.0, passes_normed=True)
 
 
 def load_split_projections(w: Weights, p: LinearAttention) -> tuple[Linear, Linear, Linear]:

@@ -27,7 +27,7 @@ class DrafterNeeds:
     """What a drafter reads of its target, beside tokens.
 
     `head`: one whose layer is a cache of the target, so that it is loaded with it: a folder, a .gguf file, or "" for
-    the layer of the target's own file that predicts further tokens. `weights` as in `Config`.
+    the MTP layer of the target's own file. `weights` as in `Config`.
     """
 
     hidden_states: bool = False

@@ -1,4 +1,4 @@
-"""mtp: draft with the layer of the target's own file that predicts further tokens (models/mtp.py).
+"""mtp: draft with the MTP layer of the target's own file (models/mtp.py).
 
 The target's program caches each token in that layer, too, so that prefixes, tiers and forks have it. A pass computes
 the newest token with the hidden state before it, then each draft with the state of the one before. What it writes is

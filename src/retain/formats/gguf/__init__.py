@@ -87,7 +87,7 @@ class GGUFCheckpoint:
 
     @property
     def _num_layers(self) -> int:
-        """The layers whose tensors have names here: with the first one that predicts further tokens."""
+        """The layers whose tensors have names here: with the first MTP layer."""
         predicts = "nextn.eh_proj" in self._arch.layer_tensors and self.config["num_nextn_predict_layers"] > 0
         return int(self.config["num_hidden_layers"]) + predicts
 
@@ -119,7 +119,7 @@ class GGUFCheckpoint:
         return infos
 
     def _is_ignored(self, name: str) -> bool:
-        """Return whether a tensor does not count, such as one of a layer that predicts further tokens.
+        """Return whether a tensor does not count, such as one of an MTP layer.
 
         But for those of the first of these layers that are known.
         """

@@ -79,7 +79,7 @@ class GGUFMetadata:
         return value
 
     def count_blocks(self) -> int:
-        """Return the number of layers, with those that predict further tokens.
+        """Return the number of layers, with MTP layers.
 
         Raises ValueError for more layers than tensors, which bounds loops and lists.
         """
@@ -97,12 +97,12 @@ class GGUFMetadata:
 def common_config(meta: GGUFMetadata) -> HFConfig:
     """Return the keys that all configs share.
 
-    The last layers may be heads that predict further tokens, which nothing here computes.
+    The last layers may be MTP layers, of which models/mtp.py reads the first.
     """
     layers = meta.count_blocks()
-    predictors = meta.get("nextn_predict_layers", 0)
-    if not 0 <= predictors < layers:
-        raise ValueError(f"{meta.arch}.nextn_predict_layers is {predictors}, of {layers} layers")
+    mtp_layers = meta.get("nextn_predict_layers", 0)
+    if not 0 <= mtp_layers < layers:
+        raise ValueError(f"{meta.arch}.nextn_predict_layers is {mtp_layers}, of {layers} layers")
     if "token_embd.weight" not in meta.tensor_shapes:
         raise ValueError("there is no tensor 'token_embd.weight'")
     return {
@@ -110,8 +110,8 @@ def common_config(meta: GGUFMetadata) -> HFConfig:
         "tie_word_embeddings": "output.weight" not in meta.tensor_shapes,
         "bos_token_id": meta.entries.get("tokenizer.ggml.bos_token_id"),
         "eos_token_id": meta.entries.get("tokenizer.ggml.eos_token_id"),
-        "num_hidden_layers": layers - predictors,
-        "num_nextn_predict_layers": predictors,
+        "num_hidden_layers": layers - mtp_layers,
+        "num_nextn_predict_layers": mtp_layers,
         "num_attention_heads": meta.get_positive("attention.head_count"),
         "hidden_size": meta.get_positive("embedding_length"),
         "intermediate_size": meta.get_positive("feed_forward_length"),

@@ -10,7 +10,7 @@ from retain.kernels.experts import Router
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.experts import load_shared_mixture
-from retain.models.family_config import PredictionLayer, add_defaults, one_more_layer
+from retain.models.family_config import MTPLayer, add_defaults, one_more_layer
 from retain.models.latent_attention import build_decoder, make_spec
 from retain.models.layers import Layer
 from retain.models.weights import Weights
@@ -40,7 +40,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "routed_scaling_factor": 1.0,
 }
 OTHER_NAMES: Mapping[str, str] = {"num_experts": "n_routed_experts"}
-PREDICTION_LAYER = PredictionLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
+MTP_LAYER = MTPLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

@@ -8,7 +8,7 @@ from typing import Any
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.experts import load_shared_mixture, load_sigmoid_router
-from retain.models.family_config import PredictionLayer, add_defaults, one_more_layer
+from retain.models.family_config import MTPLayer, add_defaults, one_more_layer
 from retain.models.latent_attention import build_decoder, make_spec
 from retain.models.layers import Layer
 from retain.models.weights import Weights
@@ -39,7 +39,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "attention_bias": False,
 }
 OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
-PREDICTION_LAYER = PredictionLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
+MTP_LAYER = MTPLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

@@ -9,7 +9,7 @@ from retain.kernels.rope import Rope
 from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec, PreNormLayer
 from retain.models.experts import load_shared_mixture, load_sigmoid_router
-from retain.models.family_config import PredictionLayer, add_defaults, one_more_layer
+from retain.models.family_config import MTPLayer, add_defaults, one_more_layer
 from retain.models.rope import get_partial_rope
 from retain.models.weights import Weights
 
@@ -34,7 +34,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 }
 OTHER_NAMES: Mapping[str, str] = {"num_local_experts": "n_routed_experts"}
 ROPE_DEFAULTS: Mapping[str, Any] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-PREDICTION_LAYER = PredictionLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
+MTP_LAYER = MTPLayer(lambda c: one_more_layer(add_defaults(c, DEFAULTS)))
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

@@ -9,7 +9,7 @@ from retain.models import llama_like
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.experts import load_shared_mixture, load_sigmoid_router
 from retain.models.family_config import (
-    PredictionLayer,
+    MTPLayer,
     add_defaults,
     check_supported,
     get_layer_types,
@@ -55,13 +55,13 @@ def read_mlp_types(c: Mapping[str, Any]) -> list[str]:
     return get_layer_types(c, default, MLP_TYPES, key="mlp_layer_types")
 
 
-def add_prediction_layer(c: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a config says with the layer that predicts further tokens as its last: it has experts."""
+def add_mtp_layer(c: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config says with the MTP layer as its last: it has experts."""
     c = add_defaults(c, DEFAULTS)
     return one_more_layer(c, mlp_layer_types=[*read_mlp_types(c), "sparse"])
 
 
-PREDICTION_LAYER = PredictionLayer(add_prediction_layer)
+MTP_LAYER = MTPLayer(add_mtp_layer)
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

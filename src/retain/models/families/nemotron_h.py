@@ -56,7 +56,7 @@ OTHER_NAMES: Mapping[str, str] = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_dt_limit": "time_step_limit",
 }
-IGNORED_TENSORS = (r"mtp\..*",)  # a block that predicts further tokens
+IGNORED_TENSORS = (r"mtp\..*",)  # an MTP layer
 LETTERS: Mapping[str, str] = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 DEFAULT_TYPES = ["linear_attention", "moe", "full_attention", "mlp"]
 

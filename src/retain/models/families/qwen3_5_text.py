@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
 }
 ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
 IGNORED_TENSORS = (r"visual\..*",)
-PREDICTION_LAYER = qwen3_next_like.prediction_layer(DEFAULTS)
+MTP_LAYER = qwen3_next_like.mtp_layer(DEFAULTS)
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

@@ -28,7 +28,7 @@ DEFAULTS: Mapping[str, Any] = {  # of transformers
     "norm_topk_prob": True,
 }
 ROPE_DEFAULTS = qwen3_next_like.ROPE_DEFAULTS
-PREDICTION_LAYER = qwen3_next_like.prediction_layer(DEFAULTS)
+MTP_LAYER = qwen3_next_like.mtp_layer(DEFAULTS)
 
 
 def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:

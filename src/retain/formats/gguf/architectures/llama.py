@@ -30,7 +30,7 @@ EXPERT_TENSORS = {
     "ffn_gate_up_exps": ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
     "ffn_down_exps": ("mlp.experts.{}.down_proj",),
 }
-# Of a layer that predicts further tokens, beside its others.
+# Of an MTP layer, beside its others.
 NEXTN_TENSORS = {
     "nextn.eh_proj": "eh_proj",
     "nextn.enorm": "enorm",
