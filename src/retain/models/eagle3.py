@@ -19,14 +19,14 @@ from retain.files import quote
 from retain.formats.config_limits import check_config
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.ops import HIDDEN_STATES, LOGITS, Buffer, Operation
+from retain.kernels.ops import LOGITS, Buffer, Operation
 from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec
 from retain.models import llama_like
 from retain.models.decoder import Attention, Decoder, DecoderLayer
 from retain.models.family_config import FamilyConfig, add_defaults
 from retain.models.heads import Restrict
 from retain.models.layers import Embedding, Layer, Linear, RMSNorm, copy_row, load_linear, load_norm
-from retain.models.mtp import until_written
+from retain.models.mtp import normalize_last, until_written
 from retain.models.rope import get_whole_head_rope
 from retain.models.weights import Weights
 
@@ -127,13 +127,7 @@ class Eagle3Head:
         yield from self.attention.emit(both, x, add=True)
         yield from self.mlp_norm.emit(x, normed)
         yield from self.mlp.emit(normed, x, add=True)
-        yield ops.GatherRows(x, last)
-        next_state = Buffer(HIDDEN_STATES, h)
-        if not self.passes_normed:
-            yield copy_row(last, next_state)
-        yield from self.norm.emit(last, last)
-        if self.passes_normed:
-            yield copy_row(last, next_state)
+        yield from normalize_last(x, last, self.norm, self.passes_normed)
         yield from self.lm_head.emit(last, Buffer(LOGITS, self.lm_head.weight.shape[0]))
 
     def _join(self, load: ops.LoadHiddenStates, both: Buffer) -> Iterator[Operation]:

@@ -64,16 +64,10 @@ class MTPHead:
         """Yield the operations of the head's own program, which computes one token of each request."""
         E = self.hidden_size
         x = Buffer("x", E)
-        last = Buffer("last", E)
-        next_state = Buffer(HIDDEN_STATES, E)
         yield from self._join(ops.LoadHiddenStates(Buffer("state", E)), x)
         yield from self.layer.emit(x)
-        yield ops.GatherRows(x, last)
-        if not self.passes_normed:
-            yield copy_row(last, next_state)
-        yield from self.norm.emit(last, last)
-        if self.passes_normed:
-            yield copy_row(last, next_state)
+        last = Buffer("last", E)
+        yield from normalize_last(x, last, self.norm, self.passes_normed)
         yield from self.lm_head.emit(last, Buffer(LOGITS, self.vocab_size))
 
     def _join(self, load: ops.LoadHiddenStates, x: Buffer) -> Iterator[Operation]:
@@ -88,6 +82,17 @@ class MTPHead:
         yield copy_row(token, both)
         yield copy_row(load.out, both, E)
         yield from self.projection.emit(both, x)
+
+
+def normalize_last(x: Buffer, last: Buffer, norm: RMSNorm, passes_normed: bool) -> Iterator[Operation]:
+    """Yield what normalizes the last row of each request, and gives it as the next state: before or behind that."""
+    next_state = Buffer(HIDDEN_STATES, x.width)
+    yield ops.GatherRows(x, last)
+    if not passes_normed:
+        yield copy_row(last, next_state)
+    yield from norm.emit(last, last)
+    if passes_normed:
+        yield copy_row(last, next_state)
 
 
 def until_written(operations: Iterable[Operation]) -> Iterator[Operation]:
