@@ -71,6 +71,14 @@ class Config:
     speculate: str | None = option(
         None, "drafter of speculative decoding: ngram, suffix, draft:weights=int4, draft:model=M, self"
     )
+    lora: tuple[str, ...] = option(
+        (),
+        "adapters (LoRA) that requests may name: NAME=FOLDER[,NAME=FOLDER], in PEFT's layout (may be repeated)",
+    )
+    max_loras: PositiveInt | None = option(None, "adapters that there is room for (default: those of --lora)")
+    max_lora_rank: PositiveInt | None = option(
+        None, "largest rank of an adapter, up to 256 (default: that of --lora, or 16)"
+    )
     kv_memory: Size | None = option(None, "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)")
     kv_offload: str | None = option(
         None,
@@ -93,7 +101,7 @@ class Config:
     device: str = option("auto", "auto (a GPU where there is one), cpu or cuda")
 
     def __post_init__(self) -> None:
-        for name in ("tier", "allow_policy"):
+        for name in ("tier", "allow_policy", "lora"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         if self.dtype not in DTYPES:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -19,6 +19,7 @@ from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import HeadRunner, Runner
 from retain.formats.checkpoint import list_model_files
+from retain.formats.lora import LoRAAdapter, read_lora
 from retain.formats.pooling import Pooling
 from retain.kernels.api import CPU, Backend, Program
 from retain.kernels.slots.kv_cache_spec import KVCacheSpec
@@ -42,17 +43,20 @@ from retain.kv.stores.selective.block_cache import BlockCache
 from retain.kv.stores.selective.repack import ProbeConfig
 from retain.kv.stores.span import SpanFormat
 from retain.kv.stores.tiers import disk, ram
-from retain.model_loader import LoadedModel, load_model, load_with_tokenizer
+from retain.model_loader import LoadedModel, ProgramOptions, load_model, load_with_tokenizer
+from retain.models.adapter_bank import AdapterBank
 from retain.models.decoder import ModelSpec
 from retain.models.heads import HeadTarget
 from retain.models.resolve import resolve_model
 from retain.models.weights import open_weights
 from retain.plugins import parse_spec
+from retain.processing.adapters import Adapters, parse_loras
 from retain.processing.chat_template import read_chat_template
 from retain.processing.input import EngineInfo, InputProcessor
 from retain.processing.output import OutputProcessor
 from retain.processing.tokenizer import Tokenizer
 
+DEFAULT_RANK = 16  # of adapters, where the engine starts with none
 log = logging.getLogger(__name__)
 
 # What stored keys are. It is part of a store's fingerprint, so change it with them.
@@ -86,6 +90,7 @@ class ParsedOptions(NamedTuple):
     offload: tuple[str, int]  # the folder and the bytes of the pool's file
     drafter: Drafter | None
     chat_template: str | None
+    loras: dict[str, LoRAAdapter]  # by name
 
 
 def build_engine(config: Config, progress: bool = False, later_drafters: Sequence[str] = ()) -> EngineParts:
@@ -98,7 +103,8 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     device = kernels.resolve_device(c.device)
     backend = load_backend(c, device)
     needs = join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
-    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, needs)
+    bank = build_bank(c, options.loras, device)
+    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, ProgramOptions(needs, bank))
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
@@ -146,6 +152,9 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
         auto=auto,
         has_head=pooling is None,
     )
+    adapters = Adapters(bank)
+    for name, lora in options.loras.items():
+        adapters.add(name, lora)
     parts = EngineParts(
         config=c,
         device=device,
@@ -158,7 +167,7 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
         cache=cache,
         engine=engine,
         target=target,
-        input_processor=InputProcessor(tokenizer, info, cache, partial(add_drafter, engine, target)),
+        input_processor=InputProcessor(tokenizer, info, cache, partial(add_drafter, engine, target), adapters),
         output_processor=OutputProcessor(engine, tokenizer),
     )
     if options.drafter:
@@ -183,7 +192,20 @@ def parse_options(c: Config) -> ParsedOptions:
     if tier_configs and not prefix:
         raise ValueError("prefix_cache=off keeps nothing: there is nothing for a tier")
     drafter = drafters.parse(c.speculate) if c.speculate else None
-    return ParsedOptions(prefix, tier_configs, parse_offload(c), drafter, read_chat_template(c.chat_template))
+    template = read_chat_template(c.chat_template)
+    loras = {name: read_lora(folder) for name, folder in parse_loras(c.lora).items()}
+    return ParsedOptions(prefix, tier_configs, parse_offload(c), drafter, template, loras)
+
+
+def build_bank(c: Config, loras: Mapping[str, LoRAAdapter], device: torch.device) -> AdapterBank | None:
+    """Return room for adapters; None where there will be none. Raises ValueError for more than there is room for."""
+    size = c.max_loras or len(loras)
+    if not size:
+        return None
+    largest = max((lora.rank for lora in loras.values()), default=DEFAULT_RANK)
+    if len(loras) > size:
+        raise ValueError(f"max_loras is {size}, and there are {len(loras)} adapters")
+    return AdapterBank(size, c.max_lora_rank or largest, pool_dtype(c.dtype), device)
 
 
 def parse_offload(c: Config) -> tuple[str, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from retain.config import Config
 from retain.engine.output import StepOutput
 from retain.factory import EngineParts, build_engine
+from retain.formats.lora import read_lora
 from retain.kv.text import Text
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
@@ -59,6 +61,14 @@ class LLM(EngineParts):
         """Let requests name this drafter. Raises ValueError."""
         self.input_processor.register_drafter(spec)
 
+    def load_lora(self, name: str, folder: str | Path) -> None:
+        """Let requests name the adapter (LoRA) in a folder, in PEFT's layout. Raises ValueError."""
+        self.input_processor.adapters.add(name, read_lora(Path(folder).expanduser()))
+
+    def unload_lora(self, name: str) -> None:
+        """Let no further request name this adapter. Raises ValueError."""
+        self.input_processor.adapters.remove(name)
+
     def warm_up(self) -> None:
         """Compute a few requests on a device, so that no other waits for its kernels (see `WarmUp`).
 
@@ -82,13 +92,14 @@ class LLM(EngineParts):
         num_system_tokens: int = 0,
         salt: str = "",
         explain_prefix: bool = False,
+        lora: str | None = None,
     ) -> list[RequestOutput]:
         """Answer prompts (texts or token ids), `params.n` times each, in their order; all run together.
 
         Parameters and policies are for all prompts, or one for each; without a policy the engine's own applies. The
         first `num_system_tokens` of every prompt are a system prompt, which policies with `protect=system` never evict.
         Prefixes are shared only among prompts of the same `salt`. `explain_prefix` adds why no more of a prompt was
-        cached.
+        cached. `lora` is the name of an adapter.
 
         Raises ValueError when one of them cannot be run; then none is.
         """
@@ -99,7 +110,9 @@ class LLM(EngineParts):
         specs = [kv_policy] * len(many) if kv_policy is None or isinstance(kv_policy, str) else list(kv_policy)
         if len(specs) != len(many):
             raise ValueError(f"{len(many)} prompts but {len(specs)} policies")
-        shared = GenerateRequest("", num_system_tokens=num_system_tokens, salt=salt, explain_prefix=explain_prefix)
+        shared = GenerateRequest(
+            "", num_system_tokens=num_system_tokens, salt=salt, explain_prefix=explain_prefix, lora=lora
+        )
         return self.generate_from_requests(
             [replace(shared, prompt=p, params=q, kv_policy=x) for p, q, x in zip(many, each, specs, strict=True)]
         )
@@ -236,7 +249,9 @@ class LLM(EngineParts):
         g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        return self.cache.prefix_cache.pin(state.request.policy, Text(state.request.prompt, salt), seconds)
+        return self.cache.prefix_cache.pin(
+            state.request.policy, Text(state.request.prompt, salt, state.request.text.extra), seconds
+        )
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
 
 import torch
 
@@ -19,6 +18,7 @@ from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
 from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.eviction.view import KeyTransform
+from retain.models.adapter_bank import AdapterBank
 from retain.models.decoder import Decoder, ModelSpec
 from retain.models.layers import Embedding
 from retain.models.resolve import resolve_model
@@ -49,17 +49,26 @@ class LoadedModel:
         return GateLoader(self.path, self.spec.kv_cache, default_file)
 
 
+@dataclass(frozen=True)
+class ProgramOptions:
+    """What a program gives and takes beside logits: what a drafter needs, adapters, or states in place of logits."""
+
+    needs: DrafterNeeds = field(default_factory=DrafterNeeds)
+    adapters: AdapterBank | None = None
+    pools: bool = False
+
+
 def load_with_tokenizer(
-    c: Config, backend: Backend, device: torch.device, progress: bool, needs: DrafterNeeds
+    c: Config, backend: Backend, device: torch.device, progress: bool, options: ProgramOptions
 ) -> tuple[LoadedModel, Tokenizer, Pooling | None]:
     """Load the model of a configuration; see `load_model`. One that embeds gives states in place of other outputs."""
     path = resolve_model(c.model)
     checkpoint = open_checkpoint(path)
     reader = metadata_reader(checkpoint)
     pooling = choose_pooling(path, c.pooling, reader)
-    outputs: Literal["states"] | DrafterNeeds = "states" if pooling else needs
+    options = replace(options, pools=pooling is not None)
     loaded = load_model(
-        path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, outputs, checkpoint
+        path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, options, checkpoint
     )
     return loaded, Tokenizer.open(path, reader), pooling
 
@@ -72,22 +81,22 @@ def load_model(
     progress: bool = False,
     device: torch.device = CPU,
     context_limit: int | None = None,
-    outputs: Literal["states"] | DrafterNeeds = DrafterNeeds(),  # noqa: B008  # frozen
+    options: ProgramOptions = ProgramOptions(),  # frozen
     checkpoint: Checkpoint | None = None,
 ) -> LoadedModel:
     """Load a model for a backend, as a program, and perhaps a draft head, as another. Raises ValueError or OSError.
 
     `context_limit`: the longest text, by default the model's own; some models have other frequencies for long ones.
-    `outputs` of the program: "states" in place of logits, or logits and what a drafter needs. `checkpoint`: that of
-    `path` where it is open already.
+    `checkpoint`: that of `path` where it is open already.
     Where a program packs weights, nothing of the file outlives this call, unless the caller holds `checkpoint`, or for
     hidden states the token embeddings, which a head reads: the cache may take the memory.
     """
     kernels.check_dtype(backend, dtype)
     program = backend.program(dtype, device)
-    needs = DrafterNeeds() if outputs == "states" else outputs
+    needs = DrafterNeeds() if options.pools else options.needs
     sizes = program.vector_dtype, context_limit
-    opened = open_weights(path, dtype, weights, progress, *sizes, outputs != "states", checkpoint)
+    opened = open_weights(path, dtype, weights, progress, *sizes, not options.pools, checkpoint)
+    opened = opened.with_adapters(options.adapters)
     head = None
     head_path = resolve_model(needs.head) if needs.head else None
     if needs.head is None:

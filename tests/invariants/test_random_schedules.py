@@ -60,6 +60,10 @@ SCHEDULE_FIELDS = {  # of options of an engine that have another name there
 NEVER_DRAWN = {
     "Config.pooling": "a model that embeds generates nothing: tests/unit/test_pooling.py",
     "RequestInput.pools": "the same",
+    "Config.lora": "adapters have laws of their own: tests/invariants/test_lora.py",
+    "Config.max_loras": "the same",
+    "Config.max_lora_rank": "the same",
+    "RequestInput.adapter": "the same",
     "gate.file": "gates of schedules have random numbers",
     "disk.path": "each schedule has a folder of its own",
     "remote.url": "the same",

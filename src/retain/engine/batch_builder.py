@@ -43,6 +43,7 @@ def build_batch(
         scoring=build_attention_scoring(scheduled),
         before_attention=cache.attention_hook(rows, first_positions, query_start_loc),
         bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
+        adapters=build_adapters(scheduled),
         hidden_states=stack_states(scheduled, state_size, cache.kv.device) if state_size else None,
     )
 
@@ -59,6 +60,14 @@ def stack_states(scheduled: Sequence[ScheduledRequest], size: int, device: torch
     """
     unknown = torch.zeros(size, device=device)
     return torch.stack([unknown if s.request.hidden_state is None else s.request.hidden_state for s in scheduled])
+
+
+def build_adapters(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+    """Return the number of the adapter of each fresh token, int32 [T], -1 for none; None where no token has one."""
+    numbers = [-1 if s.request.input.adapter is None else s.request.input.adapter.number for s in scheduled]
+    if max(numbers, default=-1) < 0:
+        return None
+    return torch.from_numpy(np.repeat(np.array(numbers, np.int32), [s.num_tokens for s in scheduled]))
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:

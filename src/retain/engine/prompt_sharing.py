@@ -18,9 +18,9 @@ class PromptSharing:
 
     def group(self, requests: Sequence[Request]) -> list[Request]:
         """Group equal prompts. Returns the leaders and all requests that share nothing, to be enqueued."""
-        leaders: dict[tuple[str, *tuple[int, ...]], list[Request]] = {}  # by salt and prompt
+        leaders: dict[tuple[str, bytes, *tuple[int, ...]], list[Request]] = {}  # by salt, adapter and prompt
         for request in sorted(requests, key=lambda r: not score_key(r)):  # requests without masses can follow any
-            alike = leaders.setdefault((request.input.salt, *request.prompt), [])
+            alike = leaders.setdefault((request.input.salt, request.text.extra, *request.prompt), [])
             leader = next((r for r in alike if can_share_prompt(request, r)), None)
             if leader:
                 self._followers.setdefault(leader, []).append(request)

@@ -46,6 +46,17 @@ class Logprob:
 SampledTokens = list[tuple[int, Logprob | None]]
 
 
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """An adapter of the engine's program: its number there, and a digest of its content, which keys cached texts.
+
+    The number stays its own as long as a request refers to this object.
+    """
+
+    number: int
+    digest: bytes
+
+
 @dataclass(frozen=True)
 class RequestInput:
     """What the caller asked for. The answer begins with `forced_tokens`, whatever the model predicts.
@@ -62,6 +73,7 @@ class RequestInput:
     num_system_tokens: int = 0  # first tokens of the prompt that are a system prompt
     salt: str = ""  # prefixes are shared only with requests of the same salt
     owner: str = ""  # who asks: requests of different owners take turns
+    adapter: Adapter | None = None  # all tokens are computed with it
     drafter_name: str = ""  # one of the engine's named drafters, or "" for its default
     needs_logits: bool = False  # steps return the logits before every token of the answer
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
@@ -86,7 +98,8 @@ class Request:
         self.max_model_len = max_model_len
         self.id = next(self._ids)
         self.policy = input.policy
-        self.text = Text([*input.prompt, *input.forced_tokens], input.salt)
+        extra = input.adapter.digest if input.adapter else b""
+        self.text = Text([*input.prompt, *input.forced_tokens], input.salt, extra)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # behind `tokens`, of launched steps: their values are not known yet
         self.needs_token_values = False  # set by the engine: nothing is computed behind a pending token

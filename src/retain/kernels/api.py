@@ -246,6 +246,7 @@ class Batch:
     bfloat16_rows: Sequence[tuple[int, int]] = ()
     # float32 [B, E] on the pool's device, for a program that loads them: before the first fresh token of each request.
     hidden_states: Tensor | None = None
+    adapters: Tensor | None = None  # host int32 [T], of each fresh token: -1 for none; see `LowRank`
 
     def token_ids(self) -> Tensor:
         """Return the ids of all fresh tokens, int64 [T]: on the device if some are pending."""

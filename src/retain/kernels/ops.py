@@ -116,14 +116,27 @@ class Norm(Operation):
 
 
 @dataclass(frozen=True, eq=False)
+class NamedRows:
+    """Rows of a matrix of a checkpoint: all `num_rows` of them in order, or those of numbers `index` [num_rows]."""
+
+    name: str  # of its layer: without `.weight`
+    num_rows: int
+    index: Tensor | None = None
+
+
+@dataclass(frozen=True, eq=False)
 class MatMul(Operation):
-    """Set out = x weight^T + bias. Parts of a stack of matrices keep their kinds."""
+    """Set out = x weight^T + bias. Parts of a stack of matrices keep their kinds.
+
+    `rows` says what the checkpoint calls them, where a linear layer has them as they are there. No backend reads it.
+    """
 
     x: Buffer
     out: Buffer
     weight: Weight  # [out, x]
     bias: Tensor | None = None  # [out]
     add: bool = False
+    rows: tuple[NamedRows, ...] = ()
 
     def check(self) -> None:
         """Raise WidthError for a matrix or a bias of another shape."""
@@ -131,6 +144,31 @@ class MatMul(Operation):
         check_equal("the input of a linear layer", columns, self.x.width)
         num_biases = rows if self.bias is None else self.bias.numel()
         check_equal("the output of a linear layer", rows, self.out.width, num_biases)
+
+
+@dataclass(frozen=True, eq=False)
+class LowRank(Operation):
+    """Add to out, from column `first` on, what the adapter i of each token says: (x a[i]^T) b[i] (arXiv 2106.09685).
+
+    `Batch.adapters` says which; tokens without one change nothing. Rows of a[i] and b[i] from ranks[i] on do not count.
+    The tensors are read at every step, where they are: on the program's device.
+    """
+
+    x: Buffer
+    out: Buffer
+    a: Tensor  # [n, rank, x]
+    b: Tensor  # [n, rank, columns]
+    ranks: Tensor  # int32 [n]
+    first: int = 0
+
+    def check(self) -> None:
+        """Raise WidthError for tensors that do not fit the buffers."""
+        n, rank, width = self.a.shape
+        check_equal("the input of an adapter", width, self.x.width)
+        check_equal("the rank of an adapter", rank, self.b.shape[1])
+        check_equal("the number of adapters", n, len(self.b), len(self.ranks))
+        if self.first < 0 or self.first + self.b.shape[2] > self.out.width:
+            raise WidthError(f"an adapter of {self.b.shape[2]} columns does not fit a buffer of width {self.out.width}")
 
 
 @dataclass(frozen=True, eq=False)

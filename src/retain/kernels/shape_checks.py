@@ -20,6 +20,9 @@ def check_batch(batch: Batch) -> None:
     """Raise ValueError unless the tables of all layers and the tensors of a batch have matching shapes."""
     T = len(batch.input_ids)
     B = len(batch.rows)
+    adapters = batch.adapters
+    if adapters is not None and (adapters.shape, adapters.dtype) != ((T,), torch.int32):
+        raise shape_error("run", f"adapters int32 [{T}]", adapters=adapters)
     for group in batch.groups:
         tables = group.tables
         L, _, G, _ = tables.pages.shape

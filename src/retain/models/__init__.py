@@ -24,6 +24,7 @@ from retain.models import eagle3, mtp
 from retain.models.decoder import Decoder
 from retain.models.family_config import check_supported
 from retain.models.heads import DraftHead, HeadTarget, load_head
+from retain.models.passes.adapt import adapt
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.passes.note_attention import note_attention
@@ -115,7 +116,10 @@ def find_family(weights: Weights) -> ModuleType:
 def make_operations(decoder: Decoder, weights: Weights, program: Target) -> Iterator[Operation]:
     """Return the operations of a decoder behind the passes that all programs of models have."""
     spec = decoder.spec
-    operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
+    operations = decoder.emit()
+    if weights.adapters is not None:
+        operations = adapt(operations, weights.adapters)
+    operations = balance(operations, spec.kv_cache, decoder.key_factors, program.row_energies)
     operations = note_attention(operations, decoder.attention)
     return operations if weights.has_head else headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
 

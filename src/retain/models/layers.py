@@ -17,7 +17,7 @@ from torch import Tensor
 from retain.files import quote
 from retain.kernels import ops
 from retain.kernels.head_columns import HeadColumns
-from retain.kernels.ops import ACTIVATIONS, Buffer, Operation
+from retain.kernels.ops import ACTIVATIONS, Buffer, NamedRows, Operation
 from retain.kernels.weights.weight import Weight, select_rows, stack_rows
 from retain.models.weights import Weights
 
@@ -35,19 +35,25 @@ def copy_row(x: Buffer, out: Buffer, first: int = 0) -> Operation:
 
 
 class Linear:
-    """Compute y = x W^T + b. The weight [out, in] is dense, quantized, or a stack of several kinds."""
+    """Compute y = x W^T + b. The weight [out, in] is dense, quantized, or a stack of several kinds.
 
-    def __init__(self, weight: Weight, bias: Tensor | None = None):
+    `rows`: what the checkpoint calls its rows, where they are as it has them, and adapters may add to them.
+    """
+
+    def __init__(self, weight: Weight, bias: Tensor | None = None, rows: tuple[NamedRows, ...] = ()):
         self.weight = weight
         self.bias = bias
+        self.rows = rows
 
     def emit(self, x: Buffer, out: Buffer, add: bool = False) -> Iterator[Operation]:
         """Yield the operations of the layer, which reads buffer `x` and writes `out`, or adds to it."""
-        yield ops.MatMul(x, out, self.weight, self.bias, add)
+        yield ops.MatMul(x, out, self.weight, self.bias, add, self.rows)
 
     def select(self, index: Tensor) -> Linear:
         """Return the layer that computes these outputs alone, int64 [n]. Raises IndexError."""
-        return Linear(select_rows(self.weight, index), None if self.bias is None else self.bias[index])
+        names = [rows.name for rows in self.rows if rows.index is None and len(self.rows) == 1]
+        rows = tuple(NamedRows(name, len(index), index) for name in names)
+        return Linear(select_rows(self.weight, index), None if self.bias is None else self.bias[index], rows)
 
 
 def load_linear(w: Weights, *names: str, bias: bool, transposed: bool = False) -> Linear:
@@ -56,7 +62,8 @@ def load_linear(w: Weights, *names: str, bias: bool, transposed: bool = False) -
     Whether they have biases is the family's word, or its config's, not the file's.
     """
     weights = [w.load_matrix(f"{n}.weight", transposed=transposed) for n in names]
-    return Linear(stack_rows(weights), torch.cat([w[f"{n}.bias"] for n in names]) if bias else None)
+    rows = tuple(NamedRows(w.prefix + n, x.shape[0]) for n, x in zip(names, weights, strict=True))
+    return Linear(stack_rows(weights), torch.cat([w[f"{n}.bias"] for n in names]) if bias else None, rows)
 
 
 @dataclass(frozen=True, eq=False)

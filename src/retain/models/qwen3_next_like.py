@@ -121,7 +121,8 @@ def load_attention(w: Weights, cache: int, s: ModelSpec, rope: Rope) -> Attentio
     kv = load_linear(w, "k_proj", "v_proj", bias=bias)
     q_proj = q_and_gate.select(q)
     biases = [x for x in (q_proj.bias, kv.bias) if x is not None]
-    qkv = Linear(stack_rows([q_proj.weight, kv.weight]), torch.cat(biases) if biases else None)
+    stacked = stack_rows([q_proj.weight, kv.weight])
+    qkv = Linear(stacked, torch.cat(biases) if biases else None, (*q_proj.rows, *kv.rows))
     norm = llama_like.load_qk_norm(w, cache, s, c["rms_norm_eps"], offset=1)
     return Attention(cache, s, qkv, load_linear(w, "o_proj", bias=bias), rope, norm, gate_proj=q_and_gate.select(gate))
 

@@ -19,6 +19,7 @@ from retain.formats.checkpoint import Checkpoint, open_checkpoint
 from retain.kernels.weights.quantized import GROUP_SIZE, Int4, Int8, Kind, is_quantizable, to_kind
 from retain.kernels.weights.stored_weight import StoredWeight
 from retain.kernels.weights.weight import Weight, dense_chunks
+from retain.models.adapter_bank import AdapterBank
 from retain.models.family_config import FamilyConfig, add_defaults
 
 
@@ -53,6 +54,7 @@ class Weights:
         self.context_limit = context_limit
         self.has_head = has_head
         self.config = FamilyConfig(checkpoint.config)
+        self.adapters: AdapterBank | None = None
         self._on_read = on_read
         self._names = checkpoint.names()
         self._aliases: Mapping[str, str] = {}
@@ -108,6 +110,12 @@ class Weights:
         """Return the same weights with another config."""
         changed = copy(self)
         changed.config = config
+        return changed
+
+    def with_adapters(self, bank: AdapterBank | None) -> Weights:
+        """Return the same weights; a program of them adds the adapters of a bank."""
+        changed = copy(self)
+        changed.adapters = bank
         return changed
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Weights:

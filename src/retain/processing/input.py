@@ -17,6 +17,7 @@ from retain.kv.eviction.auto_policy import AutoPolicy
 from retain.kv.eviction.cost import find_excess
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.manager import KVCacheManager
+from retain.processing.adapters import Adapters
 from retain.processing.grammar import GrammarCompiler, GrammarState
 from retain.processing.output import RequestOutputState, is_logging_prefixes
 from retain.processing.reasoning import Reasoning
@@ -54,6 +55,7 @@ class GenerateRequest:
     num_system_tokens: int = 0
     salt: str = ""
     owner: str = ""  # who asks: requests of different owners take turns
+    lora: str | None = None  # the name of an adapter
     grammar: str | None = None
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
     forced_tokens: tuple[int, ...] = ()  # the answer begins with these, whatever the model predicts
@@ -103,12 +105,14 @@ class InputProcessor:
         info: EngineInfo,
         cache: KVCacheManager,
         register_drafter: Callable[[str], None],
+        adapters: Adapters,
     ):
         """Raises ValueError where the cache cannot carry out the engine's own policy."""
         self.tokenizer = tokenizer
         self.info = info
         self.cache = cache
         self.register_drafter = register_drafter
+        self.adapters = adapters
         self._instruction_ids: dict[str, list[int]] = {}
         # Of requests in progress: building one takes longer than finding it, and all choices of a body have the same.
         self._stop_strings: WeakValueDictionary[tuple[str, ...], StopStrings] = WeakValueDictionary()
@@ -172,6 +176,7 @@ class InputProcessor:
             num_system_tokens=g.num_system_tokens,
             salt=g.salt,
             owner=g.owner,
+            adapter=None if g.lora is None else self.adapters.find(g.lora),
             drafter_name=g.speculate or "",
             needs_logits=on_logits is not None,
             needs_prompt_logits=g.needs_prompt_logits,

@@ -19,7 +19,7 @@ from retain.server.anthropic import routes as anthropic_routes
 from retain.server.config import ServerConfig
 from retain.server.error_format import add_error_handlers
 from retain.server.middleware import AuthMiddleware, HeadMiddleware
-from retain.server.openai import embeddings, render_routes, reranking, routes, tokenization
+from retain.server.openai import embeddings, lora_routes, render_routes, reranking, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, APIError
 from retain.server.openai.responses import routes as responses_routes
 from retain.server.openai.responses.store import ResponseStore
@@ -46,6 +46,8 @@ def create_app(service: OpenAIServing, render_metrics: RenderMetrics, config: Se
     app.include_router(reranking.create_router(service))
     app.include_router(render_routes.create_router(service))
     app.include_router(tokenization.create_router(service))
+    if service.allows_lora_updates:
+        app.include_router(lora_routes.create_router(service))
     app.include_router(anthropic_routes.create_router(service))
     _add_operations_routes(app, service, render_metrics)
     for observer in service.engine_thread.observers:

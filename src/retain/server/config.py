@@ -87,6 +87,9 @@ class ServerConfig:
     limits: Limits = field(default_factory=Limits)
     allowed_origins: tuple[str, ...] = option((), "allowed CORS origin (may be repeated)")
     allowed_drafters: tuple[str, ...] = option((), "drafter that requests may select (may be repeated)")
+    allow_lora_updates: bool = option(
+        False, "let operators load and unload adapters: POST /v1/load_lora_adapter (see --max-loras)"
+    )
     enable_inspector: bool = option(False, "serve the cache inspector at /inspect")
     otlp_traces_endpoint: str = option(
         "", "send a trace of each request there, by OTLP over HTTP: http://localhost:4318/v1/traces"

@@ -220,7 +220,7 @@ class EngineThread:
             prefix = request.prompt[: pin.num_tokens]
             num_pinned = 0
             if cache.prefix_cache.enabled:
-                text = Text(prefix, request.input.salt)
+                text = Text(prefix, request.input.salt, request.text.extra)
                 num_pinned = cache.prefix_cache.pin(request.policy, text, pin.seconds, group.key_name)
             group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
 

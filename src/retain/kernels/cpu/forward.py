@@ -108,6 +108,7 @@ class CpuProgram:
             input_ids.data_ptr(), batch.positions.data_ptr(), batch.logits_indices.data_ptr(),
             self._logits.data_ptr(), T, N, ffi.to_c_scoring(batch.scoring), batch.bfloat16_rows,
             *ffi.to_c_hidden_states(batch.hidden_states, len(batch.rows)),
+            0 if batch.adapters is None else batch.adapters.data_ptr(),
         )  # fmt: skip
         begin = 0
         if batch.before_attention:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import astuple, fields
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import retain.kernels.cpu._C as _C
@@ -69,6 +70,12 @@ class CppOperands:
         self.owned_tensors.append(x)
         return x.data_ptr()
 
+    def shared_address(self, x: Tensor) -> int:
+        """Own a contiguous tensor that others may write to, and return its address."""
+        assert x.is_contiguous() and x.dtype in (torch.float32, torch.bfloat16, torch.int32)
+        self.owned_tensors.append(x)
+        return x.data_ptr()
+
     def weight(self, weight: Weight) -> tuple[int, int, int, int]:
         """Return a packed matrix as C++ gets it."""
         return self.weights(weight).c_args
@@ -112,6 +119,14 @@ def linear(o: CppOperands, op: ops.MatMul) -> Iterator[Record]:
     """Make an operation of each matrix of a stack."""
     for part, first, bias in split_kinds(op.weight, op.bias):
         yield o.record(op, weight=o.weight(part), bias=bias, first=first)
+
+
+def low_rank(o: CppOperands, op: ops.LowRank) -> Iterator[Record]:
+    """Record an addition of adapters, whose tensors C++ reads where they are: they change between steps."""
+    n, rank, _ = op.a.shape
+    addresses = {name: o.shared_address(x) for name, x in (("a", op.a), ("b", op.b), ("ranks", op.ranks))}
+    is_bfloat16 = op.a.dtype == torch.bfloat16
+    yield o.record(op, **addresses, n=n, rank=rank, columns=op.b.shape[2], is_bfloat16=is_bfloat16)
 
 
 def head_linear(o: CppOperands, op: ops.HeadMatMul) -> Iterator[Record]:
@@ -181,6 +196,7 @@ LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Re
     ops.EmbedPosition: embed,
     ops.Norm: norm,
     ops.MatMul: linear,
+    ops.LowRank: low_rank,
     ops.HeadMatMul: head_linear,
     ops.Activate: activate,
     ops.MixExperts: mix_experts,

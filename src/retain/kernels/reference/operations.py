@@ -51,6 +51,7 @@ class Step:
     logits_indices: Tensor  # int64 [N]
     hidden_states: Tensor | None = None  # [B, E]; see Batch
     first_tokens: Tensor | None = None  # int64 [B]: the first fresh token of each request
+    adapters: Tensor | None = None  # [T]; see Batch
     buffers: dict[int, Tensor] = field(default_factory=dict)  # the rows [T, width] of each buffer written until now
 
 
@@ -133,6 +134,29 @@ def multiply_matrix(o: Operands, op: ops.MatMul) -> Compute:
     x = o.buffers[op.x]
     parts = [(o.weights(w), o.to_dtype(b)) for w, _, b in split_kinds(op.weight, op.bias)]
     return replace_or_add(o, op, lambda s: join_columns([linear(s.buffers[x], w, b) for w, b in parts]), op.add)
+
+
+def add_low_rank(o: Operands, op: ops.LowRank) -> Compute:
+    """Multiply the rows of each adapter's tokens with its matrices."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    columns = slice(op.first, op.first + op.b.shape[2])
+    a = op.a
+    b = op.b
+    ranks = op.ranks
+
+    def compute(s: Step) -> Tensor:
+        if s.adapters is None:
+            return s.buffers[out]
+        rows = s.buffers[out].clone()
+        for i in set(s.adapters.tolist()) - {-1}:
+            own = s.adapters == i
+            r = int(ranks[i])
+            low = linear(s.buffers[x][own], a[i, :r], None)
+            rows[own, columns] += linear(low, b[i, :r].T, None)
+        return rows
+
+    return compute
 
 
 def multiply_heads(o: Operands, op: ops.HeadMatMul) -> Compute:
@@ -340,6 +364,7 @@ WITHOUT_CACHES: Lowerings = {
     ops.EmbedPosition: embed_position,
     ops.Norm: norm,
     ops.MatMul: multiply_matrix,
+    ops.LowRank: add_low_rank,
     ops.HeadMatMul: multiply_heads,
     ops.CopyColumns: copy_columns,
     ops.Activate: compute_activation,

@@ -167,6 +167,7 @@ class ReferenceProgram(TorchProgram[ReferenceStep, Operands]):
             logits_indices=batch.logits_indices,
             hidden_states=batch.hidden_states,
             first_tokens=batch.query_start_loc[:-1].long(),
+            adapters=batch.adapters,
             attend=attend,
             write=write,
             use_cache=use_cache,

@@ -57,6 +57,7 @@ class GraphShape:
     noise_mode: int | None  # how scores are changed, a constant of noise.py; None without scoring
     looks: bool  # whether some tokens look at few slots
     hidden_size: int  # numbers of the hidden states that the step loads; 0 if it loads none
+    has_adapters: bool  # whether some tokens have adapters
 
     @property
     def T(self) -> int:
@@ -80,6 +81,8 @@ def inputs_of(shape: GraphShape) -> dict[str, NDArray[Any]]:
         "hole_indices": int32(len(shape.groups) * T, -1),
         "tiles": int32(6 * B),
     }
+    if shape.has_adapters:
+        inputs["adapters"] = int32(T, -1)
     if shape.looks:
         inputs |= {"dense_tiles": int32(6 * B), "look_tiles": int32(6 * T), "looks": int32(T)}
     if shape.noise_mode is not None:
@@ -128,6 +131,9 @@ class GraphInputs:
         if pending:
             host["sources"][:T] = pending.sources.numpy()
             host["sources"][T:] = -1
+        if batch.adapters is not None:
+            host["adapters"][:T] = batch.adapters.numpy()
+            host["adapters"][T:] = -1
         for name, x in vars(batch.scoring).items() if batch.scoring else ():
             host[name][: len(x)] = x.numpy()
         self._fill_tiles(batch)
@@ -267,7 +273,8 @@ class CUDAGraphRunner:
         noise_mode = plan.noise_mode_of(batch.scoring) if batch.scoring else None
         looks = any(x is not None and bool((x > 0).any()) for x in (group.tables.looks for group in batch.groups))
         hidden_size = 0 if batch.hidden_states is None else batch.hidden_states.shape[1]
-        return GraphShape(batch_size, T // B, tuple(groups), noise_mode, looks, hidden_size)
+        has_adapters = batch.adapters is not None
+        return GraphShape(batch_size, T // B, tuple(groups), noise_mode, looks, hidden_size, has_adapters)
 
     def _capture(self, shape: GraphShape, batch: Batch) -> CapturedStep:
         inputs = GraphInputs(shape, self.device)
@@ -286,6 +293,7 @@ class CUDAGraphRunner:
                 positions=inputs.device_views["positions"],
                 logits_indices=torch.arange(shape.T, device=self.device),
                 hidden_states=inputs.hidden_states if shape.hidden_size else None,
+                adapters=inputs.device_views.get("adapters"),
             )
             return self.forward(step)
 

@@ -107,6 +107,25 @@ def linear(o: DeviceOperands, op: ops.MatMul) -> Compute:
     return replace_or_add(o, op, lambda s: F.linear(s.buffers[x], w, b), add)
 
 
+def low_rank(o: DeviceOperands, op: ops.LowRank) -> Compute:
+    """Multiply all rows with the matrices of all adapters, one below the other; each row keeps what its own gives."""
+    x = o.buffers[op.x]
+    out = o.buffers[op.out]
+    n, rank, _ = op.a.shape
+    columns = slice(op.first, op.first + op.b.shape[2])
+    a = op.a.view(n * rank, -1)
+    b = op.b.view(n * rank, -1)
+    owners = torch.arange(n, dtype=torch.int32, device=o.device).repeat_interleave(rank)
+
+    def compute(s: DeviceStep) -> Tensor:
+        if s.adapters is not None:
+            low = F.linear(s.buffers[x], a) * (s.adapters[:, None] == owners)
+            s.buffers[out][:, columns].addmm_(low, b)
+        return s.buffers[out]
+
+    return compute
+
+
 def head_linear(o: DeviceOperands, op: ops.HeadMatMul) -> Compute:
     """Multiply the columns of all heads in one batch of products."""
     weight = o.weights(op.weight)
@@ -285,6 +304,7 @@ OPERATIONS: Lowerings = {
     ops.Norm: norm,
     ops.Embed: embed,
     ops.MatMul: linear,
+    ops.LowRank: low_rank,
     ops.HeadMatMul: head_linear,
     ops.CopyColumns: copy_columns,
     ops.MixExperts: mix,

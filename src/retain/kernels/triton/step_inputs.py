@@ -95,11 +95,12 @@ def upload_step(
     pending = batch.pending_tokens
     rules = [group.slot_rule for group in batch.groups]
     none = batch.positions[:0]
+    adapters = none if batch.adapters is None else batch.adapters
     indices = [none if rule is None or rule.hole_indices is None else rule.hole_indices for rule in rules]
     rows, last_positions = map(torch.from_numpy, fresh_token_arrays(batch)) if any(rules) else (none, none)
     inputs = batch.input_ids, batch.positions, batch.logits_indices, pending.sources if pending else none
-    uploaded = upload((*inputs, rows, last_positions, *indices), device)
-    input_ids, positions, logits_indices, sources, rows, last_positions, *indices = uploaded
+    uploaded = upload((*inputs, adapters, rows, last_positions, *indices), device)
+    input_ids, positions, logits_indices, sources, adapters, rows, last_positions, *indices = uploaded
     if pending:
         insert_pending_tokens(input_ids, sources, pending.sampled)
     fresh = FreshTokens(rows, positions, last_positions)
@@ -109,6 +110,7 @@ def upload_step(
         logits_indices=logits_indices,
         groups=[_map_group(group, fresh, own, device) for group, own in zip(batch.groups, indices, strict=True)],
         hidden_states=batch.hidden_states,
+        adapters=None if batch.adapters is None else adapters,
         caches=batch.caches,
         plans=plans,
         requests=requests,

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from retain.kernels.rope import Rope
-from retain.kernels.weights.weight import select_rows
 from retain.models.decoder import Attention, Decoder, ModelSpec, ParallelLayer, PreNormLayer, load_ends, multi_head_spec
 from retain.models.family_config import add_defaults
 from retain.models.layers import MLP, Embedding, Linear, load_layer_norm, load_linear
@@ -39,7 +38,7 @@ def spec_from_config(c: Mapping[str, Any]) -> ModelSpec:
 def regroup_qkv(qkv: Linear, s: ModelSpec) -> Linear:
     """Reorder rows: the file has q, k and v of each head in turn; Attention wants all q, then all k, then all v."""
     order = torch.arange(qkv.weight.shape[0]).view(s.num_heads, 3, -1).transpose(0, 1).flatten()  # [3 H D]
-    return Linear(select_rows(qkv.weight, order), None if qkv.bias is None else qkv.bias[order])
+    return qkv.select(order)
 
 
 def build_layer(w: Weights, i: int, s: ModelSpec, rope: Rope) -> ParallelLayer | PreNormLayer:

@@ -280,6 +280,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "retain"
     max_model_len: int
+    parent: str | None = Field(None, description="Of an adapter: the model")
     retain: ModelOptions
 
 

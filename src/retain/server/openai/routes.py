@@ -35,7 +35,9 @@ def create_router(service: OpenAIServing) -> APIRouter:
         options = ModelOptions(
             kv_policy=policies.to_spec(llm.policy), speculate=llm.config.speculate, drafters=service.drafters
         )
-        return ModelCard(id=name, created=service.created, max_model_len=llm.max_model_len, retain=options)
+        parent = None if name in service.served_names else service.model_name
+        limit = llm.max_model_len
+        return ModelCard(id=name, created=service.created, max_model_len=limit, parent=parent, retain=options)
 
     @router.get("/models")
     async def list_models() -> ModelList:

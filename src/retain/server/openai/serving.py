@@ -74,8 +74,11 @@ class OpenAIServing:
         self.llm = llm
         self.engine_thread = engine_thread
         self.limits = server_config.limits
-        self.model_names = server_config.served_model_name
+        self.served_names = server_config.served_model_name
+        for name in llm.input_processor.adapters.named:
+            self.check_lora_name(name)
         self.any_model_name = server_config.any_model_name
+        self.allows_lora_updates = server_config.allow_lora_updates
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
         num_keys = len(server_config.api_keys)
@@ -96,7 +99,17 @@ class OpenAIServing:
     @property
     def model_name(self) -> str:
         """The model's first name, for logs."""
-        return self.model_names[0]
+        return self.served_names[0]
+
+    @property
+    def model_names(self) -> list[str]:
+        """The names that requests may give: those of the model, and its adapters'."""
+        return [*self.served_names, *self.llm.input_processor.adapters.named]
+
+    def check_lora_name(self, name: str) -> None:
+        """Raise ValueError for the name of an adapter that is the model's."""
+        if name in self.served_names:
+            raise ValueError(f"an adapter cannot have the name of the model, {name!r}")
 
     # ---- requests ------------------------------------------------------------------------------------------------
 
@@ -193,6 +206,7 @@ class OpenAIServing:
             salt=salt,
             owner=key.name,
             explain_prefix=body.explain_prefix,
+            lora=body.model if body.model in self.llm.input_processor.adapters.named else None,
         )
 
     def _resolve_max_tokens(self, body: SamplingFields, request: GenerateRequest, requested: int | None) -> int | None:

@@ -134,6 +134,17 @@ struct NormParams {
   bool subtract_mean;  // layer norm; false: RMS norm
 };
 
+constexpr int MAX_LOW_RANK = 256;
+
+// Matrices of adapters. Only the first ranks[i] rows of adapter i count.
+struct LowRank {
+  const char* a;  // [n, rank, in]
+  const char* b;  // [n, rank, columns]
+  const int32_t* ranks;  // [n]
+  int rank, in, columns;
+  bool is_bfloat16;  // else float32
+};
+
 enum class Activation : int { silu, relu, gelu, gelu_tanh, sigmoid, relu2, swiglu_oai };
 
 // The destination of a product: y (+)= x W^T + bias.
@@ -377,6 +388,8 @@ struct IsaKernels {
   bool (*pack_blocks)(const BlockRows& rows, int begin, int end, const PackedWeight& w, char* tile, int lane);
   // Normalizes one row of n numbers; `add` adds the result to `out`.
   void (*normalize)(const NormParams&, const float* x, int n, bool add, float* out);
+  // Adds to a row of outputs what an adapter makes of a row of inputs.
+  void (*add_low_rank)(const LowRank&, int adapter, const float* x, float* out);
   // Applies an activation to n numbers, then multiplies by `gate` if that is not null.
   void (*activate)(Activation, const float* x, const float* gate, int n, float* out);
   // Rotates the n pairs of a head by their angles: cos [n], then sin [n]. Pairs are (2i, 2i + 1) if interleaved, else

@@ -1,6 +1,8 @@
 // Row operations between two products: norms, RoPE, activations.
 #pragma once
 
+#include <algorithm>
+
 #include "isa/simd.h"
 
 namespace retain::RETAIN_ISA {
@@ -25,6 +27,43 @@ INLINE void normalize_row(const NormParams& norm, const float* x, int n, bool ad
     if (add) y += load_tail(out + i, n - i);
     store_tail(out + i, n - i, y);
   }
+}
+
+// Returns n numbers of x, times those of each of N rows of `a`.
+template <int N, class T>
+INLINE void multiply_rows(const float* x, const T* a, int n, float* out) {
+  F sums[N] = {};
+  int i = 0;
+  for (; i + WIDTH <= n; i += WIDTH) {
+    const F y = load<WIDTH>(x + i);
+    for (int k = 0; k < N; ++k) sums[k] += y * load<WIDTH>(a + int64_t(k) * n + i);
+  }
+  for (int k = 0; k < N; ++k) {
+    out[k] = reduce_sum<WIDTH>(sums[k]);
+    for (int j = i; j < n; ++j) out[k] += x[j] * to_float(a[int64_t(k) * n + j]);
+  }
+}
+
+template <class T>
+INLINE void low_rank_row(const LowRank& p, int adapter, const float* x, float* out) {
+  const T* const a = reinterpret_cast<const T*>(p.a) + int64_t(adapter) * p.rank * p.in;
+  const T* const b = reinterpret_cast<const T*>(p.b) + int64_t(adapter) * p.rank * p.columns;
+  const int rank = std::min(p.ranks[adapter], p.rank), n = p.columns;
+  float low[MAX_LOW_RANK];
+  int k = 0;
+  for (; k + 4 <= rank; k += 4) multiply_rows<4>(x, a + int64_t(k) * p.in, p.in, low + k);
+  for (; k < rank; ++k) multiply_rows<1>(x, a + int64_t(k) * p.in, p.in, low + k);
+  constexpr int N = 4;
+  int j = 0;
+  for (; j + N * WIDTH <= n; j += N * WIDTH) {
+    F sums[N];
+    for (int l = 0; l < N; ++l) sums[l] = load<WIDTH>(out + j + l * WIDTH);
+    for (k = 0; k < rank; ++k)
+      for (int l = 0; l < N; ++l) sums[l] += low[k] * load<WIDTH>(b + int64_t(k) * n + j + l * WIDTH);
+    for (int l = 0; l < N; ++l) store<WIDTH>(out + j + l * WIDTH, sums[l]);
+  }
+  for (; j < n; ++j)
+    for (k = 0; k < rank; ++k) out[j] += low[k] * to_float(b[int64_t(k) * n + j]);
 }
 
 INLINE void rope_row(float* x, const float* angles, int n, bool interleaved) {

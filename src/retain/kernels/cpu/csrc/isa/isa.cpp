@@ -33,6 +33,7 @@ namespace retain {
   void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
   bool pack_blocks(const BlockRows&, int begin, int end, const PackedWeight&, char* tile, int lane);                  \
   void normalize(const NormParams&, const float* x, int n, bool add, float* out);                                     \
+  void add_low_rank(const LowRank&, int adapter, const float* x, float* out);                                         \
   void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   void convolve(const ConvolutionArgs&, int block);                                                                   \
@@ -49,8 +50,8 @@ static const IsaKernels built[] = {
   {#isa, max_tile_rows(#isa), isa::gather_queries, isa::attend_tile, isa::merge_partials, isa::look_weights,        \
    isa::look_priorities, isa::gather_slots, isa::gather_records, isa::sum_means, isa::reduce_mass, isa::write,      \
    isa::sketch_values, isa::read_slots, isa::requantize, isa::activation_bytes, isa::prepare_activations,           \
-   isa::packed_gemm, isa::unpack_row, isa::pack_blocks, isa::normalize, isa::activate, isa::rope, isa::convolve,    \
-   isa::attend_linearly},
+   isa::packed_gemm, isa::unpack_row, isa::pack_blocks, isa::normalize, isa::add_low_rank, isa::activate,           \
+   isa::rope, isa::convolve, isa::attend_linearly},
     RETAIN_BUILT_ISAS
 };
 

@@ -85,6 +85,25 @@ struct LinearOp {
   }
 };
 
+struct LowRankOp {
+  int in, out;
+  LowRank adapters;
+  int n, first;
+
+  void run_rows(const State& state, int begin, int end) const {
+    const int32_t* const chosen = state.step.adapters;
+    for (int t = begin; chosen && t < end; ++t)
+      if (chosen[t] >= 0)
+        selected_isa().add_low_rank(adapters, chosen[t], state.data(in) + int64_t(t) * state.width(in),
+                                    state.data(out) + int64_t(t) * state.width(out) + first);
+  }
+
+  void check(const State& state) const {
+    for (int t = 0; state.step.adapters && t < state.step.T; ++t)
+      if (state.step.adapters[t] >= n) throw std::invalid_argument("a token has an adapter that the program has not");
+  }
+};
+
 struct HeadLinearOp {
   int in, out;
   PackedWeight weight;
@@ -420,6 +439,14 @@ static void add_matmul(Program& p, const Record& r) {
   p.push(op);
 }
 
+static void add_low_rank(Program& p, const Record& r) {
+  const LowRank adapters = {r.bytes("a"), r.bytes("b"), r.integers("ranks"), r.get("rank"), p.width(r.get("x")),
+                            r.get("columns"), r.flag("is_bfloat16")};
+  if (adapters.rank > MAX_LOW_RANK)
+    throw std::invalid_argument("adapters have a rank of at most " + std::to_string(MAX_LOW_RANK));
+  p.push(LowRankOp{r.get("x"), r.get("out"), adapters, r.get("n"), r.get("first")});
+}
+
 static void add_head_matmul(Program& p, const Record& r) {
   const HeadLinearOp op = {r.get("x"), r.get("out"), r.weight("weight"), r.columns("source"), r.columns("target")};
   p.reserve_prepared(op.source.H * max_activation_bytes(op.weight));
@@ -475,6 +502,7 @@ static const std::unordered_map<std::string, Add> OPERATIONS = {
      }},
     {"Norm", add_norm},
     {"MatMul", add_matmul},
+    {"LowRank", add_low_rank},
     {"HeadMatMul", add_head_matmul},
     {"CopyColumns",
      [](Program& p, const Record& r) {

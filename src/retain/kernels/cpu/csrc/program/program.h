@@ -40,6 +40,7 @@ struct StepArgs {
   const std::vector<RowRange>& bfloat16_rows;  // ascending: tokens that multiply quantized weights in bfloat16
   const float* hidden_states;                  // [B, E], for an operation that loads them; else null
   int hidden_size;                             // E
+  const int32_t* adapters;                     // [T], -1 for none; null where no token has one
 };
 
 // The layout of a row of q, k and v: H heads of q and G of k, each of k_dim numbers, and G of v, each of v_dim. Without
@@ -108,6 +109,8 @@ class Program {
   int buffer(int width);
   // Adds a RoPE table that each step computes, and returns its number. The caller keeps `freqs` [n] alive.
   int add_rope_table(const float* freqs, int n, float gain, bool interleaved);
+
+  int width(int buffer) const { return buffer == LOGITS ? logits_width_ : widths_[buffer]; }
 
   // Appends an operation (operations.cpp). The caller keeps the tensors that it names alive.
   template <class T>

@@ -40,6 +40,8 @@ class Record {
   float real(const char* name) const { return as<float>(name); }
   bool flag(const char* name) const { return as<bool>(name); }
   const float* numbers(const char* name) const { return reinterpret_cast<float*>(as<Address>(name)); }
+  const char* bytes(const char* name) const { return reinterpret_cast<char*>(as<Address>(name)); }
+  const int32_t* integers(const char* name) const { return reinterpret_cast<int32_t*>(as<Address>(name)); }
   PackedWeight weight(const char* name) const { return packed_weight(as<WeightArgs>(name)); }
   HeadColumns columns(const char* name) const {
     const auto [H, width, stride, first] = as<std::tuple<int, int, int, int>>(name);

@@ -1,0 +1,133 @@
+"""Low-rank adapters (LoRA, arXiv 2106.09685) in PEFT's layout: adapter_config.json and adapter_model.safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from retain.files import quote, shorten
+from retain.formats.tensor_file import TensorFile
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+MAX_RANK = 256
+DIGEST_BYTES = 16
+NAME = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
+# What changes the products of an adapter otherwise, and is not computed.
+UNSUPPORTED = (
+    "use_dora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+)
+
+
+@dataclass(frozen=True)
+class LowRankUpdate:
+    """What an adapter adds to the outputs of a linear layer: (x a^T) b^T."""
+
+    a: Tensor  # [rank, in]
+    b: Tensor  # [out, rank], float32, with the adapter's scale
+
+    @property
+    def rank(self) -> int:
+        """Return the rank."""
+        return self.a.shape[0]
+
+
+@dataclass(frozen=True)
+class LoRAAdapter:
+    """An adapter: the updates of linear layers by their names in the base model, and a digest of all of them."""
+
+    updates: Mapping[str, LowRankUpdate]
+    digest: bytes
+
+    @property
+    def rank(self) -> int:
+        """Return the largest rank of a layer."""
+        return max(update.rank for update in self.updates.values())
+
+
+def read_lora(folder: Path) -> LoRAAdapter:
+    """Read the adapter in a folder. Raises ValueError where it is missing, damaged or not supported."""
+    config = read_config(folder)
+    file = TensorFile(folder / WEIGHTS_FILE)
+    sides: dict[str, dict[str, Tensor]] = {}
+    for name in sorted(file.names):
+        match = NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{folder}: the tensor {quote(name)} is not of a linear layer's adapter: not supported")
+        sides.setdefault(match["layer"], {})[match["side"]] = file.read(name)
+    if not sides:
+        raise ValueError(f"{folder}: the adapter has no tensors")
+    updates = {}
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    for layer, tensors in sides.items():
+        updates[layer] = update = read_update(f"{folder}: {quote(layer)}", tensors, config, layer)
+        for part in (layer.encode(), update.a.numpy().tobytes(), update.b.numpy().tobytes()):
+            digest.update(len(part).to_bytes(8, "little") + part)
+    return LoRAAdapter(updates, digest.digest())
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return the config of an adapter. Raises ValueError."""
+    path = folder / CONFIG_FILE
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ValueError(f"{path}: no config of an adapter: {shorten(e)}") from e
+    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: only adapters of the type LORA are supported")
+    for key in UNSUPPORTED:
+        if config.get(key):
+            raise ValueError(f"{path}: {key}={quote(config[key])} is not supported")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias={quote(config['bias'])} is not supported")
+    if not is_number(config.get("lora_alpha")):
+        raise ValueError(f"{path}: lora_alpha is {quote(config.get('lora_alpha'))}, not a number")
+    pattern = config.get("alpha_pattern") or {}
+    if not isinstance(pattern, dict) or not all(is_number(x) for x in pattern.values()):
+        raise ValueError(f"{path}: alpha_pattern is not a table of numbers")
+    return config
+
+
+def is_number(x: object) -> bool:
+    """Return whether a value of a config is a finite number."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and abs(x) < 1e9
+
+
+def read_update(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any], layer: str) -> LowRankUpdate:
+    """Return the update of a layer with its scale. Raises ValueError for tensors that do not fit each other."""
+    if len(tensors) < 2:
+        raise ValueError(f"{place} has one of two matrices")
+    a, b = (tensors[side].float().clone() for side in "AB")
+    if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or not 1 <= len(a) <= MAX_RANK:
+        raise ValueError(f"{place}: matrices {list(a.shape)} and {list(b.shape)} are none of a rank up to {MAX_RANK}")
+    scale = find_alpha(config, layer) / (len(a) ** 0.5 if config.get("use_rslora") else len(a))
+    b = b * scale
+    if not bool(torch.isfinite(a).all() and torch.isfinite(b).all()):
+        raise ValueError(f"{place} has numbers that are not finite")
+    return LowRankUpdate(a.contiguous(), b.contiguous())
+
+
+def find_alpha(config: Mapping[str, Any], layer: str) -> float:
+    """Return the alpha of a layer: of the first key of `alpha_pattern` that ends its name, as in PEFT, or of all."""
+    for key, alpha in (config.get("alpha_pattern") or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", layer):
+                return float(alpha)
+        except re.error as e:
+            raise ValueError(f"alpha_pattern has the key {quote(key)}, no regular expression") from e
+    return float(config["lora_alpha"])

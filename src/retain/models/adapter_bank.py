@@ -1,0 +1,91 @@
+"""The matrices of several adapters (LoRA), side by side: a program adds those that the tokens of a step name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from retain.files import quote
+from retain.formats.lora import LoRAAdapter, LowRankUpdate
+from retain.kernels.api import CPU
+from retain.kernels.ops import LowRank, MatMul, NamedRows
+
+
+@dataclass(frozen=True, eq=False)
+class BankEntry:
+    """The matrices of all adapters for some rows of a linear layer."""
+
+    rows: NamedRows
+    a: Tensor  # [n, rank, in]
+    b: Tensor  # [n, rank, num_rows]
+
+    def fits(self, update: LowRankUpdate) -> bool:
+        """Return whether an update has the inputs of these rows, and their outputs."""
+        index = self.rows.index
+        num_outputs = update.b.shape[0]
+        has_rows = num_outputs == self.rows.num_rows if index is None else num_outputs > int(index.max())
+        return has_rows and update.a.shape[1] == self.a.shape[2]
+
+    def write(self, number: int, update: LowRankUpdate | None) -> None:
+        """Put an update into place `number`; None for an adapter that adds nothing here."""
+        self.a[number].zero_()
+        self.b[number].zero_()
+        if update is not None:
+            b = update.b if self.rows.index is None else update.b[self.rows.index]
+            self.a[number, : update.rank] = update.a.to(self.a)
+            self.b[number, : update.rank] = b.T.to(self.b)
+
+
+@dataclass(frozen=True, eq=False)
+class AdapterBank:
+    """Room for `size` adapters of a rank up to `max_rank`, in the dtype of a program's matrices.
+
+    A program reads it at every step, so `write` changes what later steps compute.
+    """
+
+    size: int
+    max_rank: int
+    dtype: torch.dtype
+    device: torch.device = CPU
+    entries: dict[str, list[BankEntry]] = field(default_factory=dict)  # by `layer_key`
+    ranks: Tensor = field(init=False)  # int32 [n]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", torch.zeros(self.size, dtype=torch.int32, device=self.device))
+
+    def make_operation(self, op: MatMul, rows: NamedRows, first: int) -> LowRank:
+        """Return the operation that adds to what a product has given, from column `first` on, and make room for it."""
+        shape = self.size, self.max_rank
+        a = torch.zeros(*shape, op.x.width, dtype=self.dtype, device=self.device)
+        b = torch.zeros(*shape, rows.num_rows, dtype=self.dtype, device=self.device)
+        self.entries.setdefault(layer_key(rows.name), []).append(BankEntry(rows, a, b))
+        return LowRank(op.x, op.out, a, b, self.ranks, first)
+
+    def check(self, adapter: LoRAAdapter) -> None:
+        """Raise ValueError for an adapter of another model, or of a larger rank."""
+        if adapter.rank > self.max_rank:
+            raise ValueError(f"the adapter has rank {adapter.rank}: more than max_lora_rank, {self.max_rank}")
+        for name, update in adapter.updates.items():
+            entries = self.entries.get(layer_key(name))
+            if entries is None:
+                raise ValueError(f"{quote(name)} is no linear layer of this model that takes an adapter")
+            if not all(entry.fits(update) for entry in entries):
+                shape = [update.b.shape[0], update.a.shape[1]]
+                raise ValueError(f"{quote(name)} has another shape than the adapter's, {shape}")
+
+    def write(self, number: int, adapter: LoRAAdapter) -> None:
+        """Put an adapter into place `number`. Raises ValueError as `check`, and then writes nothing."""
+        self.check(adapter)
+        updates = {layer_key(name): update for name, update in adapter.updates.items()}
+        for key, entries in self.entries.items():
+            for entry in entries:
+                entry.write(number, updates.get(key))
+        self.ranks[number] = adapter.rank
+
+
+def layer_key(name: str) -> str:
+    """Return the name of a layer from its number on: what is before differs between checkpoints and adapters."""
+    _, found, rest = name.partition("layers.")
+    return rest if found else name

@@ -1,0 +1,20 @@
+"""A pass that lets the tokens of a step name adapters (LoRA), whose products are added to those of linear layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from retain.kernels.ops import MatMul, Operation
+from retain.models.adapter_bank import AdapterBank
+
+
+def adapt(operations: Iterable[Operation], bank: AdapterBank) -> Iterator[Operation]:
+    """Return all operations, and behind each product of layers that a checkpoint names, what adds adapters."""
+    for op in operations:
+        yield op
+        if isinstance(op, MatMul):
+            first = 0
+            for rows in op.rows:
+                yield bank.make_operation(op, rows, first)
+                first += rows.num_rows
+        del op
