@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from typing import Annotated
 
-from retain.options import NonNegativeInt, PositiveInt, Size, check_bounds, option
+from retain.options import Bounds, NonNegativeInt, PositiveInt, Size, check_bounds, option
 
 DTYPES = ("bfloat16", "float32", "float16")
 # As multiples of page_size: pages of about the bytes that bfloat16 has.
@@ -75,8 +76,10 @@ class Config:
         (),
         "adapters (LoRA) that requests may name: NAME=FOLDER[,NAME=FOLDER], in PEFT's layout (may be repeated)",
     )
-    max_loras: PositiveInt | None = option(None, "adapters that there is room for (default: those of --lora)")
-    max_lora_rank: PositiveInt | None = option(
+    max_loras: Annotated[int, Bounds(1, 1024)] | None = option(
+        None, "adapters that there is room for (default: those of --lora)"
+    )
+    max_lora_rank: Annotated[int, Bounds(1, 256)] | None = option(
         None, "largest rank of an adapter, up to 256 (default: that of --lora, or 16)"
     )
     kv_memory: Size | None = option(None, "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)")

@@ -131,6 +131,7 @@ class LLM(EngineParts):
         num_system_tokens: int = 0,
         salt: str = "",
         prefill_callback: PrefillCallback | None = None,
+        lora: str | None = None,
     ) -> Iterator[StreamChunk]:
         """Yield one answer chunk by chunk as its tokens come; the last chunk has the whole output.
 
@@ -139,7 +140,7 @@ class LLM(EngineParts):
         request.
         """
         params = params or SamplingParams()
-        g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens, salt=salt)
+        g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens, salt=salt, lora=lora)
         return self.stream_from_request(g, prefill_callback)
 
     def stream_from_request(
@@ -196,26 +197,34 @@ class LLM(EngineParts):
         self._run_to_completion(states)
         return found
 
-    def embed(self, prompts: Sequence[Prompt], dimensions: int | None = None, salt: str = "") -> list[list[float]]:
+    def embed(
+        self, prompts: Sequence[Prompt], dimensions: int | None = None, salt: str = "", lora: str | None = None
+    ) -> list[list[float]]:
         """Return a vector for each text, pooled as the model says, or the first `dimensions` numbers of each.
 
         Raises ValueError for a model that generates (see `pooling`), and where one of them cannot be run; then none is.
         """
         if dimensions is not None and not 1 <= dimensions <= self.spec.hidden_size:
             raise ValueError(f"dimensions must be 1 to {self.spec.hidden_size}, not {dimensions}")
-        shared = GenerateRequest("", salt=salt)
+        shared = GenerateRequest("", salt=salt, lora=lora)
         plan = plan_vectors(self.input_processor, self.pooling, prompts, shared, dimensions)
         return [vector.tolist() for vector in self._run_plan(plan)]
 
     def rerank(
-        self, query: str, documents: Sequence[str], instruction: str = INSTRUCTION, salt: str = ""
+        self,
+        query: str,
+        documents: Sequence[str],
+        instruction: str = INSTRUCTION,
+        salt: str = "",
+        lora: str | None = None,
     ) -> list[float]:
         """Return how well each document fits a query: 0 to 1, by a model of Qwen3-Reranker's kind, or a cosine.
 
         What the prompts have in common is computed once. Raises ValueError for a model that can do neither.
         """
         pairs = [(query, document) for document in documents]
-        plan = plan_scores(self.input_processor, self.pooling, pairs, GenerateRequest("", salt=salt), instruction)
+        shared = GenerateRequest("", salt=salt, lora=lora)
+        plan = plan_scores(self.input_processor, self.pooling, pairs, shared, instruction)
         return self._run_plan(plan)
 
     def _run_plan(self, plan: PooledPlan[T]) -> T:
@@ -242,16 +251,16 @@ class LLM(EngineParts):
         finally:
             self.output_processor.cancel(request)
 
-    def pin(self, prompt: Prompt, seconds: float, salt: str = "") -> int:
+    def pin(self, prompt: Prompt, seconds: float, salt: str = "", lora: str | None = None) -> int:
         """Compute a prompt, keep its prefix for `seconds`, and return how many tokens of it. Raises ValueError."""
         if not self.cache.prefix_cache.enabled:
             raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
-        g = GenerateRequest(prompt, SamplingParams(max_tokens=1, temperature=0), "full", salt=salt)
+        params = SamplingParams(max_tokens=1, temperature=0)
+        g = GenerateRequest(prompt, params, "full", salt=salt, lora=lora)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        return self.cache.prefix_cache.pin(
-            state.request.policy, Text(state.request.prompt, salt, state.request.text.extra), seconds
-        )
+        text = Text(state.request.prompt, salt, state.request.text.extra)
+        return self.cache.prefix_cache.pin(state.request.policy, text, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from retain import LLM, SamplingParams
-from retain.formats.lora import read_lora
+from retain.formats.lora import LoRAAdapter, LowRankUpdate, read_lora
 from retain.kernels import import_backend
 from retain.processing.input import GenerateRequest
 from tests.helpers.adapters import write_adapter
@@ -27,6 +27,7 @@ FAMILIES = {
     "gemma3_text": [*ATTENTION, "down_proj"],
     "phi3": ["qkv_proj", "gate_up_proj", "o_proj"],
     "gpt_neox": ["query_key_value", "dense_h_to_4h"],
+    "deepseek_v3": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
 }
 
 
@@ -178,7 +179,10 @@ def test_tiers_tell_adapters_apart_after_a_restart(tmp_path: Path) -> None:
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"lora_alpha": None}, "lora_alpha is None, not a number"),
         ({"lora_alpha": 1e99}, "not a number"),
-        ({"alpha_pattern": {"(": 1}}, "no regular expression"),
+        ({"alpha_pattern": {"(": 1}}, "only names of layers"),
+        ({"alpha_pattern": {"q{4294967296}": 1}}, "only names of layers"),
+        ({"use_rslora": "false"}, "neither true nor false"),
+        ({"init_lora_weights": "pissa_niter_4"}, "only converted adapters"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
     ids=str,
@@ -190,6 +194,38 @@ def test_configs_that_are_not_computed_are_refused(changes: dict[str, Any], reas
     config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     with pytest.raises(ValueError, match=reason):
         make_llm(target, lora=f"a={folder}")
+
+
+def test_layers_behind_the_chosen_rows_take_no_adapter(tmp_path: Path) -> None:
+    """OPT's last projection has rows of the tokens with logits alone."""
+    (tmp_path / "target").mkdir()
+    target = save_tiny_smollm2(tmp_path / "target", "opt", word_embed_proj_dim=32)
+    ok, late = (write_adapter(tmp_path / name, target, [name]) for name in ("q_proj", "project_out"))
+    llm = make_llm(target, lora=f"a={ok}")
+    answers = llm.generate_from_requests(
+        [GenerateRequest(p, PARAMS, lora=x) for p, x in ((PROMPTS[0], None), ("x", "a"))]
+    )
+    assert answers[1].token_ids == llm.generate("x", PARAMS, lora="a")[0].token_ids
+    with pytest.raises(ValueError, match="project_out' is no linear layer of this model that takes an adapter"):
+        make_llm(target, lora=f"a={late}")
+
+
+def test_updates_are_of_one_layer_each_and_of_all_its_rows(tmp_path: Path) -> None:
+    target = write_model(tmp_path / "target", "qwen3_5_text")
+    llm = make_llm(target, max_loras=1)
+    bank = llm.input_processor.adapters.bank
+    q = next(name for name in bank.entries if name.endswith("q_proj"))
+    width = bank.entries[q][0].a.shape[2]
+    rows = bank.entries[q][0].rows.total
+    for updates, reason in (
+        ({q: (rows + 1, 1.0)}, "has another shape"),
+        ({q: (rows, float("inf"))}, "not finite"),
+        ({q: (rows, 1.0), f"model.{q}": (rows, 1.0)}, "two updates of one layer"),
+        ({f"mtp.{q}": (rows, 1.0)}, "no linear layer of this model"),
+    ):
+        made = {n: LowRankUpdate(torch.ones(1, width), torch.full((m, 1), x)) for n, (m, x) in updates.items()}
+        with pytest.raises(ValueError, match=reason):
+            llm.input_processor.adapters.add("a", LoRAAdapter(made, b""))
 
 
 def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
@@ -205,6 +241,6 @@ def test_adapters_of_other_models_are_refused(tmp_path: Path) -> None:
         folder = write_adapter(tmp_path / f"{modules[0]} {rank} {model.name}", model, modules, rank=rank)
         with pytest.raises(ValueError, match=reason):
             make_llm(target, lora=f"a={folder}", max_lora_rank=8)
-    for spec, reason in (("a", "lora is NAME=FOLDER"), ("a=x,a=y", "names 'a' twice"), ("a=nowhere", "no config")):
+    for spec, reason in (("a", "lora is NAME=FOLDER"), ("a=x,a=y", "names 'a' twice"), ("a=nowhere", "nowhere")):
         with pytest.raises(ValueError, match=reason):
             make_llm(target, lora=spec)

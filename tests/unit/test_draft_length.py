@@ -77,7 +77,8 @@ def test_speed_is_near_the_best_fixed_length_and_never_far_below_plain_decoding(
 
 
 def final_lengths(controller: DraftLengthController, *requests: Request) -> dict[Request, int]:
-    controller.num_rounds = 100  # a round that does not explore
+    for table in controller.tables.values():
+        table.next_exploration = 10**6  # not now
     return dict(controller.choose_lengths([(r, 8) for r in requests], len(requests)))
 
 
@@ -104,6 +105,15 @@ def test_a_drafter_that_seldom_proposes_keeps_its_length() -> None:
     assert final_lengths(controller, request)[request] > 4
 
 
+def test_as_many_drafts_are_chosen_as_pay_also_where_all_are_alike() -> None:
+    controller = DraftLengthController(1, longest_tried=1, num_rounds=100)
+    table = controller.cost_table(8)
+    table.step_s = 1.0
+    table.factors |= {1.5: 1.0, 1.75: 3.0, 2.0: 3.0}
+    lengths = controller.choose_lengths([(make_request([i]), 1) for i in range(8)], 8)
+    assert sum(n for _, n in lengths) == 4
+
+
 def test_no_length_exceeds_its_limit() -> None:
     controller, request = DraftLengthController(8), make_request([1])
     for _ in range(100):
@@ -119,11 +129,11 @@ def test_later_requests_start_from_what_was_learned() -> None:
     """Neither the trial of drafts nor their costs begin anew, also in batches of another size."""
     controller = DraftLengthController(8)
     simulate(0.02, 0.3, EXPERTS, 600, controller=controller)
-    controller.next_exploration = 10**6
+    controller.cost_table(1).next_exploration = 10**6
     assert simulate(0.02, 0.3, EXPERTS, 20, controller=controller, noise=0) == 1
     controller = DraftLengthController(8)
     simulate(0.95, 0.1, EXPERTS, 600, controller=controller)
-    controller.next_exploration = 10**6
+    controller.cost_table(1).next_exploration = 10**6
     assert [n for _, n in controller.choose_lengths([(make_request([1]), 8)], 1)] == [8]
     assert min(n for _, n in controller.choose_lengths([(make_request([i]), 8) for i in range(5)], 5)) > 4
 

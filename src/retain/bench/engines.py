@@ -11,7 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from retain.engine.engine import Engine
-from retain.engine.request import Request, RequestInput
+from retain.engine.request import Adapter, Request, RequestInput
 from retain.engine.runner import Runner
 from retain.kernels.api import Batch
 from retain.kv.eviction.policy import EvictionPolicy
@@ -36,7 +36,12 @@ def plain_token_ids(vocab_size: int) -> range:
 
 
 def greedy_request(
-    cache: KVCacheManager, prompt: Sequence[int], policy: EvictionPolicy, output_len: int, seed: int = 0
+    cache: KVCacheManager,
+    prompt: Sequence[int],
+    policy: EvictionPolicy,
+    output_len: int,
+    seed: int = 0,
+    adapter: Adapter | None = None,
 ) -> Request:
     """Return a request of exactly `output_len` tokens for an engine on this cache.
 
@@ -47,7 +52,8 @@ def greedy_request(
         raise ValueError(f"{needed} do not fit the model's context of {cache.max_model_len}: see --max-model-len")
     params = SamplingParams(temperature=0, ignore_eos=True, seed=seed)
     planned = cache.plan_policy(policy, len(prompt))
-    return Request(RequestInput(prompt=list(prompt), params=params, policy=planned, max_tokens=output_len))
+    input = RequestInput(prompt=list(prompt), params=params, policy=planned, max_tokens=output_len, adapter=adapter)
+    return Request(input)
 
 
 def make_engine(llm: LLM, requests: Sequence[Request]) -> Engine:

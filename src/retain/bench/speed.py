@@ -9,6 +9,8 @@ see an engine's steps: there decoding is the time of a run with N + 1 output tok
 two differ where requests of a batch decode beside the prefill of others, which the difference counts as decoding, and
 where prefill takes most of both runs: its noise then exceeds the difference (docs/benchmarks/speed.md).
 
+The requests of a batch take the adapters of `--lora` in turn.
+
 A decode step must read all weights once, and the keys and values of every request: `read_mb`. `bandwidth` is the share
 of the machine's measured read bandwidth that this comes to. `host_share` is the part of a step outside of the model:
 scheduling, building the batch, sampling. On a GPU it means nothing, because the model is still computing then.
@@ -21,6 +23,7 @@ import shlex
 import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -190,7 +193,11 @@ def time_decoding(llm: LLM, workload: Workload, seed: int, clock: Callable[[], f
 
 def _make_requests(llm: LLM, workload: Workload, seed: int, output_len: int) -> list[Request]:
     prompts = random_prompts(llm.spec.vocab_size, workload.prompt_len, workload.batch_size, seed)
-    return [greedy_request(llm.cache, prompt, llm.policy, output_len) for prompt in prompts]
+    adapters = cycle(llm.input_processor.adapters.named.values() or [None])
+    return [
+        greedy_request(llm.cache, prompt, llm.policy, output_len, adapter=adapter)
+        for prompt, adapter in zip(prompts, adapters, strict=False)
+    ]
 
 
 RATES = ("prefill_tok_s", "decode_tok_s")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from retain.files import quote, shorten
+from retain.files import quote, read_json_object
 from retain.formats.tensor_file import TensorFile
 
 CONFIG_FILE = "adapter_config.json"
@@ -21,10 +20,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_RANK = 256
 DIGEST_BYTES = 16
 NAME = re.compile(r"(?:base_model\.model\.)?(?P<layer>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
+PATTERN_KEY = re.compile(r"\^?[\w.]+")  # PEFT takes any regular expression; it writes these
+CHANGED_BASE = ("pissa", "corda", "olora", "loftq")  # PEFT subtracts these adapters from the base model as they begin
 # What changes the products of an adapter otherwise, and is not computed.
 UNSUPPORTED = (
     "use_dora",
-    "fan_in_fan_out",
     "modules_to_save",
     "layer_replication",
     "lora_bias",
@@ -69,7 +69,10 @@ def read_lora(folder: Path) -> LoRAAdapter:
         match = NAME.fullmatch(name)
         if match is None:
             raise ValueError(f"{folder}: the tensor {quote(name)} is not of a linear layer's adapter: not supported")
-        sides.setdefault(match["layer"], {})[match["side"]] = file.read(name)
+        own = sides.setdefault(match["layer"], {})
+        if match["side"] in own:
+            raise ValueError(f"{folder}: the tensor {quote(name)} is there twice")
+        own[match["side"]] = file.read(name)
     if not sides:
         raise ValueError(f"{folder}: the adapter has no tensors")
     updates = {}
@@ -84,22 +87,27 @@ def read_lora(folder: Path) -> LoRAAdapter:
 def read_config(folder: Path) -> Mapping[str, Any]:
     """Return the config of an adapter. Raises ValueError."""
     path = folder / CONFIG_FILE
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise ValueError(f"{path}: no config of an adapter: {shorten(e)}") from e
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
+    config = read_json_object(path)
+    if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: only adapters of the type LORA are supported")
     for key in UNSUPPORTED:
         if config.get(key):
             raise ValueError(f"{path}: {key}={quote(config[key])} is not supported")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.startswith(CHANGED_BASE):  # such an adapter is of another base model
+        raise ValueError(f"{path}: init_lora_weights={quote(start)}: only converted adapters are supported")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias={quote(config['bias'])} is not supported")
+    if not isinstance(config.get("use_rslora", False), bool):
+        raise ValueError(f"{path}: use_rslora is {quote(config['use_rslora'])}, neither true nor false")
     if not is_number(config.get("lora_alpha")):
         raise ValueError(f"{path}: lora_alpha is {quote(config.get('lora_alpha'))}, not a number")
     pattern = config.get("alpha_pattern") or {}
     if not isinstance(pattern, dict) or not all(is_number(x) for x in pattern.values()):
         raise ValueError(f"{path}: alpha_pattern is not a table of numbers")
+    for key in pattern:
+        if not PATTERN_KEY.fullmatch(key):
+            raise ValueError(f"{path}: alpha_pattern has the key {quote(key)}: only names of layers are supported")
     return config
 
 
@@ -112,6 +120,8 @@ def read_update(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, 
     """Return the update of a layer with its scale. Raises ValueError for tensors that do not fit each other."""
     if len(tensors) < 2:
         raise ValueError(f"{place} has one of two matrices")
+    if not all(x.is_floating_point() for x in tensors.values()):
+        raise ValueError(f"{place} has matrices of whole numbers")
     a, b = (tensors[side].float().clone() for side in "AB")
     if a.dim() != 2 or b.dim() != 2 or len(a) != b.shape[1] or not 1 <= len(a) <= MAX_RANK:
         raise ValueError(f"{place}: matrices {list(a.shape)} and {list(b.shape)} are none of a rank up to {MAX_RANK}")
@@ -125,9 +135,6 @@ def read_update(place: str, tensors: Mapping[str, Tensor], config: Mapping[str, 
 def find_alpha(config: Mapping[str, Any], layer: str) -> float:
     """Return the alpha of a layer: of the first key of `alpha_pattern` that ends its name, as in PEFT, or of all."""
     for key, alpha in (config.get("alpha_pattern") or {}).items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", layer):
-                return float(alpha)
-        except re.error as e:
-            raise ValueError(f"alpha_pattern has the key {quote(key)}, no regular expression") from e
+        if f".{layer}".endswith(f".{key.removeprefix('^')}") and (key[0] != "^" or layer == key[1:]):
+            return float(alpha)
     return float(config["lora_alpha"])

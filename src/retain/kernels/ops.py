@@ -117,11 +117,16 @@ class Norm(Operation):
 
 @dataclass(frozen=True, eq=False)
 class NamedRows:
-    """Rows of a matrix of a checkpoint: all `num_rows` of them in order, or those of numbers `index` [num_rows]."""
+    """Rows of a matrix of a checkpoint: all of its `total` in order, or those of numbers `index` [num_rows]."""
 
     name: str  # of its layer: without `.weight`
-    num_rows: int
+    total: int
     index: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Return how many rows these are."""
+        return self.total if self.index is None else len(self.index)
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,11 @@ class Text:
             self._num_copied = n
         return self._array[:n]
 
+    @property
+    def group(self) -> str:
+        """What texts have in common that may share prefixes, beside model and windows: the salt and `extra`."""
+        return f"{self.salt}\0{self.extra.hex()}" if self.extra else self.salt
+
     def drop(self, num_tokens: int) -> None:
         """Remove tokens from the end of the text, with the hashes of blocks that held them."""
         n = len(self.ids) - num_tokens

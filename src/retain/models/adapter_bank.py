@@ -12,6 +12,8 @@ from retain.formats.lora import LoRAAdapter, LowRankUpdate
 from retain.kernels.api import CPU
 from retain.kernels.ops import LowRank, MatMul, NamedRows
 
+WHOLE_MODELS = ("model", "language_model", "transformer", "decoder")
+
 
 @dataclass(frozen=True, eq=False)
 class BankEntry:
@@ -23,10 +25,7 @@ class BankEntry:
 
     def fits(self, update: LowRankUpdate) -> bool:
         """Return whether an update has the inputs of these rows, and their outputs."""
-        index = self.rows.index
-        num_outputs = update.b.shape[0]
-        has_rows = num_outputs == self.rows.num_rows if index is None else num_outputs > int(index.max())
-        return has_rows and update.a.shape[1] == self.a.shape[2]
+        return (len(update.b), update.a.shape[1]) == (self.rows.total, self.a.shape[2])
 
     def write(self, number: int, update: LowRankUpdate | None) -> None:
         """Put an update into place `number`; None for an adapter that adds nothing here."""
@@ -67,7 +66,11 @@ class AdapterBank:
         """Raise ValueError for an adapter of another model, or of a larger rank."""
         if adapter.rank > self.max_rank:
             raise ValueError(f"the adapter has rank {adapter.rank}: more than max_lora_rank, {self.max_rank}")
+        if len({layer_key(name) for name in adapter.updates}) < len(adapter.updates):
+            raise ValueError("the adapter has two updates of one layer")
         for name, update in adapter.updates.items():
+            if not all(bool(x.to(self.dtype).isfinite().all()) for x in (update.a, update.b)):
+                raise ValueError(f"{quote(name)} has numbers that are not finite in {self.dtype}")
             entries = self.entries.get(layer_key(name))
             if entries is None:
                 raise ValueError(f"{quote(name)} is no linear layer of this model that takes an adapter")
@@ -86,6 +89,8 @@ class AdapterBank:
 
 
 def layer_key(name: str) -> str:
-    """Return the name of a layer from its number on: what is before differs between checkpoints and adapters."""
-    _, found, rest = name.partition("layers.")
-    return rest if found else name
+    """Return the name of a layer without the names of whole models, which differ between checkpoints and adapters."""
+    parts = name.split(".")
+    while parts[0] in WHOLE_MODELS and len(parts) > 1:
+        del parts[0]
+    return ".".join(parts)

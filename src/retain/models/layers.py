@@ -51,8 +51,8 @@ class Linear:
 
     def select(self, index: Tensor) -> Linear:
         """Return the layer that computes these outputs alone, int64 [n]. Raises IndexError."""
-        names = [rows.name for rows in self.rows if rows.index is None and len(self.rows) == 1]
-        rows = tuple(NamedRows(name, len(index), index) for name in names)
+        whole = [rows for rows in self.rows if rows.index is None and len(self.rows) == 1]
+        rows = tuple(NamedRows(x.name, x.total, index) for x in whole)
         return Linear(select_rows(self.weight, index), None if self.bias is None else self.bias[index], rows)
 
 

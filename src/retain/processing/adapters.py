@@ -41,10 +41,11 @@ class Adapters:
 
     def find(self, name: str) -> Adapter:
         """Return an adapter by its name. Raises ValueError."""
-        if name not in self.named:
-            known = f"known are {', '.join(map(quote, self.named))}" if self.named else "there is none"
-            raise ValueError(f"there is no adapter {quote(name)}: {known}")
-        return self.named[name]
+        adapter = self.named.get(name)
+        if adapter is None:
+            names = ", ".join(map(quote, list(self.named)))  # a copy: another thread may change them
+            raise ValueError(f"there is no adapter {quote(name)}: {f'known are {names}' if names else 'there is none'}")
+        return adapter
 
     def _find_free_place(self, size: int) -> int:
         for attempt in range(2):

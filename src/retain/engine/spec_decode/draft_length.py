@@ -39,6 +39,8 @@ class CostTable:
     draft_s: float = 0.0  # of one more draft for all requests
     factors: dict[float, float] = field(default_factory=lambda: {1.0: 1.0})
     num_measured: dict[float, int] = field(default_factory=dict)
+    num_rounds: int = 0
+    next_exploration: int = EXPLORE_INTERVAL  # the round that tries other lengths
 
     def copy(self) -> CostTable:
         """Return a table that starts from what this one knows, and trusts new measurements more."""
@@ -106,18 +108,19 @@ class DraftLengthController:
     overall_acceptance_rate: AcceptanceRate = field(default_factory=lambda: AcceptanceRate(1.5, 2.0))
     longest_tried: int = 0  # most drafts of one request so far
     num_rounds: int = 0
-    next_exploration: int = EXPLORE_INTERVAL  # the round that tries other lengths
 
     def choose_lengths(self, draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[tuple[Request, int]]:
         """Return for each request of a batch that may draft how many tokens to draft now, at most its limit."""
         if not draft_limits:
             return []
         self.num_rounds += 1
+        table = self.cost_table(batch_size)
+        table.num_rounds += 1
         lengths = [0] * len(draft_limits)
         if self.num_rounds > 2:  # two rounds measure plain decoding first
             longest = min(2 * self.longest_tried + 1, self.max_draft_tokens)  # costs of more are not known yet
             lengths = self._find_best([(r, min(n, longest)) for r, n in draft_limits], batch_size)
-        if self.num_rounds >= self.next_exploration:
+        if table.num_rounds >= table.next_exploration:
             lengths = self._explore(lengths, draft_limits, batch_size)
         return [(request, n) for (request, _), n in zip(draft_limits, lengths, strict=True)]
 
@@ -157,24 +160,27 @@ class DraftLengthController:
         step_s = table.predict(1 + np.arange(chances.size + 1) / batch_size) + 1e-9  # by all drafts of a step
         best_rate = MIN_GAIN * batch_size / step_s[0]
         for depth in numbers:
-            likeliest = np.sort(chances[:, :depth], axis=None)[::-1]
+            own = chances[:, :depth]
+            order = np.argsort(-own, axis=None, kind="stable")
+            likeliest = own.flat[order]
             rates = (batch_size + likeliest.cumsum()) / (step_s[1 : likeliest.size + 1] + depth * table.draft_s)
             chosen = rates.argmax()
             if rates[chosen] > best_rate:
                 best_rate = rates[chosen]
-                best = (chances[:, :depth] >= max(likeliest[chosen], 1e-9)).sum(1)
+                best = np.bincount(order[: chosen + 1] // depth, minlength=len(limits))
         found: list[int] = best.tolist()
         return found
 
     def _explore(self, best: list[int], draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[int]:
         """Return other lengths, whose costs may have changed. The more time they may lose, the later the next ones."""
-        shorter = self.num_rounds // EXPLORE_INTERVAL % 2 == 1 and any(best)
+        table = self.cost_table(batch_size)
+        shorter = table.num_rounds // EXPLORE_INTERVAL % 2 == 1 and any(best)
         lengths = [min(0 if shorter else n + 1, limit) for n, (_, limit) in zip(best, draft_limits, strict=True)]
         alphas = [self._alpha(request) for request, _ in draft_limits]
         tokens, seconds = self._estimate(alphas, best, batch_size)
         other_tokens, other_seconds = self._estimate(alphas, lengths, batch_size)
         lost_rounds = other_seconds / seconds - other_tokens / tokens
-        self.next_exploration = self.num_rounds + max(EXPLORE_INTERVAL, int(lost_rounds / EXPLORE_BUDGET))
+        table.next_exploration = table.num_rounds + max(EXPLORE_INTERVAL, int(lost_rounds / EXPLORE_BUDGET))
         return lengths
 
     def _estimate(self, alphas: Sequence[float], lengths: Sequence[int], batch_size: int) -> tuple[float, float]:

@@ -119,7 +119,7 @@ def low_rank(o: DeviceOperands, op: ops.LowRank) -> Compute:
 
     def compute(s: DeviceStep) -> Tensor:
         if s.adapters is not None:
-            low = F.linear(s.buffers[x], a) * (s.adapters[:, None] == owners)
+            low = F.linear(s.buffers[x], a).masked_fill(s.adapters[:, None] != owners, 0)
             s.buffers[out][:, columns].addmm_(low, b)
         return s.buffers[out]
 

@@ -441,7 +441,7 @@ class PrefixCache:
         needs = self.needs(row.demand.policy, row.demand.seed)
         stored = self.tree.insert(link, text, end, pages, required=needs.required).stored
         if stored and self.tree.observer and np.array_equal(needs.windows, self.planner.model_windows):
-            self.tree.observer.on_stored(stored, text.salt)
+            self.tree.observer.on_stored(stored, text.group)
         if self.tiers:
             hashes = text.block_hashes(link, self.layout.block_size, end)
             self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)])
@@ -494,7 +494,7 @@ class PrefixCache:
         """Remember a text that a row begins to compute, where there is a history."""
         if not self.tree.history:
             return None
-        seen = SeenText(self.first_link(text, policy), text.salt, policy, text.tokens.copy(), is_running=True)
+        seen = SeenText(self.first_link(text, policy), text.group, policy, text.tokens.copy(), is_running=True)
         self.tree.history.add(seen)
         return seen
 

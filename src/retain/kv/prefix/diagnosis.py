@@ -63,7 +63,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
     if begun is state_text and usable > num_cached_tokens:
         return replace(begun, reason=MissReason.NO_STATE)
     if num_cached_tokens > begun.common_length:  # it is in a tier
-        near = history.nearest_text(start.text.salt, begun.prompt, [own] if own else ())
+        near = history.nearest_text(start.text.group, begun.prompt, [own] if own else ())
         if near:
             begun = replace(begun, nearest=near[0].tokens, common_length=near[1], known_length=near[1])
     return _explain_end(cache, start, begun)
@@ -148,7 +148,7 @@ def _find_elsewhere(
     if times:
         length = (first + len(times)) * B
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
-    if near := history.nearest_text(start.text.salt, prompt, besides=[own] if own else ()):
+    if near := history.nearest_text(start.text.group, prompt, besides=[own] if own else ()):
         text, known = near
         seen = _explain_seen(replace(begun, known_length=known), text, link, start.demand.policy)
         if seen.reason is MissReason.EVICTED:
@@ -173,7 +173,7 @@ def _find_under_other_policies(
     cache: PrefixCache, history: PrefixHistory, start: Start, begun: PrefixDiagnosis
 ) -> Iterator[PrefixDiagnosis]:
     """Yield what the tree has of the prompt under the windows of other policies."""
-    seen = {policies.to_spec(t.policy): t.policy for t in history.of_salt(start.text.salt)}
+    seen = {policies.to_spec(t.policy): t.policy for t in history.of_salt(start.text.group)}
     for spec, policy in ({"full": policies.parse("full")} | seen).items():
         link = cache.first_link(start.text, policy)
         if link != cache.first_link(start.text, start.demand.policy):

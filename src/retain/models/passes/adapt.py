@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from retain.kernels.ops import MatMul, Operation
+from retain.kernels.ops import GatherRows, MatMul, Operation
 from retain.models.adapter_bank import AdapterBank
 
 
 def adapt(operations: Iterable[Operation], bank: AdapterBank) -> Iterator[Operation]:
-    """Return all operations, and behind each product of layers that a checkpoint names, what adds adapters."""
+    """Return all operations, and behind each product of layers that a checkpoint names, what adds adapters.
+
+    Behind `GatherRows` there is nothing more: rows are no longer those of all tokens.
+    """
+    is_gathered = False
     for op in operations:
         yield op
-        if isinstance(op, MatMul):
+        is_gathered |= isinstance(op, GatherRows)
+        if isinstance(op, MatMul) and not is_gathered:
             first = 0
             for rows in op.rows:
                 yield bank.make_operation(op, rows, first)

@@ -81,7 +81,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
 def plan_call(service: OpenAIServing, body: EmbeddingRequest, key: ApiKey) -> PooledPlan[list[Tensor]]:
     """Plan the vectors of a request. Raises APIError or ValueError."""
     llm = service.llm
-    shared = GenerateRequest("", salt=compose_salt(key, body.cache_salt), owner=key.name)
+    lora = service.find_lora(body.model)
+    shared = GenerateRequest("", salt=compose_salt(key, body.cache_salt), owner=key.name, lora=lora)
     plan = plan_vectors(llm.input_processor, llm.pooling, body.texts, shared, body.dimensions)
     if body.dimensions and body.dimensions > llm.spec.hidden_size:
         raise APIError(400, f"dimensions: vectors of this model have {llm.spec.hidden_size} numbers", "dimensions")

@@ -144,7 +144,8 @@ def plan_call(
     service: OpenAIServing, body: ScoringFields, key: ApiKey, pairs: list[tuple[str, str]]
 ) -> PooledPlan[list[float]]:
     """Plan the scores of a request. Raises ValueError."""
-    shared = GenerateRequest("", salt=compose_salt(key, body.cache_salt), owner=key.name)
+    lora = service.find_lora(body.model)
+    shared = GenerateRequest("", salt=compose_salt(key, body.cache_salt), owner=key.name, lora=lora)
     return plan_scores(service.llm.input_processor, service.llm.pooling, pairs, shared, body.instruction)
 
 

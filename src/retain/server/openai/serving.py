@@ -104,7 +104,7 @@ class OpenAIServing:
     @property
     def model_names(self) -> list[str]:
         """The names that requests may give: those of the model, and its adapters'."""
-        return [*self.served_names, *self.llm.input_processor.adapters.named]
+        return [*self.served_names, *list(self.llm.input_processor.adapters.named)]
 
     def check_lora_name(self, name: str) -> None:
         """Raise ValueError for the name of an adapter that is the model's."""
@@ -117,6 +117,15 @@ class OpenAIServing:
         """Raise APIError unless this names the served model. Nothing is ever loaded because a request names it."""
         if not self.any_model_name and model not in (None, *self.model_names):
             raise APIError(404, "model not found: see /v1/models", "model", "model_not_found")
+
+    def find_lora(self, model: str | None) -> str | None:
+        """Return the name of the adapter that a request names; None for the model itself.
+
+        A name that has gone meanwhile stays one of an adapter: the engine refuses it.
+        """
+        is_model = model is None or model in self.served_names
+        is_adapter = not is_model and (not self.any_model_name or model in self.llm.input_processor.adapters.named)
+        return model if is_adapter else None
 
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
@@ -206,7 +215,7 @@ class OpenAIServing:
             salt=salt,
             owner=key.name,
             explain_prefix=body.explain_prefix,
-            lora=body.model if body.model in self.llm.input_processor.adapters.named else None,
+            lora=self.find_lora(body.model),
         )
 
     def _resolve_max_tokens(self, body: SamplingFields, request: GenerateRequest, requested: int | None) -> int | None:

@@ -50,7 +50,7 @@ def test_requests_name_adapters_and_operators_change_them(tiny_smollm2: str, ada
         assert complete(server, "first") == expected["b"]
         for body, reason in (
             ({"lora_name": base, "lora_path": str(adapters["a"])}, "cannot have the name of the model"),
-            ({"lora_name": "x", "lora_path": "/nowhere"}, "no config of an adapter"),
+            ({"lora_name": "x", "lora_path": "/nowhere"}, "nowhere"),
             ({"lora_name": "", "lora_path": "x"}, "lora_name"),
         ):
             code, answer = post("load_lora_adapter", **body)
