@@ -39,14 +39,17 @@ class Listing:
 
 
 def describe(op: Operation) -> Row:
-    """Return an operation without its numbers: a weight is a shape, a format and bytes."""
+    """Return an operation without its numbers: a weight is a shape, a format and bytes.
+
+    What a checkpoint calls the rows of a product is left out: else no layer would repeat another.
+    """
     row: Row = {"op": type(op).__name__, "buffers": {}, "weights": {}, "constants": {}}
     for name, value in vars(op).items():
         if isinstance(value, Buffer):
             row["buffers"][name] = [value.name, value.width]
         elif name in ("cache", "caches"):
             row[name] = value
-        else:
+        elif name != "rows":
             _add(row, name, value)
     return row
 
