@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -68,10 +67,14 @@ class CostTable:
         seconds = min(seconds, OUTLIER_FACTOR * self.draft_s) if self.draft_s else seconds
         self.draft_s += (seconds - self.draft_s) * (LEVEL_WEIGHT if self.draft_s else 1)
 
-    def predict(self, rows: float | NDArray[np.float64]) -> Any:
-        """Return the seconds of a step with so many fresh tokens of each request; 0 before the first measurement.
+    def predict(self, rows: float) -> float:
+        """Return the seconds of a step with so many fresh tokens of each request; 0 before the first measurement."""
+        return float(self.predict_all(np.array([rows]))[0])
 
-        Between measured numbers it is on a line. Above all of them more tokens cost nothing, so that they are tried.
+    def predict_all(self, rows: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the seconds of steps with these numbers of fresh tokens.
+
+        Between measured numbers they are on a line. Above all of them more tokens cost nothing, so that they are tried.
         """
         known = sorted(self.factors)
         return self.step_s * np.interp(rows, known, [self.factors[n] for n in known])
@@ -157,7 +160,7 @@ class DraftLengthController:
         numbers = np.arange(1, limits.max() + 1)
         chances = np.where(numbers <= limits[:, None], alphas[:, None] ** numbers, 0.0)  # [requests, drafts]
         best = np.zeros_like(limits)
-        step_s = table.predict(1 + np.arange(chances.size + 1) / batch_size) + 1e-9  # by all drafts of a step
+        step_s = table.predict_all(1 + np.arange(chances.size + 1) / batch_size) + 1e-9  # by all drafts of a step
         best_rate = MIN_GAIN * batch_size / step_s[0]
         for depth in numbers:
             own = chances[:, :depth]
@@ -168,8 +171,7 @@ class DraftLengthController:
             if rates[chosen] > best_rate:
                 best_rate = rates[chosen]
                 best = np.bincount(order[: chosen + 1] // depth, minlength=len(limits))
-        found: list[int] = best.tolist()
-        return found
+        return [int(n) for n in best]
 
     def _explore(self, best: list[int], draft_limits: Sequence[tuple[Request, int]], batch_size: int) -> list[int]:
         """Return other lengths, whose costs may have changed. The more time they may lose, the later the next ones."""

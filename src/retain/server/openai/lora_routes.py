@@ -17,15 +17,15 @@ from retain.server.request_model import StrictModel
 LoraName = Annotated[str, Field(min_length=1, max_length=256, description="The name that requests give as `model`")]
 
 
-class LoadLoraRequest(StrictModel):
-    """An adapter, and its folder on the server."""
+class LoraFolder(StrictModel):
+    """An adapter and its folder on the server: LoadLoRAAdapterRequest in vLLM."""
 
     lora_name: LoraName
     lora_path: Annotated[str, Field(min_length=1, description="A folder on the server, in PEFT's layout")]
 
 
-class UnloadLoraRequest(StrictModel):
-    """An adapter."""
+class LoraChoice(StrictModel):
+    """An adapter: UnloadLoRAAdapterRequest in vLLM."""
 
     lora_name: LoraName
 
@@ -45,7 +45,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
         return LoraNames(loras=list(adapters.named))
 
     @router.post("/load_lora_adapter")
-    async def load(body: LoadLoraRequest, request: Request) -> LoraNames:
+    async def load(body: LoraFolder, request: Request) -> LoraNames:
         """Load an adapter. Requests that name another go on."""
         check_operator(request)
         service.check_lora_name(body.lora_name)
@@ -55,7 +55,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
         return list_names()
 
     @router.post("/unload_lora_adapter")
-    async def unload(body: UnloadLoraRequest, request: Request) -> LoraNames:
+    async def unload(body: LoraChoice, request: Request) -> LoraNames:
         """Let no further request name an adapter; others go on with it."""
         check_operator(request)
         async with service.admit(request.state.admission, "lora_name"):
