@@ -20,7 +20,7 @@ from retain.server.config import ServerConfig
 from retain.server.error_format import add_error_handlers
 from retain.server.middleware import AuthMiddleware, HeadMiddleware
 from retain.server.openai import embeddings, lora_routes, render_routes, reranking, routes, tokenization
-from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.errors import ERROR_RESPONSES, check_operator
 from retain.server.openai.responses import routes as responses_routes
 from retain.server.openai.responses.store import ResponseStore
 from retain.server.openai.serving import OpenAIServing
@@ -92,8 +92,7 @@ def _add_operations_routes(app: FastAPI, service: OpenAIServing, render_metrics:
     @app.get("/metrics", response_model=None, responses={200: {"content": {"text/plain": {}}}, **errors})
     async def get_metrics(request: Request) -> Response:
         """Prometheus metrics, sums over all keys."""
-        if not request.state.key.is_operator:
-            raise APIError(403, "this API key may not read /metrics: name it with --operator when the server starts")
+        check_operator(request.state.key, "read /metrics")
         return Response(await render_metrics(), media_type="text/plain; version=0.0.4")
 
 

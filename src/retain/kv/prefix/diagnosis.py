@@ -173,7 +173,7 @@ def _find_under_other_policies(
     cache: PrefixCache, history: PrefixHistory, start: Start, begun: PrefixDiagnosis
 ) -> Iterator[PrefixDiagnosis]:
     """Yield what the tree has of the prompt under the windows of other policies."""
-    seen = {policies.to_spec(t.policy): t.policy for t in history.of_salt(start.text.group)}
+    seen = {policies.to_spec(t.policy): t.policy for t in history.of_group(start.text.group)}
     for spec, policy in ({"full": policies.parse("full")} | seen).items():
         link = cache.first_link(start.text, policy)
         if link != cache.first_link(start.text, start.demand.policy):

@@ -23,8 +23,8 @@ class StoredPages(NamedTuple):
 class PrefixObserver(Protocol):
     """Follows the content of the prefix cache. Called in the thread of the engine, which must not wait."""
 
-    def on_stored(self, pages: StoredPages, salt: str) -> None:
-        """Handle pages that requests of this salt may begin with."""
+    def on_stored(self, pages: StoredPages, group: str) -> None:
+        """Handle pages that requests whose texts are of this group (`Text.group`) may begin with."""
 
     def on_removed(self, block_hashes: Sequence[bytes]) -> None:
         """Handle pages that were evicted; some of them may never have been stored for observers."""

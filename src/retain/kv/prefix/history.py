@@ -25,7 +25,7 @@ class SeenText:
     """A text that a request computed, and how many of its first tokens were stored."""
 
     link: bytes  # the first of its hashes
-    salt: str
+    group: str  # see `Text.group`
     policy: EvictionPolicy
     tokens: Ints
     num_stored_tokens: int = 0
@@ -33,7 +33,7 @@ class SeenText:
 
 
 class PrefixHistory:
-    """The latest texts of all salts, and the latest evictions; the oldest are dropped beyond the limits."""
+    """The latest texts of all groups, and the latest evictions; the oldest are dropped beyond the limits."""
 
     def __init__(self) -> None:
         self.max_texts = MAX_TEXTS
@@ -69,14 +69,14 @@ class PrefixHistory:
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def nearest_text(self, salt: str, tokens: Ints, besides: Collection[SeenText] = ()) -> tuple[SeenText, int] | None:
-        """Return the text of this salt that shares the most first tokens, the newest of equals, and their number."""
-        found = [(t, common_prefix_length(t.tokens, tokens)) for t in self.of_salt(salt) if t not in besides]
+    def nearest_text(self, group: str, tokens: Ints, besides: Collection[SeenText] = ()) -> tuple[SeenText, int] | None:
+        """Return the text of this group that shares the most first tokens, the newest of equals, and their number."""
+        found = [(t, common_prefix_length(t.tokens, tokens)) for t in self.of_group(group) if t not in besides]
         return max(reversed(found), key=lambda x: x[1], default=None)
 
-    def of_salt(self, salt: str) -> list[SeenText]:
-        """Return the texts of a salt, the oldest first."""
-        return [t for t in self.texts if t.salt == salt]
+    def of_group(self, group: str) -> list[SeenText]:
+        """Return the texts of a group, the oldest first."""
+        return [t for t in self.texts if t.group == group]
 
     def evicted_hashes(self) -> dict[bytes, float]:
         """Return the hashes of all pages that are known to be evicted, and when each last was."""

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from retain.files import shorten
 from retain.processing.input import PromptTooLongError
+from retain.server.auth import ApiKey
 
 MAX_MESSAGE_LENGTH = 600  # characters: a message may quote what the client sent
 # By the type of pydantic's error, with the values of its context; others keep their message.
@@ -104,6 +105,12 @@ class ContextLengthError(APIError):
         super().__init__(400, message, field, "context_length_exceeded")
         self.num_tokens = error.num_tokens
         self.max_context = error.max_context
+
+
+def check_operator(key: ApiKey, action: str) -> None:
+    """Raise APIError unless an API key is an operator's. `action` says what others may not do."""
+    if not key.is_operator:
+        raise APIError(403, f"this API key may not {action}: name it with --operator when the server starts")
 
 
 def invalid_request(error: Exception, prompt_field: str = "messages") -> APIError:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from retain.formats.lora import read_lora
 from retain.server.openai.body import BodyRoute
-from retain.server.openai.errors import ERROR_RESPONSES, APIError
+from retain.server.openai.errors import ERROR_RESPONSES, check_operator
 from retain.server.openai.serving import OpenAIServing
 from retain.server.request_model import StrictModel
 
@@ -47,7 +47,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.post("/load_lora_adapter")
     async def load(body: LoraFolder, request: Request) -> LoraNames:
         """Load an adapter. Requests that name another go on."""
-        check_operator(request)
+        check_operator(request.state.key, "change adapters")
         service.check_lora_name(body.lora_name)
         async with service.admit(request.state.admission, "lora_path"):
             lora = await service.preparation.run(request.state.key.name, lambda: read_lora(Path(body.lora_path)))
@@ -57,15 +57,9 @@ def create_router(service: OpenAIServing) -> APIRouter:
     @router.post("/unload_lora_adapter")
     async def unload(body: LoraChoice, request: Request) -> LoraNames:
         """Let no further request name an adapter; others go on with it."""
-        check_operator(request)
+        check_operator(request.state.key, "change adapters")
         async with service.admit(request.state.admission, "lora_name"):
             await service.engine_thread.call(lambda: adapters.remove(body.lora_name))
         return list_names()
 
     return router
-
-
-def check_operator(request: Request) -> None:
-    """Raise APIError unless the API key is an operator's."""
-    if not request.state.key.is_operator:
-        raise APIError(403, "this API key may not change adapters: name it with --operator when the server starts")

@@ -45,15 +45,15 @@ class KVEventQueue:
 
     # ---- in the engine's thread ----------------------------------------------------------------------------------
 
-    def on_stored(self, pages: StoredPages, salt: str) -> None:
+    def on_stored(self, pages: StoredPages, group: str) -> None:
         """Record pages that are cached from now on."""
         numbers = [to_block_number(h) for h in pages.block_hashes]
         parent = None if pages.parent_hash is None else to_block_number(pages.parent_hash)
         tokens = pages.tokens.reshape(len(numbers), -1)
-        blocks = map(Block, [parent, *numbers], tokens, [salt] * len(numbers))
+        blocks = map(Block, [parent, *numbers], tokens, [group] * len(numbers))
         with self._lock:
             self._cached.update(zip(numbers, blocks, strict=True))
-            self._add(lambda: block_stored(parent, numbers, pages.tokens.tolist(), salt))
+            self._add(lambda: block_stored(parent, numbers, pages.tokens.tolist(), group))
         self._wake()
 
     def on_removed(self, block_hashes: Sequence[bytes]) -> None:
@@ -105,4 +105,4 @@ class KVEventQueue:
 def _state_all(cached: Sequence[tuple[int, Block]]) -> Iterator[Event]:
     yield all_blocks_cleared()
     for number, block in cached:
-        yield block_stored(block.parent, [number], block.tokens.tolist(), block.salt)
+        yield block_stored(block.parent, [number], block.tokens.tolist(), block.group)

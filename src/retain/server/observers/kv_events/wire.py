@@ -25,7 +25,7 @@ class Block(NamedTuple):
 
     parent: int | None  # the page before it
     tokens: Ints  # [page_size]
-    salt: str
+    group: str
 
 
 def to_block_number(block_hash: bytes) -> int:
@@ -33,10 +33,10 @@ def to_block_number(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big") or 1
 
 
-def block_stored(parent: int | None, numbers: Sequence[int], tokens: Sequence[int], salt: str) -> Event:
+def block_stored(parent: int | None, numbers: Sequence[int], tokens: Sequence[int], group: str) -> Event:
     """Return the event of consecutive pages that follow `parent`; they have equally many of the tokens.
 
-    The salt is named at the beginning of a text only, by a digest: it is derived from the API key.
+    The group (`Text.group`) is named at the beginning of a text only, by a digest: it is derived from the API key.
     """
     event: Event = {
         "type": "BlockStored",
@@ -48,8 +48,8 @@ def block_stored(parent: int | None, numbers: Sequence[int], tokens: Sequence[in
         "medium": MEDIUM,
         "lora_name": None,
     }
-    if salt and parent is None:
-        digest = blake2b(salt.encode(errors="surrogatepass"), digest_size=SALT_BYTES).hexdigest()
+    if group and parent is None:
+        digest = blake2b(group.encode(errors="surrogatepass"), digest_size=SALT_BYTES).hexdigest()
         event["extra_keys"] = [[digest], *[None] * (len(numbers) - 1)]
     return event | GROUP
 
