@@ -79,7 +79,7 @@ def work(server) -> None:
     with ThreadPoolExecutor(4) as executor:
         answers = [complete(server, texts[0]) for _ in range(2)]
         answers += executor.map(lambda text: complete(server, text), texts * 2)
-        answers.append(complete(server, "a b " * 20, speculate="ngram", max_tokens=40))
+        answers.append(complete(server, "a b " * 20, speculate="ngram:k=4", max_tokens=40))
         answers.append(complete(server, texts[0], kv_policy="h2o:budget=64"))
     assert all(answer.rstrip().endswith("[DONE]") for answer in answers)
 
@@ -89,7 +89,7 @@ def scrapes(tmp_path_factory):
     """Two pages of a busy server; on the second one request runs, and one waits."""
     tier = f"disk:path={tmp_path_factory.mktemp('tier')},capacity=64MiB"
     options = {"kv_memory": "1MiB", "tier": [tier], "max_running_requests": 1, "max_model_len": 1024}
-    with run_tiny_server(engine_options=options) as server, ThreadPoolExecutor(2) as executor:
+    with run_tiny_server(engine_options=options, allowed_drafters=("ngram:k=4",)) as server, ThreadPoolExecutor(2) as executor:
         work(server)
         before, started = fetch_page(server), time.monotonic()
         work(server)
