@@ -31,6 +31,7 @@ class AttentionParams:
     key_offset: Tensor | None = None  # [G, D], subtracted from keys before they are written
     softcap: float | None = None  # positive
     sink_logits: Tensor | None = None  # [H]
+    first_head: int = 0  # the number of the first of these kv heads among those of all ranks: noise depends on it
 
     def __eq__(self, other: object) -> bool:
         """Compare tensors by their numbers."""

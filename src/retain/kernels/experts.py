@@ -50,7 +50,9 @@ class Router:
 
 @dataclass(frozen=True, eq=False)
 class Experts:
-    """The n experts of a layer, one below the other: gates and up projections, down projections, their router.
+    """Experts of a layer, one below the other: gates and up projections, down projections, their router.
+
+    They are all n that the router chooses among, or those from number `first` on: the others then add nothing.
 
     I is the intermediate size of an expert, and `act` one of ACTIVATIONS. Without gates experts have I rows in place of
     2 I each.
@@ -64,6 +66,7 @@ class Experts:
     gate_up_bias: Tensor | None = None  # [n 2 I]
     down_bias: Tensor | None = None  # [n E]
     is_gated: bool = True
+    first: int = 0
 
     @property
     def intermediate_size(self) -> int:

@@ -17,6 +17,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import TILE_ROWS, Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
+from retain.kernels.ranks import Ranks
 from retain.kernels.rope import Rope
 from retain.kernels.weights.weight import Weight
 
@@ -49,11 +50,15 @@ class Operation:
 
 @dataclass(frozen=True, eq=False)
 class Embed(Operation):
-    """Set out = factor * table[input_id]."""
+    """Set out = factor * table[input_id - first].
+
+    With `first`, even 0, the table may be a part of the vocabulary: rows of tokens that are not in it become 0.
+    """
 
     out: Buffer
     table: Weight  # [V, out]
     factor: float = 1.0
+    first: int | None = None
 
     def check(self) -> None:
         """Raise WidthError for a table of other rows."""
@@ -260,14 +265,15 @@ class MixExperts(Operation):
         E = self.out.width
         inner = e.inner_size
         check_equal("the input of experts", e.hidden_size, self.x.width, E)
-        check_equal("the scores of experts", n, self.scores.width)
+        if not 0 <= e.first <= self.scores.width - n:
+            raise WidthError(f"{n} experts from number {e.first} on are not among {self.scores.width} scores")
         check_equal("the gates of experts", e.gate_up.shape[0], n * inner)
         check_equal("the output of experts", e.down.shape[0], n * E)
         for name, numbers, size in (
             ("a bias of experts", e.gate_up_bias, n * inner),
             ("a bias of experts", e.down_bias, n * E),
-            ("the bias of a router", e.router.bias, n),
-            ("the scale of experts", e.router.expert_scale, n),
+            ("the bias of a router", e.router.bias, self.scores.width),
+            ("the scale of experts", e.router.expert_scale, self.scores.width),
         ):
             if numbers is not None and numbers.shape != (size,):
                 raise WidthError(f"{name} has the shape {list(numbers.shape)}, but [{size}] is expected")
@@ -275,8 +281,9 @@ class MixExperts(Operation):
             if size % TILE_ROWS:
                 raise WidthError(f"experts of {e.intermediate_size} by {E}: sizes must be multiples of {TILE_ROWS}")
         r = e.router
-        are_groups = 1 <= r.top_groups <= r.num_groups and n % r.num_groups == 0
-        num_usable = n // r.num_groups * r.top_groups if are_groups else 0
+        num_scores = self.scores.width
+        are_groups = 1 <= r.top_groups <= r.num_groups and num_scores % r.num_groups == 0
+        num_usable = num_scores // r.num_groups * r.top_groups if are_groups else 0
         if not 1 <= r.top_k <= num_usable:
             raise WidthError(f"a router that takes {r.top_k} of {num_usable} experts is not possible")
 
@@ -460,6 +467,33 @@ class LoadHiddenStates(Operation):
     def check(self) -> None:
         """Raise WidthError for buffers of two widths."""
         check_equal("the hidden states", self.x.width if self.x else self.out.width, self.out.width)
+
+
+@dataclass(frozen=True, eq=False)
+class AllGather(Operation):
+    """Set out = the rows of x of all ranks side by side, in the order of ranks."""
+
+    x: Buffer
+    out: Buffer
+    ranks: Ranks
+
+    def check(self) -> None:
+        """Raise WidthError unless there is room for the rows of all ranks."""
+        check_equal("the rows of all ranks", self.x.width * self.ranks.size, self.out.width)
+
+
+@dataclass(frozen=True, eq=False)
+class AllReduce(Operation):
+    """Set out = the sum of the rows of x of all ranks, added in the order of ranks."""
+
+    x: Buffer
+    out: Buffer
+    ranks: Ranks
+    add: bool = False
+
+    def check(self) -> None:
+        """Raise WidthError for buffers of two widths."""
+        check_equal("the sum of all ranks", self.x.width, self.out.width)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ import logging
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import ModuleType
 from typing import Protocol
 
@@ -28,6 +29,7 @@ from retain.models.passes.adapt import adapt
 from retain.models.passes.balance import balance
 from retain.models.passes.headless import headless
 from retain.models.passes.note_attention import note_attention
+from retain.models.passes.shard import shard, shard_spec
 from retain.models.passes.tap import tap
 from retain.models.passes.write_head import CachedHead, write_head
 from retain.models.weights import Weights
@@ -74,6 +76,8 @@ def build(weights: Weights, program: Target, gives_states: bool = False) -> Deco
         decoder: Decoder = family.build(weights)
         operations = make_operations(decoder, weights, program)
         program.load(tap(operations) if gives_states else operations)
+        if weights.ranks is not None:
+            decoder = replace(decoder, spec=shard_spec(decoder.spec, weights.ranks.size))
     check_all_tensors_used(weights, ignored_tensors(family, weights))
     return decoder
 
@@ -117,6 +121,8 @@ def make_operations(decoder: Decoder, weights: Weights, program: Target) -> Iter
     """Return the operations of a decoder behind the passes that all programs of models have."""
     spec = decoder.spec
     operations = decoder.emit()
+    if weights.ranks is not None:
+        operations = shard(operations, weights.ranks)
     if weights.adapters is not None:
         operations = adapt(operations, weights.adapters)
     operations = balance(operations, spec.kv_cache, decoder.key_factors, program.row_energies)

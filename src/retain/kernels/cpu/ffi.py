@@ -14,7 +14,7 @@ from torch import Tensor
 import retain.kernels.cpu._C as _C
 from retain.kernels.api import KV, EvictionLists, GroupInputs, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.experts import Experts
+from retain.kernels.experts import Router
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
 from retain.kernels.shape_checks import shape_error
 from retain.kernels.slots.pool_dtypes import INT4, INT8, K8V4
@@ -74,12 +74,11 @@ def to_c_params(params: AttentionParams, address: Callable[[Tensor], int] = Tens
     return _C.AttentionParams(*(address(x) if isinstance(x, Tensor) else x or 0 for x in values))
 
 
-def to_c_router(experts: Experts, address: Callable[[Tensor], int]) -> _C.Router:
+def to_c_router(r: Router, num_experts: int, address: Callable[[Tensor], int]) -> _C.Router:
     """Convert the router of a layer's experts. `address` keeps a tensor alive and returns its address."""
-    r = experts.router
     bias, expert_scale = (0 if x is None else address(x) for x in (r.bias, r.expert_scale))
     return _C.Router(
-        experts.num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups,
+        num_experts, r.top_k, r.is_sigmoid, r.normalize, r.scale, bias, r.num_groups, r.top_groups,
         r.group_best, expert_scale, r.sum_epsilon,
     )  # fmt: skip
 

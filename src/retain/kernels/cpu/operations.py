@@ -19,7 +19,6 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
-from retain.kernels.experts import Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
 from retain.kernels.rope import Rope
@@ -105,7 +104,12 @@ class CppOperands:
         return value
 
 
-def embed(o: CppOperands, op: ops.Embed | ops.EmbedPosition) -> Iterator[Record]:
+def embed(o: CppOperands, op: ops.Embed) -> Iterator[Record]:
+    """Record a lookup of embeddings, with its table packed for C++."""
+    yield o.record(op, table=o.weight(op.table), first=op.first or 0, is_part=op.first is not None)
+
+
+def embed_position(o: CppOperands, op: ops.EmbedPosition) -> Iterator[Record]:
     """Record a lookup of embeddings, with its table packed for C++."""
     yield o.record(op, table=o.weight(op.table))
 
@@ -145,12 +149,14 @@ def mix_experts(o: CppOperands, op: ops.MixExperts) -> Iterator[Record]:
     k = e.router.top_k
     hidden = ops.Buffer(f"hidden of experts {k * e.inner_size}", k * e.inner_size)
     outputs = ops.Buffer(f"outputs of experts {k}", k * e.hidden_size)
-    yield o.record(op, hidden=hidden, outputs=outputs, experts=_to_c_experts(o, e))
+    yield o.record(op, hidden=hidden, outputs=outputs, experts=_to_c_experts(o, op))
 
 
-def _to_c_experts(o: CppOperands, e: Experts) -> _C.Experts:
+def _to_c_experts(o: CppOperands, op: ops.MixExperts) -> _C.Experts:
+    e = op.experts
+    router = ffi.to_c_router(e.router, op.scores.width, o.address)
     return _C.Experts(
-        ffi.to_c_router(e, o.address), o.weight(e.gate_up), o.weight(e.down), o.address(e.gate_up_bias),
+        router, e.first, e.num_experts, o.weight(e.gate_up), o.weight(e.down), o.address(e.gate_up_bias),
         o.address(e.down_bias), ops.ACTIVATIONS.index(e.act), e.is_gated,
     )  # fmt: skip
 
@@ -193,7 +199,7 @@ def convolve(o: CppOperands, op: ops.Convolve) -> Iterator[Record]:
 
 LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Record]]] = {
     ops.Embed: embed,
-    ops.EmbedPosition: embed,
+    ops.EmbedPosition: embed_position,
     ops.Norm: norm,
     ops.MatMul: linear,
     ops.LowRank: low_rank,

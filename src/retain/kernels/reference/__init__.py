@@ -134,7 +134,7 @@ def attend(
                 noise: Tensor | float = 0.0
                 if (kind := int(scored.noise[b])) != NO_NOISE:
                     noise_pos = torch.where(scored.redraw_noise[b] == 1, p, -1)  # [t, 1]
-                    noise = sample_noise(kind, noise_key(scored.seed[b], layer, g, noise_pos), pos)
+                    noise = sample_noise(kind, noise_key(scored.seed[b], layer, params.first_head + g, noise_pos), pos)
             for h in range(g * R, (g + 1) * R):
                 x = params.scale * q[fresh, h].float() @ k.T  # [t, S]
                 x = adjust_scores(x[None], pos - p, params, slice(h, h + 1))[0]

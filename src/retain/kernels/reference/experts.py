@@ -41,8 +41,8 @@ def mix_experts(x: Tensor, scores: Tensor, w: Experts) -> Tensor:
     """Return the weighted sums [T, E] of the experts that `scores` [T, n] choose for the rows x [T, E]."""
     chosen, weights = route(scores, w.router)
     total = torch.zeros_like(x)
-    for e in sorted(set(chosen.flatten().tolist())):
-        tokens, ranks = torch.where(chosen == e)
+    for e in sorted(set((chosen - w.first).flatten().tolist()) & set(range(w.num_experts))):
+        tokens, ranks = torch.where(chosen == e + w.first)
         hidden = _apply(x[tokens], w.gate_up, w.gate_up_bias, e, w.inner_size)
         activated = activate(hidden, w.act, w.intermediate_size, gated=w.is_gated)
         y = _apply(activated, w.down, w.down_bias, e, x.shape[1])

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count
 from math import nan
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +65,7 @@ class ReferenceStep(Step):
     angles: dict[Rope, Angles] = field(default_factory=dict)  # of `positions`; all layers share them
 
 
+T = TypeVar("T")
 Compute = Callable[[Any], Tensor]  # from a step to the new rows of a buffer
 
 
@@ -97,11 +98,47 @@ class Operands:
 
 def embed(o: Operands, op: ops.Embed) -> Compute:
     """Look up rows by token id. Of a quantized table only the rows of the given ids are dequantized."""
-    weight = o.weights(op.table)
+    return find_rows(op, o.weights(op.table), lambda index, table: look_up(index, table, o.dtype))
+
+
+def find_rows(op: ops.Embed, table: T, find: Callable[[Tensor, T], Tensor]) -> Compute:
+    """Return how `find` looks up the rows of a step's tokens: of those that the table does not have, zeros."""
     factor = op.factor
-    if factor == 1:
-        return lambda s: look_up(s.input_ids, weight, o.dtype)
-    return lambda s: look_up(s.input_ids, weight, o.dtype) * factor
+    first = op.first
+    end = op.table.shape[0]
+
+    def compute(s: Step) -> Tensor:
+        if first is None:
+            rows = find(s.input_ids, table)
+            return rows if factor == 1 else rows * factor
+        index = s.input_ids - first
+        is_absent = (index < 0) | (index >= end)
+        rows = find(index.masked_fill(is_absent, 0), table) * factor
+        return rows.masked_fill(is_absent[:, None], 0)
+
+    return compute
+
+
+def all_gather(o: Operands, op: ops.AllGather) -> Compute:
+    """Put the rows of all ranks side by side."""
+    x = o.buffers[op.x]
+    ranks = op.ranks
+    return lambda s: ranks.all_gather(s.buffers[x]).transpose(0, 1).flatten(1)
+
+
+def all_reduce(o: Operands, op: ops.AllReduce) -> Compute:
+    """Add up the rows of all ranks, one rank after the other."""
+    x = o.buffers[op.x]
+    ranks = op.ranks
+    return replace_or_add(o, op, lambda s: add_in_order(ranks.all_gather(s.buffers[x])), op.add)
+
+
+def add_in_order(parts: Tensor) -> Tensor:
+    """Return parts[0] + parts[1] + ..., in this order."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def embed_position(o: Operands, op: ops.EmbedPosition) -> Compute:
@@ -376,6 +413,8 @@ WITHOUT_CACHES: Lowerings = {
     ops.ScaleByPosition: scale_by_position,
     ops.LoadHiddenStates: load_hidden_states,
     ops.GatherRows: gather_rows,
+    ops.AllGather: all_gather,
+    ops.AllReduce: all_reduce,
 }
 OPERATIONS: Lowerings = {
     **WITHOUT_CACHES,

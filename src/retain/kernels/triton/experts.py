@@ -33,6 +33,7 @@ class DeviceExperts:
     down: Tensor | DeviceWeight
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    first: int = 0
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ class SortedChoices:
 
 
 def sort_choices(chosen: Tensor, num_experts: int, block_rows: int) -> SortedChoices:
-    """Sort the choices [T, k] by expert, and divide those of each expert into blocks."""
+    """Sort the choices [T, k] by expert, and divide those of each expert into blocks. Others are num_experts."""
     flat = chosen.flatten()
     experts = torch.arange(num_experts, device=flat.device)
     counts = (flat[:, None] == experts).sum(0)  # bincount would wait for the device
@@ -72,10 +73,16 @@ def mix_experts(x: Tensor, scores: Tensor, w: DeviceExperts) -> Tensor:
     if not T:
         return torch.zeros_like(x)
     chosen, weights = route(scores, w.router)
+    is_elsewhere = None
+    if w.num_experts < scores.shape[1]:
+        is_elsewhere = (chosen < w.first) | (chosen >= w.first + w.num_experts)
+        chosen = (chosen - w.first).masked_fill(is_elsewhere, w.num_experts)
     products = GroupedProducts(chosen, w.num_experts)
     hidden = products.linear(x, w.gate_up, w.gate_up_bias, k)
     activated = activate(hidden, w.act, w.intermediate_size, w.is_gated)
     y = products.linear(activated, w.down, w.down_bias, 1)
+    if is_elsewhere is not None:
+        y = y.masked_fill(is_elsewhere.view(-1, 1), 0)  # undefined until now
     out = torch.empty_like(x)
     block = min(triton.next_power_of_2(E), 1024)
     expert_kernels.mix_choices[(T, triton.cdiv(E, block))](y, weights.contiguous(), out, E, K=k, BLOCK=block)

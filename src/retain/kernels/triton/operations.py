@@ -16,7 +16,14 @@ import triton
 from torch import Tensor
 
 from retain.kernels import ops
-from retain.kernels.reference.operations import WITHOUT_CACHES, Compute, Lowerings, Operands, replace_or_add
+from retain.kernels.reference.operations import (
+    WITHOUT_CACHES,
+    Compute,
+    Lowerings,
+    Operands,
+    find_rows,
+    replace_or_add,
+)
 from retain.kernels.reference.rows import join_columns, split_heads
 from retain.kernels.triton import attention, elementwise, fresh_tokens, linear_attention, packed_weight
 from retain.kernels.triton.elementwise import tokens_per_program
@@ -84,11 +91,7 @@ def norm(o: DeviceOperands, op: ops.Norm) -> Compute:
 
 def embed(o: DeviceOperands, op: ops.Embed) -> Compute:
     """Look up rows by token id. Of a packed table only the rows of the given ids are made dense."""
-    table = o.matrices(op.table)
-    factor = op.factor
-    if factor == 1:
-        return lambda s: packed_weight.look_up(s.input_ids, table, o.dtype)
-    return lambda s: packed_weight.look_up(s.input_ids, table, o.dtype) * factor
+    return find_rows(op, o.matrices(op.table), lambda index, table: packed_weight.look_up(index, table, o.dtype))
 
 
 def linear(o: DeviceOperands, op: ops.MatMul) -> Compute:
@@ -156,6 +159,7 @@ def mix(o: DeviceOperands, op: ops.MixExperts) -> Compute:
         down=down,
         gate_up_bias=o.to_dtype(e.gate_up_bias),
         down_bias=o.to_dtype(e.down_bias),
+        first=e.first,
     )
     return replace_or_add(o, op, lambda s: mix_experts(s.buffers[x], s.buffers[scores], on_device), op.add)
 

@@ -256,9 +256,10 @@ struct Router {
   float sum_epsilon;
 };
 
-// The experts of a layer, one below the other.
+// Experts of a layer, one below the other: those of numbers first .. first + count - 1. Others add nothing.
 struct Experts {
   Router router;
+  int first, count;
   PackedWeight gate_up, down;               // [n 2 I, E], [n E, I]
   const float *gate_up_bias, *down_bias;    // [n 2 I], [n E]; or null
   Activation act;
@@ -285,7 +286,7 @@ struct ExpertsArgs {
 struct ExpertsWorkspace {
   std::vector<int> experts;           // [T, k]: the choices of each token
   std::vector<float> weights;         // [T, k]
-  std::vector<int> rows;              // [T, k]: the place of each choice when they are sorted by expert
+  std::vector<int> rows;              // [T, k]: the place of each choice when they are sorted by expert, or -1
   std::vector<int> active, row_begin;  // the experts that were chosen; the first row of each, and the end
 };
 

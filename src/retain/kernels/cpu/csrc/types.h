@@ -230,6 +230,7 @@ struct AttentionParams {
   const float* key_offset;    // [G, D] or null
   float softcap;              // 0: none
   const float* sink_logits;   // [H] or null
+  int first_head;             // of the kv heads: noise depends on their numbers
 };
 
 struct AttentionArgs {

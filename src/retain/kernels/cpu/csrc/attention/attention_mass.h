@@ -73,7 +73,7 @@ template <class T>
 void draw_noise(const AttentionArgs& args, const QueryTile& tile, int token, float inv_temperature, int n,
                 const int32_t* const* pos, float* out) {
   const AttentionScoring& scoring = args.scoring;
-  const uint32_t key = noise_key(scoring.seed[tile.b], scoring.layer, tile.g,
+  const uint32_t key = noise_key(scoring.seed[tile.b], scoring.layer, args.params.first_head + tile.g,
                                  scoring.redraw_noise[tile.b] ? args.q_pos[token] : -1);
   const int S = args.kv.S;
   for (int j = 0; j < n; ++j)

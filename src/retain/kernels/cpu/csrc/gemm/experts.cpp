@@ -68,16 +68,18 @@ static void route(const Router& router, const float* scores, int* experts, float
 }
 
 // Sorts the choices of all tokens by expert.
-static void sort_choices(const Router& router, int num_choices, ExpertsWorkspace& w) {
-  std::vector<int> begin(router.num_experts + 1);
-  for (int c = 0; c < num_choices; ++c) ++begin[w.experts[c] + 1];
+static void sort_choices(const Experts& x, int num_choices, ExpertsWorkspace& w) {
+  std::vector<int> begin(x.count + 1);
+  const auto is_here = [&](int c) { return w.experts[c] >= x.first && w.experts[c] < x.first + x.count; };
+  for (int c = 0; c < num_choices; ++c)
+    if (is_here(c)) ++begin[w.experts[c] - x.first + 1];
   w.active.clear(), w.row_begin.clear();
-  for (int e = 0; e < router.num_experts; ++e) {
+  for (int e = 0; e < x.count; ++e) {
     if (begin[e + 1]) w.active.push_back(e), w.row_begin.push_back(begin[e]);
     begin[e + 1] += begin[e];
   }
-  w.row_begin.push_back(num_choices);
-  for (int c = 0; c < num_choices; ++c) w.rows[c] = begin[w.experts[c]]++;
+  w.row_begin.push_back(begin[x.count]);
+  for (int c = 0; c < num_choices; ++c) w.rows[c] = is_here(c) ? begin[w.experts[c] - x.first]++ : -1;
 }
 
 // ---- the experts ------------------------------------------------------------------------------------------------
@@ -114,19 +116,19 @@ void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w,
     }
   });
   member.barrier();
-  if (member.id == 0) sort_choices(x.router, args.T * k, w);
+  if (member.id == 0) sort_choices(x, args.T * k, w);
   member.barrier();
 
   char* const sorted = prepared + args.T * bytes;
   member.parallel_for(args.T, [&](int begin, int end) {
     for (int c = begin * k; c < end * k; ++c)
-      memcpy(sorted + w.rows[c] * bytes, prepared + c / k * bytes, bytes);
+      if (w.rows[c] >= 0) memcpy(sorted + w.rows[c] * bytes, prepared + c / k * bytes, bytes);
   });
   member.barrier();
   grouped_gemm(x.gate_up, x.inner_size(), x.gate_up_bias, sorted, args.hidden, w, member);
   member.barrier();
 
-  member.parallel_for(args.T * k, [&](int begin, int end) {
+  member.parallel_for(w.row_begin.back(), [&](int begin, int end) {
     for (int row = begin; row < end; ++row) {
       float* const gate = args.hidden + int64_t(row) * x.inner_size();
       isa.activate(x.act, gate, x.is_gated ? gate + width : nullptr, width, gate);
@@ -142,6 +144,7 @@ void mix_experts(const Experts& x, const ExpertsArgs& args, ExpertsWorkspace& w,
       float* const out = args.out.y + t * args.out.ldy;
       if (!args.out.accumulate) std::fill(out, out + E, 0.0f);
       for (int c = t * k; c < (t + 1) * k; ++c) {
+        if (w.rows[c] < 0) continue;
         const float* const y = args.y + int64_t(w.rows[c]) * E;
         for (int i = 0; i < E; ++i) out[i] += w.weights[c] * y[i];
       }

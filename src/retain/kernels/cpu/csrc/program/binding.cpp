@@ -59,9 +59,9 @@ static void bind_structs(nb::module_& m) {
       });
   nb::class_<AttentionParams>(m, "AttentionParams")
       .def("__init__", [](AttentionParams* p, float scale, Address alibi_slopes, Address key_offset, float softcap,
-                          Address sink_logits) {
+                          Address sink_logits, int first_head) {
         new (p) AttentionParams{scale, ptr<float>(alibi_slopes), ptr<float>(key_offset), softcap,
-                                ptr<float>(sink_logits)};
+                                ptr<float>(sink_logits), first_head};
       });
   nb::class_<Router>(m, "Router")
       .def("__init__", [](Router* r, int num_experts, int top_k, bool is_sigmoid, bool normalize, float scale,
@@ -71,9 +71,9 @@ static void bind_structs(nb::module_& m) {
                        group_best, ptr<float>(expert_scale), sum_epsilon};
       });
   nb::class_<Experts>(m, "Experts")
-      .def("__init__", [](Experts* e, const Router& router, WeightArgs gate_up, WeightArgs down, Address gate_up_bias,
-                          Address down_bias, int act, bool is_gated) {
-        new (e) Experts{router, packed_weight(gate_up), packed_weight(down), ptr<float>(gate_up_bias),
+      .def("__init__", [](Experts* e, const Router& router, int first, int count, WeightArgs gate_up, WeightArgs down,
+                          Address gate_up_bias, Address down_bias, int act, bool is_gated) {
+        new (e) Experts{router, first, count, packed_weight(gate_up), packed_weight(down), ptr<float>(gate_up_bias),
                         ptr<float>(down_bias), Activation(act), is_gated};
       });
   nb::enum_<UpdateRule>(m, "UpdateRule")

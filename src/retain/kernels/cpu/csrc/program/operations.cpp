@@ -22,20 +22,26 @@ struct EmbeddingOp {
   int offset;
   float factor;
   bool add;
+  bool is_part = false;  // rows that the table does not have are 0
 
   void run_rows(const State& state, int begin, int end) const {
     const int width = state.width(out);
-    for (int t = begin; t < end; ++t)
-      selected_isa().unpack_row(table, index(state, t), factor, add, state.data(out) + int64_t(t) * width);
+    for (int t = begin; t < end; ++t) {
+      float* const row = state.data(out) + int64_t(t) * width;
+      const int64_t i = index(state, t);
+      if (has(i)) selected_isa().unpack_row(table, i, factor, add, row);
+      else std::fill(row, row + width, 0.0f);
+    }
   }
 
   int64_t index(const State& state, int t) const {
-    return by_position ? state.step.pos[t] + offset : state.step.ids[t];
+    return (by_position ? state.step.pos[t] : state.step.ids[t]) + offset;
   }
+  bool has(int64_t i) const { return i >= 0 && i < table.out; }
 
   void check(const State& state) const {
     for (int t = 0; t < state.step.T; ++t)
-      if (const int64_t i = index(state, t); i < 0 || i >= table.out)
+      if (!is_part && !has(index(state, t)))
         throw std::invalid_argument(by_position ? "positions names a row outside the position embedding"
                                                 : "input_ids names a row outside the embedding");
   }
@@ -494,7 +500,8 @@ using Add = void (*)(Program&, const Record&);
 static const std::unordered_map<std::string, Add> OPERATIONS = {
     {"Embed",
      [](Program& p, const Record& r) {
-       p.push(EmbeddingOp{r.get("out"), r.weight("table"), false, 0, r.real("factor"), false});
+       p.push(EmbeddingOp{r.get("out"), r.weight("table"), false, -r.get("first"), r.real("factor"), false,
+                         r.flag("is_part")});
      }},
     {"EmbedPosition",
      [](Program& p, const Record& r) {

@@ -1,0 +1,302 @@
+"""A pass that divides a program among ranks (tensor parallelism, as Megatron-LM's: arXiv 1909.08053).
+
+Each rank has some rows of every matrix, and some kv heads of every attention with the query heads of these. Where the
+next operation needs a whole row, ranks gather the columns that they have computed. No product is divided along its
+inputs, so no sum is: a number is computed by one rank as it would be by the only one, and has the same bits. Mixtures
+are divided by expert, and their sums are added in the order of ranks.
+
+Parts are of equal size. Where a number of rows or heads does not divide, the last ranks repeat the last row or head,
+and what they compute of it is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from retain.kernels import ops
+from retain.kernels.experts import TILE_ROWS
+from retain.kernels.head_columns import HeadColumns
+from retain.kernels.ops import AllGather, Attend, Buffer, CopyColumns, MatMul, NamedRows, Norm, Operation, Scale
+from retain.kernels.ranks import Ranks
+from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec, LayerCacheSpec, SlidingWindowSpec
+from retain.kernels.weights.weight import Weight, parts_of, stack_rows
+from retain.models.decoder import ModelSpec
+
+
+def shard(operations: Iterable[Operation], ranks: Ranks) -> Iterator[Operation]:
+    """Return the operations of this rank, and those between ranks."""
+    return Sharding(ranks).shard(operations)
+
+
+def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
+    """Return the spec of a rank's program: it has some of the kv heads. Other caches are whole on every rank."""
+
+    def divide(cache: LayerCacheSpec) -> LayerCacheSpec:
+        if isinstance(cache, FullAttentionSpec | SlidingWindowSpec) and not isinstance(cache, DraftHeadSpec):
+            return replace(cache, num_kv_heads=-(-cache.num_kv_heads // num_ranks))
+        return cache
+
+    caches = tuple(divide(cache) for cache in spec.caches)
+    whole = min((group.num_kv_heads for group in spec.kv_cache.attention_groups), default=1)
+    return replace(spec, caches=caches, num_heads=spec.num_heads // whole * -(-whole // num_ranks))
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """The heads of an attention that a rank has, and the columns of its rows [q | k | v]."""
+
+    op: Attend
+    kv_heads: Tensor  # int64 [g]
+
+    @property
+    def query_heads(self) -> Tensor:
+        """The heads of q that read them, int64 [R g]."""
+        H, G, _ = self.op.heads
+        return expand(self.kv_heads, H // G)
+
+    @property
+    def columns(self) -> Tensor:
+        """The columns of the whole rows, int64 [n]."""
+        H, G, D = self.op.heads
+        q = expand(self.query_heads, D)
+        if not self.op.has_kv:
+            return q
+        k = H * D + expand(self.kv_heads, D)
+        v = (H + G) * D + expand(self.kv_heads, self.op.v_dim)
+        return torch.cat((q, k, v))
+
+    def attend(self, qkv: Buffer, out: Buffer) -> Attend:
+        """Return the attention of these heads alone."""
+        p = self.op.params
+        query_heads = self.query_heads
+        params = replace(
+            p,
+            alibi_slopes=None if p.alibi_slopes is None else p.alibi_slopes[query_heads],
+            sink_logits=None if p.sink_logits is None else p.sink_logits[query_heads],
+            first_head=int(self.kv_heads[0]),
+        )
+        heads = len(query_heads), len(self.kv_heads), self.op.heads[2]
+        return replace(self.op, qkv=qkv, out=out, heads=heads, params=params)
+
+
+class Sharding:
+    """The state of a pass: what a rank has of matrices that several operations use."""
+
+    def __init__(self, ranks: Ranks):
+        self.ranks = ranks
+        self._selected = WeakIdKeyDictionary()  # by matrix: the rows of the last selection
+
+    def shard(self, operations: Iterable[Operation]) -> Iterator[Operation]:
+        """Yield what a rank computes in place of each operation."""
+        held: list[Operation] = []  # a product, and what changes its output in place, number by number
+        for op in operations:
+            if held and op.out == held[0].out and isinstance(op, Norm | Scale | ops.Clip | ops.ScaleByPosition):
+                held.append(op)
+            elif isinstance(op, Attend):
+                yield from self._divide_attention(held, op)
+                held = []
+            elif held and isinstance(op, ops.Activate) and op.x == held[0].out and len(held) == 1:
+                yield from self._divide_activation(held[0], op)
+                held = []
+            else:
+                yield from self._divide_rows(held)
+                held = [op] if isinstance(op, MatMul) and not op.add else []
+                if not held:
+                    yield from self._divide(op)
+            del op  # its weights may be freed before the next ones are read
+        yield from self._divide_rows(held)
+
+    def _divide(self, op: Operation) -> Iterator[Operation]:
+        """Yield what a rank computes in place of an operation that stands alone."""
+        if isinstance(op, MatMul):
+            yield from self._divide_rows([op])
+        elif isinstance(op, ops.Embed) and self._is_worth_it(op.table.shape[0]):
+            index = self._part(op.table.shape[0], TILE_ROWS)
+            part = Buffer(f"part of an embedding {op.out.width}", op.out.width)
+            yield replace(op, out=part, table=self._select(op.table, index), first=int(index[0]))
+            yield ops.AllReduce(part, op.out, self.ranks)
+        elif isinstance(op, ops.MixExperts) and op.experts.num_experts >= self.ranks.size:
+            yield from self._divide_experts(op)
+        else:
+            yield op
+
+    def _divide_rows(self, held: Sequence[Operation]) -> Iterator[Operation]:
+        """Yield a product of some rows, and what makes the whole output of it; then the other operations, on it."""
+        if not held:
+            return
+        op, *others = held
+        assert isinstance(op, MatMul)
+        n = op.out.width
+        if not self._is_worth_it(n):
+            yield from held
+            return
+        index = self._part(n, TILE_ROWS)
+        part = Buffer(f"part of rows {len(index)}", len(index))
+        own = len(torch.unique_consecutive(index))
+        if op.add:
+            yield copy_run(op.out, part, int(index[0]), 0, own)
+        yield self._select_product(op, index, part)
+        yield from self._gather(part, op.out)
+        yield from others
+
+    def _divide_activation(self, product: Operation, op: ops.Activate) -> Iterator[Operation]:
+        """Yield a product and an activation of some columns: those of gates with those that they are gates of."""
+        assert isinstance(product, MatMul)
+        n = op.out.width
+        if not self._is_worth_it(n):
+            yield product
+            yield op
+            return
+        index = self._part(n, TILE_ROWS)
+        rows = torch.cat((index, n + index)) if op.gated else index
+        inputs = Buffer(f"part of inputs {len(rows)}", len(rows))
+        part = Buffer(f"part of rows {len(index)}", len(index))
+        yield self._select_product(product, rows, inputs)
+        yield replace(op, x=inputs, out=part)
+        yield from self._gather(part, op.out)
+
+    def _divide_attention(self, held: Sequence[Operation], op: Attend) -> Iterator[Operation]:
+        """Yield the attention of some heads, whose columns are computed alone where no operation needs whole rows."""
+        G = op.heads[1]
+        part = HeadPart(op, self._part(G, 1))
+        if len(part.kv_heads) == G:
+            yield from self._divide_rows(held)
+            yield op
+            return
+        columns = part.columns
+        qkv = Buffer(f"part of qkv {len(columns)}", len(columns))
+        changes = [select_columns(x, columns, qkv) for x in held[1:]]
+        if held and isinstance(held[0], MatMul) and held[0].out == op.qkv and None not in changes:
+            yield self._select_product(held[0], columns, qkv)
+            yield from (x for x in changes if x)
+        else:
+            yield from self._divide_rows(held)
+            yield from copy_columns(op.qkv, columns, qkv)
+        width = len(part.query_heads) * op.v_dim
+        out = Buffer(f"part of o {width}", width)
+        yield part.attend(qkv, out)
+        yield from self._gather(out, op.out)
+
+    def _divide_experts(self, op: ops.MixExperts) -> Iterator[Operation]:
+        """Yield the sum of some experts, and that of all ranks."""
+        e = op.experts
+        begin, end = (rank * e.num_experts // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        inner, outer = (torch.arange(begin * n, end * n) for n in (e.inner_size, e.hidden_size))
+        experts = replace(
+            e,
+            num_experts=end - begin,
+            gate_up=select_rows(e.gate_up, inner),
+            down=select_rows(e.down, outer),
+            gate_up_bias=None if e.gate_up_bias is None else e.gate_up_bias[inner],
+            down_bias=None if e.down_bias is None else e.down_bias[outer],
+            first=begin,
+        )
+        part = Buffer(f"part of experts {op.out.width}", op.out.width)
+        yield replace(op, out=part, experts=experts, add=False)
+        yield ops.AllReduce(part, op.out, self.ranks, op.add)
+
+    def _is_worth_it(self, num_rows: int) -> bool:
+        return num_rows >= TILE_ROWS * self.ranks.size
+
+    def _part(self, n: int, unit: int) -> Tensor:
+        """Return this rank's part of n things, int64: as many as the others have, a multiple of `unit`."""
+        size = -(-n // (self.ranks.size * unit)) * unit
+        return torch.arange(self.ranks.rank * size, (self.ranks.rank + 1) * size).clamp(max=n - 1)
+
+    def _select(self, weight: Weight, index: Tensor) -> Weight:
+        """Return rows of a matrix: the same ones as before where another operation asked for these."""
+        earlier, selected = self._selected.get(weight, (None, None))
+        if earlier is None or not torch.equal(earlier, index):
+            selected = select_rows(weight, index)
+            self._selected[weight] = index, selected
+        return selected
+
+    def _select_product(self, op: MatMul, index: Tensor, out: Buffer) -> MatMul:
+        bias = None if op.bias is None else op.bias[index]
+        return replace(op, out=out, weight=self._select(op.weight, index), bias=bias, rows=select_names(op.rows, index))
+
+    def _gather(self, part: Buffer, out: Buffer) -> Iterator[Operation]:
+        """Yield what makes rows of the parts of all ranks."""
+        width = part.width * self.ranks.size
+        if width == out.width:
+            yield AllGather(part, out, self.ranks)
+            return
+        parts = Buffer(f"parts of all ranks {width}", width)
+        yield AllGather(part, parts, self.ranks)
+        yield copy_run(parts, out, 0, 0, out.width)
+
+
+def expand(index: Tensor, n: int) -> Tensor:
+    """Return the numbers of n columns for each of these places, int64 [len(index) n]."""
+    return (index[:, None] * n + torch.arange(n)).flatten()
+
+
+def select_rows(weight: Weight, index: Tensor) -> Weight:
+    """Return rows of a matrix; those of each part of a stack keep its kind."""
+    return stack_rows([part[rows] for part, rows in split_index(parts_of(weight), index)])
+
+
+def select_names(rows: tuple[NamedRows, ...], index: Tensor) -> tuple[NamedRows, ...]:
+    """Return what a checkpoint calls these rows of a product."""
+    if not rows:
+        return ()
+    starts = torch.tensor([0, *(x.num_rows for x in rows)]).cumsum(0)
+    found = []
+    for i, own in runs_of(torch.bucketize(index, starts[1:], right=True), index):
+        local = own - starts[i]
+        found.append(replace(rows[i], index=local if rows[i].index is None else rows[i].index[local]))
+    return tuple(found)
+
+
+def split_index(parts: Sequence[Weight], index: Tensor) -> Iterator[tuple[Weight, Tensor]]:
+    """Yield the parts of a stack that an index names, in its order, and their own rows of it."""
+    starts = torch.tensor([0, *(part.shape[0] for part in parts)]).cumsum(0)
+    for i, own in runs_of(torch.bucketize(index, starts[1:], right=True), index):
+        yield parts[i], own - starts[i]
+
+
+def runs_of(owners: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield each owner and its numbers of the index, one run of equal owners after another."""
+    found, counts = torch.unique_consecutive(owners, return_counts=True)
+    yield from zip(found.tolist(), index.split(counts.tolist()), strict=True)
+
+
+def select_columns(op: Operation, columns: Tensor, out: Buffer) -> Operation | None:
+    """Return an operation in place on some columns alone; None where it needs the others."""
+    if isinstance(op, ops.Clip):
+        return replace(op, out=out)
+    if isinstance(op, Scale | ops.ScaleByPosition):
+        n = len(op.factors) if isinstance(op, Scale) else op.n
+        own = columns[columns < n]
+        if not torch.equal(own, columns[: len(own)]):
+            return None
+        return replace(op, out=out, factors=op.factors[own]) if isinstance(op, Scale) else replace(op, out=out, n=len(own))
+    if not isinstance(op, Norm) or not op.is_by_head or op.add or op.x != op.out:
+        return None
+    n = op.weight.shape[1]
+    is_own = (columns >= op.first) & (columns < op.first + op.heads * n)
+    places = torch.where(is_own)[0]
+    own = columns[places] - op.first
+    heads = own[::n] // n
+    first = int(places[0]) if len(places) else 0
+    is_whole = torch.equal(own, expand(heads, n)) and torch.equal(places, first + torch.arange(len(places)))
+    return replace(op, x=out, out=out, weight=op.weight[heads], first=first) if is_whole and len(heads) else None
+
+
+def copy_columns(x: Buffer, columns: Tensor, out: Buffer) -> Iterator[Operation]:
+    """Yield copies of columns of x to those of out, one run of adjacent ones after another."""
+    begin = 0
+    ends = (torch.where(columns.diff() != 1)[0] + 1).tolist()
+    for end in [*ends, len(columns)]:
+        yield copy_run(x, out, int(columns[begin]), begin, end - begin)
+        begin = end
+
+
+def copy_run(x: Buffer, out: Buffer, source: int, target: int, width: int) -> CopyColumns:
+    """Return the copy of adjacent columns, from `source` on, to those from `target` on."""
+    return CopyColumns(x, out, HeadColumns(1, width, width, source), HeadColumns(1, width, width, target))
