@@ -260,7 +260,7 @@ class LLM(EngineParts):
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
         text = Text(state.request.prompt, salt, state.request.text.extra)
-        return self.cache.prefix_cache.pin(state.request.policy, text, seconds)
+        return self.cache.pin(state.request.policy, text, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

@@ -37,6 +37,7 @@ from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
 from tests.helpers.gates import random_gate
+from tests.helpers.ranks import ThreadRanks, lead_threads
 from tests.helpers.tiny_heads import load_assistant, tiny_eagle3, with_mtp_layer
 from tests.helpers.tiny_models import tiny_checkpoint
 
@@ -84,12 +85,18 @@ def make_engine(
     num_resident: int = 0,
     snapshot_interval: int = 2048,
     prompt_activations: str = "int8",
+    num_ranks: int = 1,
+    rank: ThreadRanks | None = None,
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
     Without a `device` it is the first one that the backend computes on. With an `offload_folder` K and V lie in a file
-    there, and `num_resident` slots are resident at most, or all of them.
+    there, and `num_resident` slots are resident at most, or all of them. `num_ranks` compute the model in threads;
+    `rank` is one of them.
     """
+    if num_ranks > 1:
+        same = {**locals(), "num_ranks": 1}
+        return lead_threads(lambda own: make_engine(**{**same, "rank": own}), num_ranks)
     device = device or torch.device(kernels.import_backend(backend).DEVICES[0])
     kernel = kernels.load(backend, device)
     slot_dtype = kv_dtype or dtype
@@ -98,7 +105,8 @@ def make_engine(
     checkpoint = tiny_checkpoint(family)
     head = None
     if needs.head is None:
-        model = models.build(Weights(checkpoint, dtype, weights), program, needs.hidden_states)
+        opened = Weights(checkpoint, dtype, weights).with_passes(ranks=rank)
+        model = models.build(opened, program, needs.hidden_states)
     else:
         eagle = tiny_eagle3(checkpoint.config, needs.head) if needs.head else None
         own = Weights(eagle, dtype, needs.weights, vector_dtype=program.vector_dtype) if eagle else None

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from threading import Barrier
+from queue import Queue
+from threading import Barrier, BrokenBarrierError, Thread
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from retain.engine.engine import Engine
+from retain.engine.tensor_parallel import follow, lead
 
 T = TypeVar("T")
 TIMEOUT = 120  # seconds
@@ -17,15 +22,23 @@ TIMEOUT = 120  # seconds
 
 @dataclass
 class Meeting:
-    """What all ranks of a group share."""
+    """What the ranks of a group share."""
 
     size: int
     barrier: Barrier = field(init=False)
     given: list[Any] = field(init=False)
+    messages: list[Queue[Any]] = field(init=False)
+    errors: list[BaseException] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.size, timeout=TIMEOUT)
         self.given = [None] * self.size
+        self.messages = [Queue() for _ in range(self.size)]
+
+    def fail(self, error: BaseException) -> None:
+        if not isinstance(error, BrokenBarrierError):
+            self.errors.append(error)
+        self.barrier.abort()
 
 
 @dataclass(frozen=True)
@@ -40,34 +53,64 @@ class ThreadRanks:
         return self.meeting.size
 
     def all_gather(self, x: Tensor) -> Tensor:
-        return torch.stack(self._exchange(x.clone()))
+        try:
+            self.meeting.given[self.rank] = x.clone()
+            self.meeting.barrier.wait()
+            given = torch.stack(self.meeting.given)
+            self.meeting.barrier.wait()
+        except BrokenBarrierError:
+            raise next(iter(self.meeting.errors), None) or BrokenBarrierError from None
+        return given
 
     def broadcast(self, message: Any = None) -> Any:
-        return self._exchange(message)[0]
+        if self.rank:
+            return self.meeting.messages[self.rank].get()
+        for queue in self.meeting.messages[1:]:
+            queue.put(message)
+        return message
 
-    def _exchange(self, value: Any) -> list[Any]:
-        self.meeting.given[self.rank] = value
-        self.meeting.barrier.wait()
-        given = list(self.meeting.given)
-        self.meeting.barrier.wait()
-        return given
+
+def make_ranks(size: int) -> list[ThreadRanks]:
+    meeting = Meeting(size)
+    return [ThreadRanks(rank, meeting) for rank in range(size)]
 
 
 def run_ranks(size: int, function: Callable[[ThreadRanks], T]) -> list[T]:
     """Call a function with each of `size` ranks, in threads. Returns what it returned, by rank."""
-    meeting = Meeting(size)
+    ranks = make_ranks(size)
 
-    def run(rank: int) -> T:
+    def run(rank: ThreadRanks) -> T:
         try:
-            return function(ThreadRanks(rank, meeting))
-        except BaseException:
-            meeting.barrier.abort()
+            return function(rank)
+        except BaseException as error:
+            rank.meeting.fail(error)
             raise
 
     with ThreadPoolExecutor(size) as executor:
-        futures = [executor.submit(run, rank) for rank in range(size)]
-        errors = [error for future in futures if (error := future.exception())]
-    causes = [error for error in errors if type(error).__name__ != "BrokenBarrierError"]
-    if errors:
-        raise (causes or errors)[0]
+        futures = [executor.submit(run, rank) for rank in ranks]
+        if errors := [error for future in futures if (error := future.exception())]:
+            raise next(iter(ranks[0].meeting.errors), errors[0])
     return [future.result() for future in futures]
+
+
+def lead_threads(make: Callable[[ThreadRanks], Engine], size: int) -> Engine:
+    """Return an engine that leads `size` - 1 others, which end with it."""
+    ranks = make_ranks(size)
+
+    def run(rank: ThreadRanks) -> None:
+        try:
+            engine = make(rank)
+            follow(engine.runner, engine.cache, rank)
+        except BaseException as error:
+            rank.meeting.fail(error)
+
+    for rank in ranks[1:]:
+        Thread(target=run, args=(rank,), daemon=True).start()
+    engine = make(ranks[0])
+    engine.runner = lead(engine.runner, engine.cache, ranks[0])
+    weakref.finalize(engine, ranks[0].broadcast)
+    return engine
+
+
+def errors_of(ranks: Sequence[ThreadRanks]) -> list[BaseException]:
+    return ranks[0].meeting.errors

@@ -89,7 +89,10 @@ def scrapes(tmp_path_factory):
     """Two pages of a busy server; on the second one request runs, and one waits."""
     tier = f"disk:path={tmp_path_factory.mktemp('tier')},capacity=64MiB"
     options = {"kv_memory": "1MiB", "tier": [tier], "max_running_requests": 1, "max_model_len": 1024}
-    with run_tiny_server(engine_options=options, allowed_drafters=("ngram:k=4",)) as server, ThreadPoolExecutor(2) as executor:
+    with (
+        run_tiny_server(engine_options=options, allowed_drafters=("ngram:k=4",)) as server,
+        ThreadPoolExecutor(2) as executor,
+    ):
         work(server)
         before, started = fetch_page(server), time.monotonic()
         work(server)

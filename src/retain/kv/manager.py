@@ -22,6 +22,7 @@ from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import evict_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
+from retain.kv.journal import Journal, journaled
 from retain.kv.memory.block_layout import BlockLayout, block_layout
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
@@ -36,6 +37,7 @@ from retain.kv.row import CacheParts, Row
 from retain.kv.row_task import RowTask
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, count_slots
 from retain.kv.stats.request import RequestMemory, request_memory_stats
+from retain.kv.text import Text
 from retain.types import Ints
 
 
@@ -71,6 +73,16 @@ class KVCacheManager:
         prefix_cache = PrefixCache(self.slots.tables, planner, prefix_config)
         self._parts = CacheParts(planner, self.slots, prefix_cache, self.copies, key_transform or KeyTransform())
         self.pool.evict_callback = self._free_unneeded
+
+    @property
+    def journal(self) -> Journal | None:
+        """Where calls that change the cache are noted for other ranks, if there are any."""
+        return self._parts.journal
+
+    def set_journal(self, journal: Journal) -> None:
+        """Note calls from now on. Pins go by the journal's clock."""
+        self._parts.journal = journal
+        self.prefix_cache.tree.pins.clock = lambda: journal.time
 
     @property
     def prefix_cache(self) -> PrefixCache:
@@ -153,12 +165,19 @@ class KVCacheManager:
         """Return where a row that computes a task under this policy may begin, and what it shares with others then."""
         return self.prefix_cache.find(task.text, task.demand(policy))
 
+    @journaled
+    def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
+        """Keep what is cached of a text for `seconds`. Returns the number of tokens. Raises ValueError; see PrefixCache."""
+        return self.prefix_cache.pin(policy, text, seconds, owner)
+
+    @journaled
     def unpin_all(self) -> bool:
         """Drop all pins of prefixes. Returns whether there were any."""
         return self.prefix_cache.tree.unpin_all()
 
     # ---- rows -----------------------------------------------------------------------------------------------------
 
+    @journaled
     def open(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> Row:
         """Open a row for a request with so many uncomputed tokens and this resolved policy. It owns no pages yet."""
         return Row(self._parts, policy, num_uncomputed_tokens)
@@ -256,6 +275,7 @@ class KVCacheManager:
         tables = self.slots.tables
         return [*(t.kv for t in tables), *(t.demoted.store.kv for t in tables if t.demoted)]
 
+    @journaled
     def evict(self) -> None:
         """Evict from all rows whose budget is full, together, after rows were advanced. Rings shrink that may."""
         due = self._parts.due
@@ -268,6 +288,7 @@ class KVCacheManager:
         for row, rings_shrink in due.items():
             row.finish_eviction(rings_shrink)
 
+    @journaled
     def reject(self, rows: Ints, positions: Ints) -> None:
         """Turn the slots of rejected drafts, of these rows at these positions, both [n], into holes."""
         for tables, slots in zip(self.slots.tables, self.slot_mapping(rows, positions), strict=True):

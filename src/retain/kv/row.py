@@ -23,6 +23,7 @@ from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.view import KeyTransform
+from retain.kv.journal import Journal, journaled
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
@@ -46,6 +47,7 @@ class CacheParts:
     prefix_cache: PrefixCache
     copies: QuantizedCopies
     key_transform: KeyTransform
+    journal: Journal | None = None  # of calls that other ranks repeat
     rows: dict[int, Row] = field(default_factory=dict)
     due: dict[Row, bool] = field(default_factory=dict)  # rows that must evict or shrink rings, and whether the latter
     num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
@@ -79,6 +81,11 @@ class Row:
                 self.open_evictors(policy)
 
     @property
+    def journal(self) -> Journal | None:
+        """Where calls that change the cache are noted for other ranks, if there are any."""
+        return self.parts.journal
+
+    @property
     def groups(self) -> Sequence[BlockTables]:
         """The tables of each KV cache group."""
         return self.parts.slots.tables
@@ -107,6 +114,7 @@ class Row:
 
     # ---- before a step -------------------------------------------------------------------------------------------
 
+    @journaled
     def start(self, task: RowTask, found: Start) -> Begun:
         """Begin with what `PrefixCache.find` has found of a text.
 
@@ -125,6 +133,7 @@ class Row:
             return self.found
         return replace(self.found, diagnosis=explain_prefix(cache, found, self.num_computed, self.found.seen))
 
+    @journaled
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int, task: RowTask | None = None) -> Row | None:
         """Open and start a row that continues the text of this one under its own policy.
 
@@ -157,6 +166,7 @@ class Row:
         for evictor in self.evictors:
             evictor.query_blocks.begin(max([position, *self._due_positions]))  # masses that are due overwrite others
 
+    @journaled
     def reserve(self, end_position: int) -> bool:
         """Own the pages of all positions below `end_position`. False when the pool has too few.
 
@@ -211,6 +221,7 @@ class Row:
         mean = sum(int(d.sum()) for d in dropped) // max(sum(d.size for d in dropped), 1)
         return num_computed_tokens - np.int32(mean)
 
+    @journaled
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the row's budget where its policy allows it. Returns whether pages were freed."""
         have_freed = [evictor.shrink(num_computed_tokens) for evictor in self.evictors]
@@ -218,6 +229,7 @@ class Row:
 
     # ---- after a step --------------------------------------------------------------------------------------------
 
+    @journaled
     def finish_load(self) -> LoadStats | None:
         """End the load of what the row began with, after the step. Where it failed, the row must start again."""
         load = self.load
@@ -230,6 +242,7 @@ class Row:
         finished_at = load.started_at + load.read_seconds
         return LoadStats(load.started_at, finished_at, load.num_tokens, load.bytes_read, load.failed)
 
+    @journaled
     def advance(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:
         """Do what is due where a step ended, but for what gives slots up.
 
@@ -268,6 +281,7 @@ class Row:
         if self._is_at_chunk_end():
             self._leave(Moment(self.num_computed, self.num_computed, is_running=True, has_evicted=True))
 
+    @journaled
     def close(self) -> RequestMemory:
         """Leave the prefix to others; free the row and its pages, also where that fails. Returns what it owned."""
         final_slots = self.parts.slots.slots_per_layer(self.index)

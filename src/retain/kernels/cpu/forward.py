@@ -77,6 +77,7 @@ class CpuProgram:
             op.check()
             if isinstance(op, ops.AllGather | ops.AllReduce):
                 self._rank_ops.append(RankOp(self._program.num_ops(), op, self._is_gathered))
+                o.create_buffers(op.x, op.out)
                 continue
             self._is_gathered |= isinstance(op, ops.GatherRows)
             lower = self.lowerings.get(type(op))

@@ -79,9 +79,15 @@ class CppOperands:
         """Return a packed matrix as C++ gets it."""
         return self.weights(weight).c_args
 
+    def create_buffers(self, *buffers: ops.Buffer) -> None:
+        """Create buffers that no operation of C++ may name."""
+        for buffer in buffers:
+            assert self.buffers[buffer] is not None
+
     def _create_buffer(self, buffer: ops.Buffer) -> int:
         if buffer.name == ops.LOGITS:
             self.logits_width = buffer.width
+            self.program.reserve_logits(buffer.width)
             return int(_C.Program.LOGITS)
         return self.program.buffer(buffer.width)
 

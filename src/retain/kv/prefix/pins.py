@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import monotonic
 
 from retain.kv.prefix.node import Node
 
 
 class Pins:
-    """Pinned nodes, each until a time of the monotonic clock (seconds), and who pinned them."""
+    """Pinned nodes, each until a time of a clock, and who pinned them."""
 
     def __init__(self) -> None:
+        self.clock: Callable[[], float] = monotonic  # seconds
         self._until: dict[Node, float] = {}
         self._owners: dict[Node, set[str]] = {}
 
@@ -30,7 +31,7 @@ class Pins:
         Ends at the first that has no room: all pins hold `max_pages` at most, and those of an owner twice as many as
         they leave free. Returns how many of the nodes are pinned.
         """
-        until = monotonic() + seconds
+        until = self.clock() + seconds
         own = sum(node.num_pages for node in self._until if owner in self._owners[node])
         total = sum(node.num_pages for node in self._until)
         for i, node in enumerate(nodes):
@@ -57,7 +58,7 @@ class Pins:
     def expire(self) -> None:
         """Unpin the nodes whose time is over."""
         if self._until:
-            now = monotonic()
+            now = self.clock()
             self._until = {node: until for node, until in self._until.items() if until > now}
             self._owners = {node: self._owners[node] for node in self._until}
 

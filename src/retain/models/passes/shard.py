@@ -275,7 +275,9 @@ def select_columns(op: Operation, columns: Tensor, out: Buffer) -> Operation | N
         own = columns[columns < n]
         if not torch.equal(own, columns[: len(own)]):
             return None
-        return replace(op, out=out, factors=op.factors[own]) if isinstance(op, Scale) else replace(op, out=out, n=len(own))
+        return (
+            replace(op, out=out, factors=op.factors[own]) if isinstance(op, Scale) else replace(op, out=out, n=len(own))
+        )
     if not isinstance(op, Norm) or not op.is_by_head or op.add or op.x != op.out:
         return None
     n = op.weight.shape[1]

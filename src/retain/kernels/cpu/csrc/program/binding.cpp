@@ -122,6 +122,7 @@ static void bind_program(nb::module_& m) {
       .def("buffer_address",
            [](const Program& p, int buffer) { return reinterpret_cast<Address>(p.buffer_address(buffer)); })
       .def("num_ops", &Program::num_ops)
+      .def("reserve_logits", &Program::reserve_logits)
       .def(
           "run",
           [](Program& p, const std::vector<GroupArgs>& groups, const std::vector<std::pair<int, int>>& layers,

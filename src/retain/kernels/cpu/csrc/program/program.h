@@ -158,6 +158,7 @@ class Program {
   int64_t max_prepared_row_bytes_ = 0, max_bfloat16_row_bytes_ = 0;
   int logits_width_ = 0;
 
+  bool is_gathered_ = false;  // whether the operations until now have gathered rows
   int reserved_rows_ = 0;
   int64_t prepared_row_bytes_ = 0;
   AlignedVector<float> memory_;

@@ -1,0 +1,221 @@
+"""The journal of a cache: calls that change it, which the caches of other ranks repeat.
+
+Ranks have caches of equal shapes, so the same calls in the same order leave the same tables, pages and prefix tree in
+all of them. What a clock says is in the journal, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from time import monotonic
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
+from weakref import WeakKeyDictionary, finalize
+
+from retain.kv.prefix.start import Begun, Start
+from retain.kv.row_task import RowTask
+from retain.kv.stats.request import LoadStats
+from retain.kv.text import Text
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Journaled(Protocol):
+    """A cache, or a row of one."""
+
+    @property
+    def journal(self) -> Journal | None:
+        """Where calls are noted; None where there are no other ranks."""
+
+
+J = TypeVar("J", bound=Journaled)
+
+
+def journaled(method: Callable[Concatenate[J, P], R]) -> Callable[Concatenate[J, P], R]:
+    """Note each call of a method that changes a cache. Arguments are given by their places."""
+
+    @wraps(method)
+    def call(self: J, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self.journal is None or self.journal.is_calling:
+            return method(self, *args, **kwargs)
+        assert not kwargs
+        return self.journal.note(self, method, *args)
+
+    return call
+
+
+class TextPart(NamedTuple):
+    """What a rank does not have yet of a text: its number, and the tokens behind the first `begin`."""
+
+    number: int
+    begin: int
+    tokens: Sequence[int]
+    salt: str = ""
+    extra: bytes = b""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a method of the cache, or of the row of this index, and what it returned: see `summarize`.
+
+    `texts` and `num_scored` are of the row's task: parts that are new, and how far its scoring passes are.
+    """
+
+    name: str
+    row: int | None
+    args: tuple[Any, ...]
+    result: Any
+    time: float  # seconds, of the first rank's monotonic clock
+    texts: Sequence[TextPart] = ()
+    num_scored: Sequence[int] = ()
+
+
+class Numbered(NamedTuple):
+    """A text as an argument of a call."""
+
+    number: int
+
+
+class Journal:
+    """Calls that other ranks have not repeated yet."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.forgotten: list[int] = []  # the numbers of texts that are no longer needed
+        self.is_calling = False  # what a call does by other methods is not noted
+        self.time = monotonic()
+        self._texts: WeakKeyDictionary[Text, list[int]] = WeakKeyDictionary()  # number, and tokens that others have
+        self._num_texts = 0
+
+    def note(self, owner: Any, method: Callable[..., R], *args: Any) -> R:
+        """Call a method, and note it."""
+        row = getattr(owner, "index", None)
+        tasks = [x for x in (*args, getattr(owner, "task", None)) if isinstance(x, RowTask)]
+        parts = [
+            self._update(text)
+            for text in {task.text: None for task in tasks} | dict.fromkeys(x for x in args if isinstance(x, Text))
+        ]
+        num_scored = [p.num_done for task in tasks[-1:] for p in task.scoring_passes]
+        self.time = monotonic()
+        result: Any = ERROR
+        self.is_calling = True
+        try:
+            returned = method(owner, *args)
+            result = summarize(returned)
+            return returned
+        finally:
+            self.is_calling = False
+            given = tuple(self._to_plain(x) for x in args)
+            texts = [part for part in parts if part]
+            self.calls.append(Call(method.__name__, row, given, result, self.time, texts, num_scored))
+
+    def take(self) -> tuple[list[Call], list[int]]:
+        """Return the calls that were noted, and the texts to be forgotten; they are no longer here."""
+        taken = self.calls, self.forgotten
+        self.calls = []
+        self.forgotten = []
+        return taken
+
+    def _update(self, text: Text) -> TextPart | None:
+        """Return what others do not have yet of a text."""
+        if text not in self._texts:
+            self._num_texts += 1
+            self._texts[text] = [self._num_texts, 0]
+            finalize(text, self.forgotten_later, self._num_texts)
+            self._texts[text][1] = len(text)
+            return TextPart(self._num_texts, 0, list(text.ids), text.salt, text.extra)
+        number, known = self._texts[text]
+        begin = min(known, len(text))
+        if known == len(text):
+            return None
+        self._texts[text][1] = len(text)
+        return TextPart(number, begin, text.ids[begin:])
+
+    def forgotten_later(self, number: int) -> None:
+        """Note that a text is gone."""
+        self.forgotten.append(number)
+
+    def _to_plain(self, value: Any) -> Any:
+        if isinstance(value, Text):
+            return Numbered(self._texts[value][0])
+        if isinstance(value, RowTask):
+            return replace(value, text=self._to_plain(value.text), explain=False, trace=None)
+        return None if isinstance(value, Start) else value
+
+
+ERROR = "an error"
+
+
+def summarize(result: Any) -> Any:
+    """Return what a call must return on all ranks: a row is its index, what it began with its position."""
+    if isinstance(result, Begun):
+        return result.position
+    if isinstance(result, LoadStats):
+        return result.failed
+    return result if result is None or isinstance(result, bool | int) else getattr(result, "index", None)
+
+
+class RepeatedCache(Protocol):
+    """The cache of another rank; see kv/manager.py."""
+
+    @property
+    def rows(self) -> Mapping[int, Any]:
+        """The open rows, by index."""
+
+    def find(self, policy: Any, task: RowTask) -> Start:
+        """Return where a row may begin that computes a task under this policy."""
+
+
+class DivergedError(RuntimeError):
+    """Raised where a call has not returned on this rank what it returned on the first."""
+
+
+class Replica:
+    """The cache of a rank that repeats the calls of the first."""
+
+    def __init__(self, cache: RepeatedCache):
+        self.cache = cache
+        self.time = 0.0  # of the present call
+        self._texts: dict[int, Text] = {}
+
+    def repeat(self, calls: Sequence[Call], forgotten: Sequence[int]) -> None:
+        """Repeat calls, then forget texts. Raises DivergedError."""
+        for call in calls:
+            self._repeat(call)
+        for number in forgotten:
+            self._texts.pop(number, None)
+
+    def _repeat(self, call: Call) -> None:
+        self.time = call.time
+        for part in call.texts:
+            self._update(part)
+        owner = self.cache if call.row is None else self.cache.rows[call.row]
+        args = [self._to_objects(x) for x in call.args]
+        if call.name == "start":
+            args[1] = self.cache.find(owner.policy, args[0])
+        task = next((x for x in args if isinstance(x, RowTask)), getattr(owner, "task", None))
+        for progress, num_done in zip(task.scoring_passes if task else (), call.num_scored, strict=False):
+            progress.num_done = num_done
+        try:
+            result = summarize(getattr(owner, call.name)(*args))
+        except Exception:
+            if call.result != ERROR:
+                raise
+            result = ERROR
+        if result != call.result:
+            raise DivergedError(f"{call.name} returned {result}, and {call.result} on the first rank")
+
+    def _update(self, part: TextPart) -> None:
+        text = self._texts.get(part.number)
+        if text is None:
+            self._texts[part.number] = Text(part.tokens, part.salt, part.extra)
+            return
+        text.drop(len(text) - part.begin)
+        text.ids += part.tokens
+
+    def _to_objects(self, value: Any) -> Any:
+        if isinstance(value, Numbered):
+            return self._texts[value.number]
+        return replace(value, text=self._to_objects(value.text)) if isinstance(value, RowTask) else value
