@@ -72,6 +72,9 @@ class Config:
     speculate: str | None = option(
         None, "drafter of speculative decoding: ngram, suffix, draft:weights=int4, draft:model=M, self"
     )
+    tensor_parallel: Annotated[int, Bounds(1, 64)] = option(
+        1, "ranks that compute the model together: processes, each with a part of the weights and of the KV cache"
+    )
     lora: tuple[str, ...] = option(
         (),
         "adapters (LoRA) that requests may name: NAME=FOLDER[,NAME=FOLDER], in PEFT's layout (may be repeated)",

@@ -18,6 +18,7 @@ from retain.engine import drafters
 from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import HeadRunner, Runner
+from retain.engine.tensor_parallel import RankGroup, lead
 from retain.formats.checkpoint import list_model_files
 from retain.formats.lora import LoRAAdapter, read_lora
 from retain.formats.pooling import Pooling
@@ -93,18 +94,23 @@ class ParsedOptions(NamedTuple):
     loras: dict[str, LoRAAdapter]  # by name
 
 
-def build_engine(config: Config, progress: bool = False, later_drafters: Sequence[str] = ()) -> EngineParts:
+def build_engine(
+    config: Config, progress: bool = False, later_drafters: Sequence[str] = (), ranks: RankGroup | None = None
+) -> EngineParts:
     """Load a model, and build its cache, its engine and what is around them. Raises ValueError or OSError.
 
-    `later_drafters` are named when the engine is there: its program gives what they read.
+    `later_drafters` are named when the engine is there: its program gives what they read. `ranks`: this rank and the
+    others that load parts of the model now; the first one leads.
     """
     c = config
     options = parse_options(c)
     device = kernels.resolve_device(c.device)
+    if ranks and device.type == "cuda":
+        device = torch.device("cuda", ranks.rank)
     backend = load_backend(c, device)
     needs = join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
     bank = build_bank(c, options.loras, device)
-    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, ProgramOptions(needs, bank))
+    loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, ProgramOptions(needs, bank, ranks))
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
     spec = loaded.spec
     max_model_len = resolve_max_model_len(c.max_model_len, spec.max_position_embeddings)
@@ -124,12 +130,13 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
         any(p.looks for p in allowed),
         *options.offload,
     )
+    kv_memory = c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
     cache = build_cache(
         spec.kv_cache,
         cache_config,
         backend,
         kv_dtype,
-        c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device),
+        ranks.broadcast(kv_memory) if ranks else kv_memory,
         prefix_config=options.prefix,
         key_transform=loaded.key_transform,
         load_gate=loaded.gate_loader(getattr(allowed[0], "file", "")),
@@ -138,8 +145,9 @@ def build_engine(config: Config, progress: bool = False, later_drafters: Sequenc
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
         cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
-    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
-    if device.type != "cpu":
+    runner = lead(loaded.runner, cache, ranks) if ranks and ranks.rank == 0 else loaded.runner
+    engine = Engine(runner, cache, options.drafter, c.prompt_activations)
+    if device.type != "cpu" and not ranks:
         engine.depth = 2  # so that the device waits for the host as little as it can
     target = build_target(c, loaded, cache, tokenizer, cache_config)
     info = EngineInfo(

@@ -28,6 +28,7 @@ from retain.processing.output import RequestOutputState
 from retain.processing.pooling import PooledPlan, plan_vectors
 from retain.processing.reranking import INSTRUCTION, plan_scores
 from retain.processing.warm_up import WarmUp
+from retain.rank_processes import start_ranks
 from retain.sampling_params import SamplingParams
 
 T = TypeVar("T")
@@ -54,7 +55,14 @@ class LLM(EngineParts):
             raise ValueError(f"unknown option {unknown[0]!r}: LLM takes {', '.join(known)}")
         started = perf_counter()
         config = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
-        super().__init__(**vars(build_engine(config, progress, drafters)))
+        self._ranks = start_ranks(config) if config.tensor_parallel > 1 else None
+        try:
+            super().__init__(**vars(build_engine(config, progress, drafters, self._ranks)))
+            if self._ranks:
+                self._ranks.await_start()
+        except BaseException:
+            self.end_ranks()
+            raise
         self.load_s = perf_counter() - started
 
     def add_drafter(self, spec: str) -> None:
@@ -79,8 +87,14 @@ class LLM(EngineParts):
             WarmUp(self.engine, self.input_processor, self.config.max_batched_tokens).run(self.program)
 
     def close(self) -> None:
-        """Finish writing to tiers, and release them. The engine can go on without them."""
+        """Finish writing to tiers, and release them. The engine can go on without them, unless it has several ranks."""
         self.cache.prefix_cache.close_offloader()
+        self.end_ranks()
+
+    def end_ranks(self) -> None:
+        """End the processes of other ranks, if there are any."""
+        if self._ranks:
+            self._ranks.close()
 
     # ---- answering -----------------------------------------------------------------------------------------------
 

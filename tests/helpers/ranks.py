@@ -15,6 +15,7 @@ from torch import Tensor
 
 from retain.engine.engine import Engine
 from retain.engine.tensor_parallel import follow, lead
+from retain.kernels.ranks import abort, shared_bytes
 
 T = TypeVar("T")
 TIMEOUT = 120  # seconds
@@ -29,16 +30,19 @@ class Meeting:
     given: list[Any] = field(init=False)
     messages: list[Queue[Any]] = field(init=False)
     errors: list[BaseException] = field(default_factory=list)
+    memory: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.size, timeout=TIMEOUT)
         self.given = [None] * self.size
         self.messages = [Queue() for _ in range(self.size)]
+        self.memory = torch.zeros(shared_bytes(self.size), dtype=torch.uint8)
 
     def fail(self, error: BaseException) -> None:
         if not isinstance(error, BrokenBarrierError):
             self.errors.append(error)
         self.barrier.abort()
+        abort(self.memory)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,10 @@ class ThreadRanks:
     @property
     def size(self) -> int:
         return self.meeting.size
+
+    @property
+    def shared_memory(self) -> Tensor | None:
+        return self.meeting.memory
 
     def all_gather(self, x: Tensor) -> Tensor:
         try:

@@ -25,8 +25,11 @@ class RankGroup(Ranks, Protocol):
     def broadcast(self, message: Any = None) -> Any:
         """Return the message of the first rank, on all of them. Raises RankError where a rank has gone."""
 
+    def check(self) -> None:
+        """Raise RankError where another rank has ended."""
 
-class RankError(RuntimeError):
+
+class RankError(ChildProcessError):
     """Raised where another rank has ended: nothing more can be computed."""
 
 
@@ -105,7 +108,11 @@ class LeadingRunner:
     def forward(self, batch: Batch) -> Tensor:
         """Return the logits of a batch; see `Runner`. Raises RankError where another rank has ended."""
         self.ranks.broadcast(StepMessage(*self.journal.take(), StepTokens.of(batch)))
-        return self.runner.forward(batch)
+        try:
+            return self.runner.forward(batch)
+        except RuntimeError:
+            self.ranks.check()
+            raise
 
     @property
     def hidden_states(self) -> Tensor | None:
@@ -116,10 +123,6 @@ class LeadingRunner:
     def state_size(self) -> int:
         """Numbers of the hidden state that each request brings into a batch."""
         return self.runner.state_size
-
-    def close(self) -> None:
-        """Let the other ranks end."""
-        self.ranks.broadcast(None)
 
 
 def lead(runner: Runner, cache: KVCacheManager, ranks: RankGroup) -> LeadingRunner:

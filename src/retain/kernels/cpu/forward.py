@@ -19,7 +19,6 @@ from retain.kernels.api import Batch
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.operations import LOWERINGS, CppOperands
 from retain.kernels.cpu.packing import block_row_energies
-from retain.kernels.reference.operations import add_in_order
 from retain.kernels.shape_checks import check_batch
 from retain.kernels.weights.weight import Weight
 
@@ -35,24 +34,6 @@ class CacheOp:
     head_dim: int = 0
 
 
-@dataclass(frozen=True)
-class RankOp:
-    """An operation between ranks: its index among those of C++, which go on behind it."""
-
-    op_index: int
-    op: ops.AllGather | ops.AllReduce
-    is_gathered: bool  # whether buffers have the N rows of logits
-
-    def compute(self, x: Tensor, out: Tensor) -> None:
-        """Write `out` [n, width] by the rows x of all ranks."""
-        parts = self.op.ranks.all_gather(x)
-        if isinstance(self.op, ops.AllGather):
-            out.view(len(x), -1, x.shape[1]).copy_(parts.transpose(0, 1))
-            return
-        total = add_in_order(parts)
-        out.copy_(out + total if self.op.add else total)
-
-
 class CpuProgram:
     """A program that C++ executes."""
 
@@ -62,10 +43,7 @@ class CpuProgram:
         self.operands: CppOperands = CppOperands(self._program, beside.operands if beside else None)
         self.lowerings = dict(LOWERINGS)
         self._cache_ops: list[CacheOp] = []
-        self._rank_ops: list[RankOp] = []
-        self._is_gathered = False  # whether `GatherRows` is loaded
         self._logits = torch.empty(0, 0)  # [the largest N until now, V]
-        self._stops: list[RankOp | CacheOp] = []  # where Python computes, in order
         self._hidden_states: ops.Buffer | None = None
         self.hidden_states: Tensor | None = None  # of the last step
         self.state_size = 0  # until an operation loads hidden states
@@ -75,11 +53,6 @@ class CpuProgram:
         o = self.operands
         for op in operations:
             op.check()
-            if isinstance(op, ops.AllGather | ops.AllReduce):
-                self._rank_ops.append(RankOp(self._program.num_ops(), op, self._is_gathered))
-                o.create_buffers(op.x, op.out)
-                continue
-            self._is_gathered |= isinstance(op, ops.GatherRows)
             lower = self.lowerings.get(type(op))
             for name, fields in lower(o, op) if lower else [o.record(op)]:
                 if name == type(op).__name__:
@@ -91,7 +64,6 @@ class CpuProgram:
                 self.state_size = op.out.width
             del op  # its weights are packed: they may be freed before the next ones are read
         self._logits = torch.empty(0, o.logits_width)
-        self._stops = sorted([*self._rank_ops, *self._cache_ops], key=lambda op: op.op_index)
 
     def _note_caches(self, op: ops.Operation) -> None:
         """Note an operation over caches, which is added next."""
@@ -139,15 +111,12 @@ class CpuProgram:
             0 if batch.adapters is None else batch.adapters.data_ptr(),
         )  # fmt: skip
         begin = 0
-        for op in self._stops if batch.before_attention else self._rank_ops:
-            self._program.run(*c_args, begin, op.op_index)
-            if isinstance(op, RankOp):
-                n = N if op.is_gathered else T
-                op.compute(self._view(op.op.x, n), self._view(op.op.out, n))
-            else:
+        if batch.before_attention:
+            for op in self._cache_ops:
+                self._program.run(*c_args, begin, op.op_index)
                 for cache in op.caches:
                     batch.before_attention(cache, self._queries(op, T))
-            begin = op.op_index
+                begin = op.op_index
         self._program.run(*c_args, begin, self._program.num_ops())
         if self._hidden_states:
             self.hidden_states = self._view(self._hidden_states, N)
@@ -161,8 +130,6 @@ class CpuProgram:
     def _view(self, buffer: ops.Buffer, num_rows: int) -> Tensor:
         """Return the first rows of a buffer in C++, [num_rows, width]."""
         width = buffer.width
-        if buffer.name == ops.LOGITS:
-            return self._logits[:num_rows]
         if not num_rows:
             return torch.empty(0, width)
         address = self._program.buffer_address(self.operands.buffers[buffer])

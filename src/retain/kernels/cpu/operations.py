@@ -21,6 +21,7 @@ from retain.kernels.cpu.memory import Arena
 from retain.kernels.cpu.packing import PackedWeight, pack_weight
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention
+from retain.kernels.ranks import CHUNK_BYTES
 from retain.kernels.rope import Rope
 from retain.kernels.weights.weight import ConvertedWeights, Weight, split_kinds
 
@@ -78,11 +79,6 @@ class CppOperands:
     def weight(self, weight: Weight) -> tuple[int, int, int, int]:
         """Return a packed matrix as C++ gets it."""
         return self.weights(weight).c_args
-
-    def create_buffers(self, *buffers: ops.Buffer) -> None:
-        """Create buffers that no operation of C++ may name."""
-        for buffer in buffers:
-            assert self.buffers[buffer] is not None
 
     def _create_buffer(self, buffer: ops.Buffer) -> int:
         if buffer.name == ops.LOGITS:
@@ -203,6 +199,18 @@ def convolve(o: CppOperands, op: ops.Convolve) -> Iterator[Record]:
     yield o.record(op, weight=op.weight.T.contiguous(), channels=channels, window=window)
 
 
+def between_ranks(o: CppOperands, op: ops.AllGather | ops.AllReduce) -> Iterator[Record]:
+    """Record an exchange of rows in memory that all ranks map. Raises ValueError where they share none."""
+    memory = op.ranks.shared_memory
+    if memory is None:
+        raise ValueError("ranks of the cpu backend need memory that they share")
+    if 4 * op.x.width > CHUNK_BYTES:
+        raise ValueError(f"rows of {op.x.width} numbers are too long for ranks to exchange")
+    total = ops.Buffer(f"sum of all ranks {op.out.width}", op.out.width)
+    own = _C.RankMemory(memory.data_ptr(), op.ranks.rank, op.ranks.size, CHUNK_BYTES)
+    yield o.record(op, ranks=own, **({"total": total} if isinstance(op, ops.AllReduce) else {}))
+
+
 LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Record]]] = {
     ops.Embed: embed,
     ops.EmbedPosition: embed_position,
@@ -217,4 +225,6 @@ LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Re
     ops.WriteCache: write_cache,
     ops.LoadHiddenStates: load_hidden_states,
     ops.Convolve: convolve,
+    ops.AllGather: between_ranks,
+    ops.AllReduce: between_ranks,
 }

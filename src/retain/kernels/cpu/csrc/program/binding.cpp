@@ -76,6 +76,10 @@ static void bind_structs(nb::module_& m) {
         new (e) Experts{router, first, count, packed_weight(gate_up), packed_weight(down), ptr<float>(gate_up_bias),
                         ptr<float>(down_bias), Activation(act), is_gated};
       });
+  nb::class_<RankMemory>(m, "RankMemory")
+      .def("__init__", [](RankMemory* r, Address memory, int rank, int size, int64_t chunk_bytes) {
+        new (r) RankMemory(ptr<void>(memory), rank, size, chunk_bytes);
+      });
   nb::enum_<UpdateRule>(m, "UpdateRule")
       .value("gated_delta", UpdateRule::gated_delta)
       .value("mamba2", UpdateRule::mamba2);

@@ -420,6 +420,43 @@ struct LoadHiddenStatesOp {
   }
 };
 
+// Rows of all ranks side by side, in the order of ranks.
+struct AllGatherOp {
+  int in, out;
+  RankMemory ranks;
+
+  void run(State& state, ThreadTeam::Member& member) const {
+    if (member.id != 0) return;
+    const int width = state.width(in), stride = state.width(out);
+    const auto copy = [&](int rank, int first, int n, const float* rows) {
+      float* const to = state.data(out) + int64_t(first) * stride + int64_t(rank) * width;
+      for (int t = 0; t < n; ++t) memcpy(to + int64_t(t) * stride, rows + int64_t(t) * width, size_t(width) * 4);
+    };
+    if (!ranks.exchange(state.data(in), state.rows, width, copy)) state.program.fail("another rank has ended");
+  }
+};
+
+// The sum of the rows of all ranks, added in the order of ranks.
+struct AllReduceOp {
+  int in, out, total;  // `total` is a buffer for the sum
+  bool add;
+  RankMemory ranks;
+
+  void run(State& state, ThreadTeam::Member& member) const {
+    if (member.id != 0) return;
+    const int64_t width = state.width(in), n = state.rows * width;
+    float* const sum = state.data(total);
+    const auto add_up = [&](int rank, int first, int rows, const float* x) {
+      float* const to = sum + first * width;
+      if (rank == 0) memcpy(to, x, rows * width * 4);
+      else for (int64_t i = 0; i < rows * width; ++i) to[i] += x[i];
+    };
+    if (!ranks.exchange(state.data(in), state.rows, int(width), add_up)) state.program.fail("another rank has ended");
+    float* const y = state.data(out);
+    for (int64_t i = 0; i < n; ++i) y[i] = add ? y[i] + sum[i] : sum[i];
+  }
+};
+
 struct GatherRowsOp {
   int in, out;
 
@@ -539,6 +576,14 @@ static const std::unordered_map<std::string, Add> OPERATIONS = {
     {"WriteCache", add_write_cache},
     {"LoadHiddenStates",
      [](Program& p, const Record& r) { p.push(LoadHiddenStatesOp{r.get("out"), r.get("x")}); }},
+    {"AllGather",
+     [](Program& p, const Record& r) {
+       p.push(AllGatherOp{r.get("x"), r.get("out"), r.as<const RankMemory&>("ranks")});
+     }},
+    {"AllReduce",
+     [](Program& p, const Record& r) {
+       p.push(AllReduceOp{r.get("x"), r.get("out"), r.get("total"), r.flag("add"), r.as<const RankMemory&>("ranks")});
+     }},
     {"GatherRows", [](Program& p, const Record& r) { p.push(GatherRowsOp{r.get("x"), r.get("out")}); }},
 };
 

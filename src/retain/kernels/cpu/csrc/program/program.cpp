@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <stdexcept>
+#include <utility>
 
 namespace retain {
 
@@ -85,12 +86,9 @@ void Program::run(const StepArgs& step, int begin, int end) {
     check_ranges(step);
     reserve(step);
     for (const auto& check : checks_) check({step, *this, parts});
-    is_gathered_ = false;
   }
-  const bool begins_gathered = is_gathered_;
   ThreadTeam::run(false, [&](ThreadTeam::Member& member) {
     StepState state = {step, *this, parts};
-    if (begins_gathered) state.gather_rows();
     if (begin == 0) compute_rope_tables(step, member);
     for (int i = begin; i < end;) {
       const int next = end_of_row_ops(state, i, end, member.size);
@@ -102,8 +100,8 @@ void Program::run(const StepArgs& step, int begin, int end) {
       }
       member.barrier();
     }
-    if (member.id == 0) is_gathered_ = state.is_gathered;
   });
+  if (failure_) throw std::runtime_error(std::exchange(failure_, nullptr));
 }
 
 // Returns the end of the operations from `begin` on that blocks of rows go through together; `begin` if there are few

@@ -123,6 +123,9 @@ class Program {
   // Says that rows of logits have at least so many numbers.
   void reserve_logits(int width) { logits_width_ = std::max(logits_width_, width); }
 
+  // Lets the step throw std::runtime_error when all threads are through it; the first thread calls this.
+  void fail(const char* reason) { failure_ = reason; }
+
   // Returns memory for the prepared activations of `row` and following ones. It starts on a cache line.
   char* prepared(int row) { return prepared_.data() + row * prepared_row_bytes_; }
   int64_t prepared_row_bytes() const { return prepared_row_bytes_; }
@@ -138,7 +141,8 @@ class Program {
   int num_ops() const { return int(ops_.size()); }
 
   // Runs operations begin .. end - 1. A step runs all operations, in one call or several. The call that begins at 0
-  // checks the step: it raises std::invalid_argument before it changes anything.
+  // checks the step: it raises std::invalid_argument before it changes anything. Throws std::runtime_error where an
+  // operation has failed.
   void run(const StepArgs&, int begin, int end);
 
  private:
@@ -158,7 +162,7 @@ class Program {
   int64_t max_prepared_row_bytes_ = 0, max_bfloat16_row_bytes_ = 0;
   int logits_width_ = 0;
 
-  bool is_gathered_ = false;  // whether the operations until now have gathered rows
+  const char* failure_ = nullptr;  // why the step cannot be computed
   int reserved_rows_ = 0;
   int64_t prepared_row_bytes_ = 0;
   AlignedVector<float> memory_;

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "program/program.h"
+#include "program/rank_memory.h"
 
 namespace retain {
 
