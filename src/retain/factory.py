@@ -18,7 +18,7 @@ from retain.engine import drafters
 from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import HeadRunner, Runner
-from retain.engine.tensor_parallel import RankGroup, lead
+from retain.engine.tensor_parallel import Leader, RankGroup
 from retain.formats.checkpoint import list_model_files
 from retain.formats.lora import LoRAAdapter, read_lora
 from retain.formats.pooling import Pooling
@@ -145,8 +145,9 @@ def build_engine(
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
         cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
-    runner = lead(loaded.runner, cache, ranks) if ranks and ranks.rank == 0 else loaded.runner
-    engine = Engine(runner, cache, options.drafter, c.prompt_activations)
+    engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
+    if ranks and ranks.rank == 0:
+        engine.leader = Leader(cache, ranks)
     if device.type != "cpu" and not ranks:
         engine.depth = 2  # so that the device waits for the host as little as it can
     target = build_target(c, loaded, cache, tokenizer, cache_config)

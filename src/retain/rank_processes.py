@@ -26,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retain.config import Config
-from retain.engine.tensor_parallel import RankError, follow
+from retain.engine.tensor_parallel import follow
 from retain.factory import build_engine
-from retain.kernels.ranks import abort, shared_bytes
+from retain.kernels.ranks import RankError, abort, shared_bytes
 
 LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)  # a first step compiles kernels
@@ -64,7 +64,10 @@ class ProcessRanks:
     def all_gather(self, x: Tensor) -> Tensor:
         """Return what all ranks gave, in the order of ranks: [size, *x.shape], on the device of x."""
         out = x.new_empty(self.size, *x.shape)
-        self._group(x.device).allgather([list(out.unbind())], [x.contiguous()]).wait()
+        try:
+            self._group(x.device).allgather([list(out.unbind())], [x.contiguous()]).wait()
+        except RuntimeError as error:
+            raise RankError(self._name_ended()) from error
         return out
 
     def broadcast(self, message: Any = None) -> Any:
@@ -76,13 +79,8 @@ class ProcessRanks:
             for pipe in self._pipes:
                 pipe.send_bytes(data)
         except (OSError, EOFError) as error:
-            raise RankError("the first rank has ended" if self.rank else self._describe_ended()) from error
+            raise RankError(self._name_ended()) from error
         return message
-
-    def check(self) -> None:
-        """Raise RankError where another rank has ended."""
-        if any(process.poll() is not None for process in self._processes):
-            raise RankError(self._describe_ended())
 
     # ---- the first rank ------------------------------------------------------------------------------------------
 
@@ -98,7 +96,7 @@ class ProcessRanks:
             try:
                 problem = pipe.recv()
             except (OSError, EOFError) as error:
-                raise RankError(self._describe_ended()) from error
+                raise RankError(self._name_ended()) from error
             if problem is not None:
                 raise ValueError(problem)
 
@@ -116,9 +114,11 @@ class ProcessRanks:
         process.wait()
         abort(self.shared_memory)
 
-    def _describe_ended(self) -> str:
-        ended = [f"rank {i + 1} (exit status {p.poll()})" for i, p in enumerate(self._processes) if p.poll() is not None]
-        return f"{' and '.join(ended) or 'another rank'} has ended: nothing more can be computed"
+    def _name_ended(self) -> str:
+        if self.rank:
+            return "the first rank"
+        ended = (f"rank {i} (exit status {p.poll()})" for i, p in enumerate(self._processes, 1) if p.poll() is not None)
+        return next(ended, "another rank")
 
     # ---- torch.distributed ---------------------------------------------------------------------------------------
 

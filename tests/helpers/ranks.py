@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.engine import Engine
-from retain.engine.tensor_parallel import follow, lead
+from retain.engine.tensor_parallel import Leader, follow
 from retain.kernels.ranks import abort, shared_bytes
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ def lead_threads(make: Callable[[ThreadRanks], Engine], size: int) -> Engine:
     for rank in ranks[1:]:
         Thread(target=run, args=(rank,), daemon=True).start()
     engine = make(ranks[0])
-    engine.runner = lead(engine.runner, engine.cache, ranks[0])
+    engine.leader = Leader(engine.cache, ranks[0])
     weakref.finalize(engine, ranks[0].broadcast)
     return engine
 

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from retain.engine.scheduler import ScheduledRequest
-from retain.kernels.api import Batch, GroupInputs, Tables
+from retain.engine.step_tokens import StepTokens
+from retain.kernels.api import Batch, Tables
 from retain.kernels.slots.scoring import AttentionScoring
 from retain.kv.eviction.policy import QueryWeights
 from retain.kv.manager import KVCacheManager
-from retain.types import Floats
+from retain.types import Floats, Ints
 
 
-def build_batch(
-    scheduled: Sequence[ScheduledRequest], cache: KVCacheManager, prompt_activations: str = "int8", state_size: int = 0
-) -> Batch:
-    """Build the batch of a step; the scheduler has reserved its pages. `prompt_activations`: see `Config`.
+def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Batch:
+    """Build the batch of a step; the scheduler has reserved its pages."""
+    return list_tokens(scheduled, cache).build_step(cache)
 
-    With a `state_size` each request brings the hidden state before its first fresh token, and its last one has logits.
+
+def list_tokens(
+    scheduled: Sequence[ScheduledRequest],
+    cache: KVCacheManager,
+    prompt_activations: str = "int8",
+    carries_states: bool = False,
+) -> StepTokens:
+    """Return the tokens of a step. `prompt_activations`: see `Config`.
+
+    Where requests carry hidden states the last token of each has logits.
     """
-    rows = [s.row.index for s in scheduled]
-    query_start_loc = [0, *accumulate(s.num_tokens for s in scheduled)]
-    first_positions = [s.request.next_position for s in scheduled]
-    batch = pack_tokens(
-        cache,
-        rows=rows,
-        first_positions=first_positions,
+    tokens = StepTokens.pack(
+        rows=[s.row.index for s in scheduled],
+        first_positions=[s.request.next_position for s in scheduled],
         fresh=[s.request.next_tokens(s.num_tokens) for s in scheduled],
-        num_logits=[count_rows(s, state_size > 0) for s in scheduled],
+        num_logits=[count_rows(s, carries_states) for s in scheduled],
     )
-    if (looks := build_looks(scheduled, cache)) is not None:
-        groups = [_with_looks(group, looks) for group in batch.groups]
-        batch = replace(batch, groups=groups)
     return replace(
-        batch,
+        tokens,
         scoring=build_attention_scoring(scheduled),
-        before_attention=cache.attention_hook(rows, first_positions, query_start_loc),
         bfloat16_rows=prompt_rows(scheduled) if prompt_activations == "bfloat16" else (),
         adapters=build_adapters(scheduled),
-        hidden_states=stack_states(scheduled, state_size, cache.kv.device) if state_size else None,
+        looks=build_looks(scheduled, cache),
     )
 
 
@@ -62,12 +62,12 @@ def stack_states(scheduled: Sequence[ScheduledRequest], size: int, device: torch
     return torch.stack([unknown if s.request.hidden_state is None else s.request.hidden_state for s in scheduled])
 
 
-def build_adapters(scheduled: Sequence[ScheduledRequest]) -> Tensor | None:
+def build_adapters(scheduled: Sequence[ScheduledRequest]) -> Ints | None:
     """Return the number of the adapter of each fresh token, int32 [T], -1 for none; None where no token has one."""
     numbers = [-1 if s.request.input.adapter is None else s.request.input.adapter.number for s in scheduled]
     if max(numbers, default=-1) < 0:
         return None
-    return torch.from_numpy(np.repeat(np.array(numbers, np.int32), [s.num_tokens for s in scheduled]))
+    return np.repeat(np.array(numbers, np.int32), [s.num_tokens for s in scheduled])
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
@@ -86,7 +86,7 @@ def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:
     return ranges
 
 
-def build_looks(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Tensor | None:
+def build_looks(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Ints | None:
     """Return how many slots of a head each fresh token attends to, int32 [T], 0 for all; None where none looks.
 
     As with `prompt_rows`, that depends on a token's request and position alone, but where a budget has shrunk: a step
@@ -100,12 +100,7 @@ def build_looks(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) ->
         looked = s.request.policy.looked_slots(cache.rows[s.row.index].count_held(positions + 1))
         is_looking = ~np.bool_(s.request.scoring) & (positions >= s.request.first_look)
         counts.append(np.where(is_looking, looked, 0).astype(np.int32))
-    return torch.from_numpy(np.concatenate(counts))
-
-
-def _with_looks(group: GroupInputs, looks: Tensor) -> GroupInputs:
-    """Return the inputs of a group whose tokens look; where it has windows only, they see all slots of these."""
-    return group if group.kv.sketches is None else replace(group, tables=replace(group.tables, looks=looks))
+    return np.concatenate(counts)
 
 
 def pack_tokens(
@@ -116,27 +111,8 @@ def pack_tokens(
     num_logits: Sequence[int],
     build_tables: Callable[[Tensor, Tensor], list[Tables]] | None = None,
 ) -> Batch:
-    """Pack fresh tokens of the rows of these indices, which follow one another from their first positions on.
-
-    The last `num_logits` tokens of each row need logits. `build_tables(rows, query_start_loc)` returns the pages that
-    the tokens attend to, if not all that the rows own.
-    """
-    counts = np.array([len(f) for f in fresh], np.int32)
-    starts = np.concatenate(([0], counts.cumsum(dtype=np.int32))).astype(np.int32)  # [B + 1]
-    row_ids = np.array(rows, np.int32)  # [B]
-    token_rows = np.repeat(row_ids, counts)  # [T]
-    offsets = np.array(first_positions, np.int32) - starts[:-1]
-    positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(offsets, counts)  # [T]
-    indices = [np.arange(end - n, end) for end, n in zip(starts[1:].tolist(), num_logits, strict=True)]
-    build_tables = build_tables or cache.build_tables
-    tables = build_tables(torch.from_numpy(row_ids), torch.from_numpy(starts))
-    return Batch(
-        groups=cache.group_inputs(token_rows, positions, tables),
-        caches=cache.spec.group_indices,
-        input_ids=torch.tensor([t for f in fresh for t in f]),
-        positions=torch.from_numpy(positions),
-        logits_indices=torch.from_numpy(np.concatenate(indices)),
-    )
+    """Build a batch of tokens that are no step's of the engine; see `StepTokens`."""
+    return StepTokens.pack(rows, first_positions, fresh, num_logits).build_batch(cache, build_tables)
 
 
 def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> AttentionScoring | None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
 
 from torch import Tensor
 
-from retain.engine.batch_builder import build_batch, count_rows
+from retain.engine.batch_builder import count_rows, list_tokens, stack_states
 from retain.engine.cache_interface import RequestRow
 from retain.engine.drafters import Drafter
 from retain.engine.output import StepOutput
@@ -26,6 +27,7 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.speculator import Speculator
+from retain.engine.tensor_parallel import Leader
 from retain.kernels.api import Batch
 from retain.kernels.transfers import to_device_like
 from retain.kv.manager import KVCacheManager
@@ -52,6 +54,7 @@ class Engine:
         self.depth = 1  # steps that `step` has pending before it waits for the oldest
         self.pending_steps: deque[PendingStep] = deque()
         self.num_computed_tokens = 0  # since the start, of all requests
+        self.leader: Leader | None = None  # of other ranks
         self._collected_at = 0.0  # seconds, of perf_counter: when the last step was read
 
     def add(self, *requests: Request) -> None:
@@ -162,8 +165,14 @@ class Engine:
         return min(fair_share, self.cache.page_size) - 1  # a shrunk ring has room for one block
 
     def _build_batch(self, scheduled: Sequence[ScheduledRequest]) -> Batch:
-        """Build the batch of a step, with the tokens that are still pending."""
-        batch = build_batch(scheduled, self.cache, self.prompt_activations, self.runner.state_size)
+        """Build the batch of a step, with the tokens that are still pending. Other ranks do the same meanwhile."""
+        size = self.runner.state_size
+        tokens = list_tokens(scheduled, self.cache, self.prompt_activations, size > 0)
+        if self.leader:
+            self.leader.announce(tokens)
+        batch = tokens.build_step(self.cache)
+        if size:
+            batch = replace(batch, hidden_states=stack_states(scheduled, size, self.cache.kv.device))
         return insert_pending_tokens(batch, scheduled, self.pending_steps)
 
     def _forward(self, batch: Batch, scheduled: Sequence[ScheduledRequest]) -> tuple[Tensor, Tensor | None]:

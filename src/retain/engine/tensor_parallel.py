@@ -6,15 +6,12 @@ One message a step goes from the first rank to the others: calls of its cache, t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch import Tensor
-
 from retain.engine.runner import Runner
-from retain.kernels.api import Batch, GroupInputs
+from retain.engine.step_tokens import StepTokens
 from retain.kernels.ranks import Ranks
-from retain.kernels.slots.scoring import AttentionScoring
 from retain.kv.journal import Call, Journal, Replica
 from retain.kv.manager import KVCacheManager
 
@@ -24,68 +21,6 @@ class RankGroup(Ranks, Protocol):
 
     def broadcast(self, message: Any = None) -> Any:
         """Return the message of the first rank, on all of them. Raises RankError where a rank has gone."""
-
-    def check(self) -> None:
-        """Raise RankError where another rank has ended."""
-
-
-class RankError(ChildProcessError):
-    """Raised where another rank has ended: nothing more can be computed."""
-
-
-@dataclass(frozen=True)
-class StepTokens:
-    """The fresh tokens of a step without what each rank has of its own. See `Batch`."""
-
-    rows: Tensor  # [B]
-    query_start_loc: Tensor  # [B + 1]
-    input_ids: Tensor
-    positions: Tensor
-    logits_indices: Tensor
-    scoring: AttentionScoring | None
-    bfloat16_rows: Sequence[tuple[int, int]]
-    adapters: Tensor | None
-    looks: Tensor | None
-
-    @classmethod
-    def of(cls, batch: Batch) -> StepTokens:
-        """Return those of a batch, whose tokens are all known."""
-        assert batch.pending_tokens is None and batch.hidden_states is None
-        return cls(
-            batch.rows,
-            batch.query_start_loc,
-            batch.input_ids,
-            batch.positions,
-            batch.logits_indices,
-            batch.scoring,
-            batch.bfloat16_rows,
-            batch.adapters,
-            next((g.tables.looks for g in batch.groups if g.tables.looks is not None), None),
-        )
-
-    def build_batch(self, cache: KVCacheManager) -> Batch:
-        """Return the batch of another rank, whose cache has repeated all calls before the step."""
-        starts = self.query_start_loc
-        first_positions = self.positions[starts[:-1].long()].tolist()
-        token_rows = self.rows.repeat_interleave(starts.diff())
-        tables = cache.build_tables(self.rows, starts)
-        groups = cache.group_inputs(token_rows.numpy(), self.positions.numpy(), tables)
-        return Batch(
-            groups=[self._with_looks(group) for group in groups],
-            caches=cache.spec.group_indices,
-            input_ids=self.input_ids,
-            positions=self.positions,
-            logits_indices=self.logits_indices,
-            scoring=self.scoring,
-            before_attention=cache.attention_hook(self.rows.tolist(), first_positions, starts.tolist()),
-            bfloat16_rows=self.bfloat16_rows,
-            adapters=self.adapters,
-        )
-
-    def _with_looks(self, group: GroupInputs) -> GroupInputs:
-        if self.looks is None or group.kv.sketches is None:
-            return group
-        return replace(group, tables=replace(group.tables, looks=self.looks))
 
 
 @dataclass(frozen=True)
@@ -97,39 +32,17 @@ class StepMessage:
     tokens: StepTokens
 
 
-class LeadingRunner:
-    """Compute a batch on all ranks, on the first of them."""
+class Leader:
+    """The first rank's side: it notes what is done to its cache, and sends it with the tokens of each step."""
 
-    def __init__(self, runner: Runner, ranks: RankGroup, journal: Journal):
-        self.runner = runner
+    def __init__(self, cache: KVCacheManager, ranks: RankGroup):
         self.ranks = ranks
-        self.journal = journal
+        self.journal = Journal()
+        cache.set_journal(self.journal)
 
-    def forward(self, batch: Batch) -> Tensor:
-        """Return the logits of a batch; see `Runner`. Raises RankError where another rank has ended."""
-        self.ranks.broadcast(StepMessage(*self.journal.take(), StepTokens.of(batch)))
-        try:
-            return self.runner.forward(batch)
-        except RuntimeError:
-            self.ranks.check()
-            raise
-
-    @property
-    def hidden_states(self) -> Tensor | None:
-        """The hidden states of the last batch."""
-        return self.runner.hidden_states
-
-    @property
-    def state_size(self) -> int:
-        """Numbers of the hidden state that each request brings into a batch."""
-        return self.runner.state_size
-
-
-def lead(runner: Runner, cache: KVCacheManager, ranks: RankGroup) -> LeadingRunner:
-    """Return the runner of the first rank, and note from now on what is done to its cache."""
-    journal = Journal()
-    cache.set_journal(journal)
-    return LeadingRunner(runner, ranks, journal)
+    def announce(self, tokens: StepTokens) -> None:
+        """Let the other ranks compute a step. Raises RankError where one has ended."""
+        self.ranks.broadcast(StepMessage(*self.journal.take(), tokens))
 
 
 def follow(runner: Runner, cache: KVCacheManager, ranks: RankGroup) -> None:
@@ -138,4 +51,4 @@ def follow(runner: Runner, cache: KVCacheManager, ranks: RankGroup) -> None:
     cache.prefix_cache.tree.pins.clock = lambda: replica.time
     while (message := ranks.broadcast()) is not None:
         replica.repeat(message.calls, message.forgotten)
-        runner.forward(message.tokens.build_batch(cache))
+        runner.forward(message.tokens.build_step(cache))

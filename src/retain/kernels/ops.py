@@ -133,6 +133,10 @@ class NamedRows:
         """Return how many rows these are."""
         return self.total if self.index is None else len(self.index)
 
+    def select(self, index: Tensor) -> NamedRows:
+        """Return those of these rows that have the places of an index, int64 [n]."""
+        return NamedRows(self.name, self.total, index if self.index is None else self.index[index])
+
 
 @dataclass(frozen=True, eq=False)
 class MatMul(Operation):

@@ -14,6 +14,13 @@ CHUNK_BYTES = 4 * 2**20  # that a rank writes before it waits for others; no row
 LINE_BYTES = 64
 
 
+class RankError(ChildProcessError):
+    """Raised where another rank has ended: nothing more can be computed."""
+
+    def __init__(self, which: str = "another rank"):
+        super().__init__(f"{which} has ended: nothing more can be computed")
+
+
 class Ranks(Protocol):
     """What an operation needs of the other ranks. All ranks call the same methods in the same order."""
 
@@ -30,7 +37,10 @@ class Ranks(Protocol):
         """Memory that all ranks map, uint8 [shared_bytes(size)], at first zeros; None where they share none."""
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return what all ranks gave, in the order of ranks: [size, *x.shape], on the device of x."""
+        """Return what all ranks gave, in the order of ranks: [size, *x.shape], on the device of x.
+
+        Raises RankError where a rank has gone.
+        """
 
 
 def shared_bytes(size: int) -> int:

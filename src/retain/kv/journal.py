@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import wraps
 from time import monotonic
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, finalize
@@ -36,13 +35,14 @@ J = TypeVar("J", bound=Journaled)
 def journaled(method: Callable[Concatenate[J, P], R]) -> Callable[Concatenate[J, P], R]:
     """Note each call of a method that changes a cache. Arguments are given by their places."""
 
-    @wraps(method)
-    def call(self: J, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call(self: J, /, *args: P.args, **kwargs: P.kwargs) -> R:
         if self.journal is None or self.journal.is_calling:
             return method(self, *args, **kwargs)
         assert not kwargs
         return self.journal.note(self, method, *args)
 
+    call.__doc__ = method.__doc__
+    call.__name__ = method.__name__
     return call
 
 
@@ -191,7 +191,7 @@ class Replica:
         self.time = call.time
         for part in call.texts:
             self._update(part)
-        owner = self.cache if call.row is None else self.cache.rows[call.row]
+        owner: Any = self.cache if call.row is None else self.cache.rows[call.row]
         args = [self._to_objects(x) for x in call.args]
         if call.name == "start":
             args[1] = self.cache.find(owner.policy, args[0])

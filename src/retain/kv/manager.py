@@ -167,7 +167,7 @@ class KVCacheManager:
 
     @journaled
     def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
-        """Keep what is cached of a text for `seconds`. Returns the number of tokens. Raises ValueError; see PrefixCache."""
+        """Keep what is cached of a text for `seconds`; see `PrefixCache.pin`. Returns the number of tokens."""
         return self.prefix_cache.pin(policy, text, seconds, owner)
 
     @journaled

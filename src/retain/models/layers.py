@@ -51,8 +51,7 @@ class Linear:
 
     def select(self, index: Tensor) -> Linear:
         """Return the layer that computes these outputs alone, int64 [n]. Raises IndexError."""
-        whole = [rows for rows in self.rows if rows.index is None and len(self.rows) == 1]
-        rows = tuple(NamedRows(x.name, x.total, index) for x in whole)
+        rows = (self.rows[0].select(index),) if len(self.rows) == 1 else ()
         return Linear(select_rows(self.weight, index), None if self.bias is None else self.bias[index], rows)
 
 

@@ -108,7 +108,9 @@ class GracefulServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         """Return whether to shut down (uvicorn, ten times a second)."""
-        if self._num_signals:
+        if self.service.engine_thread.rank_error:
+            self.should_exit = True
+        elif self._num_signals:
             self.should_exit = self.should_exit or self._is_drained()
         return await super().on_tick(counter)
 

@@ -18,6 +18,7 @@ from time import perf_counter
 from typing import TypeVar
 
 from retain.engine.request import Request
+from retain.kernels.ranks import RankError
 from retain.kv.text import Text
 from retain.llm import LLM
 from retain.server.metric_families import render_page
@@ -43,6 +44,7 @@ class EngineThread:
         self._loaded: Future[LLM] = Future()
         self.observers: list[Observer] = []
         self.fatal_error: str | None = None  # set after a failure that the engine cannot recover from
+        self.rank_error: RankError | None = None  # after which the server ends, too
         self.closed_error: EngineError | None = None  # raised for new requests once set
         self._stopped = False  # the thread runs no more commands
         self._has_read = False  # since the last step
@@ -137,6 +139,10 @@ class EngineThread:
         try:
             while self._run_commands():
                 self._step()
+        except RankError as error:
+            log.critical("%s", error)
+            self.rank_error = error
+            self.fatal_error = ENGINE_FAILED
         except BaseException:
             log.critical("engine thread failed", exc_info=True)
             self.fatal_error = ENGINE_FAILED
@@ -188,6 +194,8 @@ class EngineThread:
         started_at = perf_counter()
         try:
             sampled = list(self.llm.step().token_ids)
+        except RankError:
+            raise
         except Exception as error:
             self._recover(error)
             return

@@ -39,8 +39,8 @@ def serve(
     """Serve a model until SIGTERM or SIGINT, then finish what was accepted and refuse what comes.
 
     Calls `on_ready` once the server listens. Signals start the `watchdog`, which goes on when this returns; without one
-    only a shutdown that hangs is ended. Raises what `load_llm` raises, and ValueError for a server that would be open
-    to everybody.
+    only a shutdown that hangs is ended. Raises what `load_llm` raises, ValueError for a server that would be open to
+    everybody, and RankError where another rank has ended.
     """
     config = server_config
     hosts.check_exposure(config.host, bool(config.api_keys), config.insecure_no_api_key)
@@ -82,6 +82,8 @@ async def _serve(
             lifespan="off",
         )
         await GracefulServer(config, service, server_config.drain_timeout, watchdog, on_ready).serve()
+        if error := service.engine_thread.rank_error:
+            raise error
     log.info("shut down")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from retain.kernels.api import Batch
 from retain.kernels.cpu import ffi
 from retain.kernels.cpu.operations import LOWERINGS, CppOperands
 from retain.kernels.cpu.packing import block_row_energies
+from retain.kernels.ranks import RankError
 from retain.kernels.shape_checks import check_batch
 from retain.kernels.weights.weight import Weight
 
@@ -95,7 +97,7 @@ class CpuProgram:
         """Do nothing: there is nothing to compile."""
 
     def run(self, batch: Batch) -> Tensor:
-        """Run all operations for the tokens of a batch. Returns the logits."""
+        """Run all operations for the tokens of a batch. Returns the logits. Raises RankError."""
         check_batch(batch)
         N = len(batch.logits_indices)
         input_ids = batch.token_ids()
@@ -113,14 +115,18 @@ class CpuProgram:
         begin = 0
         if batch.before_attention:
             for op in self._cache_ops:
-                self._program.run(*c_args, begin, op.op_index)
+                self._run(*c_args, begin, op.op_index)
                 for cache in op.caches:
                     batch.before_attention(cache, self._queries(op, T))
                 begin = op.op_index
-        self._program.run(*c_args, begin, self._program.num_ops())
+        self._run(*c_args, begin, self._program.num_ops())
         if self._hidden_states:
             self.hidden_states = self._view(self._hidden_states, N)
         return self._logits[:N]
+
+    def _run(self, *args: Any) -> None:
+        if not self._program.run(*args):
+            raise RankError
 
     def _queries(self, op: CacheOp, T: int) -> Tensor:
         """Return a layer's queries [T, H, D] as a view of the buffer in C++."""

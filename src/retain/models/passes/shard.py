@@ -11,7 +11,7 @@ and what they compute of it is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import AllGather, Attend, Buffer, CopyColumns, MatMul, NamedRows, Norm, Operation, Scale
 from retain.kernels.ranks import Ranks
 from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec, LayerCacheSpec, SlidingWindowSpec
-from retain.kernels.weights.weight import Weight, parts_of, stack_rows
+from retain.kernels.weights.weight import Weight, parts_of, select_rows, stack_rows
 from retain.models.decoder import ModelSpec
 
 
@@ -89,7 +89,8 @@ class Sharding:
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
-        self._selected = WeakIdKeyDictionary()  # by matrix: the rows of the last selection
+        # By matrix: the rows that were selected last. A matrix that is gone is forgotten.
+        self._selected: MutableMapping[Weight, tuple[Tensor, Weight]] = WeakIdKeyDictionary()
 
     def shard(self, operations: Iterable[Operation]) -> Iterator[Operation]:
         """Yield what a rank computes in place of each operation."""
@@ -190,8 +191,8 @@ class Sharding:
         experts = replace(
             e,
             num_experts=end - begin,
-            gate_up=select_rows(e.gate_up, inner),
-            down=select_rows(e.down, outer),
+            gate_up=select_parts(e.gate_up, inner),
+            down=select_parts(e.down, outer),
             gate_up_bias=None if e.gate_up_bias is None else e.gate_up_bias[inner],
             down_bias=None if e.down_bias is None else e.down_bias[outer],
             first=begin,
@@ -210,11 +211,9 @@ class Sharding:
 
     def _select(self, weight: Weight, index: Tensor) -> Weight:
         """Return rows of a matrix: the same ones as before where another operation asked for these."""
-        earlier, selected = self._selected.get(weight, (None, None))
-        if earlier is None or not torch.equal(earlier, index):
-            selected = select_rows(weight, index)
-            self._selected[weight] = index, selected
-        return selected
+        if weight not in self._selected or not torch.equal(self._selected[weight][0], index):
+            self._selected[weight] = index, select_parts(weight, index)
+        return self._selected[weight][1]
 
     def _select_product(self, op: MatMul, index: Tensor, out: Buffer) -> MatMul:
         bias = None if op.bias is None else op.bias[index]
@@ -236,34 +235,28 @@ def expand(index: Tensor, n: int) -> Tensor:
     return (index[:, None] * n + torch.arange(n)).flatten()
 
 
-def select_rows(weight: Weight, index: Tensor) -> Weight:
+def select_parts(weight: Weight, index: Tensor) -> Weight:
     """Return rows of a matrix; those of each part of a stack keep its kind."""
-    return stack_rows([part[rows] for part, rows in split_index(parts_of(weight), index)])
+    parts = parts_of(weight)
+    return stack_rows([select_rows(parts[i], own) for i, own in split_index([p.shape[0] for p in parts], index)])
 
 
 def select_names(rows: tuple[NamedRows, ...], index: Tensor) -> tuple[NamedRows, ...]:
     """Return what a checkpoint calls these rows of a product."""
     if not rows:
         return ()
-    starts = torch.tensor([0, *(x.num_rows for x in rows)]).cumsum(0)
-    found = []
-    for i, own in runs_of(torch.bucketize(index, starts[1:], right=True), index):
-        local = own - starts[i]
-        found.append(replace(rows[i], index=local if rows[i].index is None else rows[i].index[local]))
-    return tuple(found)
+    return tuple(rows[i].select(own) for i, own in split_index([x.num_rows for x in rows], index))
 
 
-def split_index(parts: Sequence[Weight], index: Tensor) -> Iterator[tuple[Weight, Tensor]]:
-    """Yield the parts of a stack that an index names, in its order, and their own rows of it."""
-    starts = torch.tensor([0, *(part.shape[0] for part in parts)]).cumsum(0)
-    for i, own in runs_of(torch.bucketize(index, starts[1:], right=True), index):
-        yield parts[i], own - starts[i]
+def split_index(sizes: Sequence[int], index: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Yield the numbers of parts of these sizes that an index names, in its order, and each time the rows of the part.
 
-
-def runs_of(owners: Tensor, index: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield each owner and its numbers of the index, one run of equal owners after another."""
-    found, counts = torch.unique_consecutive(owners, return_counts=True)
-    yield from zip(found.tolist(), index.split(counts.tolist()), strict=True)
+    A part comes several times where others lie between its rows.
+    """
+    ends = torch.tensor(sizes).cumsum(0)
+    found, counts = torch.unique_consecutive(torch.bucketize(index, ends, right=True), return_counts=True)
+    for i, own in zip(found.tolist(), torch.split(index, counts.tolist()), strict=True):
+        yield i, own - (int(ends[i]) - sizes[i])
 
 
 def select_columns(op: Operation, columns: Tensor, out: Buffer) -> Operation | None:

@@ -135,9 +135,9 @@ static void bind_program(nb::module_& m) {
              Address hidden_states, int hidden_size, Address adapters, int begin, int end) {
             std::vector<RowRange> ranges;
             for (const auto& [first, last] : bfloat16_rows) ranges.push_back({first, last});
-            p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits),
-                   groups, layers, scoring, ranges, ptr<float>(hidden_states), hidden_size,
-                   ptr<int32_t>(adapters)}, begin, end);
+            return p.run({T, N, ptr<int64_t>(ids), ptr<int32_t>(pos), ptr<int64_t>(logits_indices), ptr<float>(logits),
+                          groups, layers, scoring, ranges, ptr<float>(hidden_states), hidden_size,
+                          ptr<int32_t>(adapters)}, begin, end);
           },
           nb::call_guard<nb::gil_scoped_release>());
 }

@@ -432,7 +432,7 @@ struct AllGatherOp {
       float* const to = state.data(out) + int64_t(first) * stride + int64_t(rank) * width;
       for (int t = 0; t < n; ++t) memcpy(to + int64_t(t) * stride, rows + int64_t(t) * width, size_t(width) * 4);
     };
-    if (!ranks.exchange(state.data(in), state.rows, width, copy)) state.program.fail("another rank has ended");
+    if (!ranks.exchange(state.data(in), state.rows, width, copy)) state.program.fail();
   }
 };
 
@@ -451,7 +451,7 @@ struct AllReduceOp {
       if (rank == 0) memcpy(to, x, rows * width * 4);
       else for (int64_t i = 0; i < rows * width; ++i) to[i] += x[i];
     };
-    if (!ranks.exchange(state.data(in), state.rows, int(width), add_up)) state.program.fail("another rank has ended");
+    if (!ranks.exchange(state.data(in), state.rows, int(width), add_up)) state.program.fail();
     float* const y = state.data(out);
     for (int64_t i = 0; i < n; ++i) y[i] = add ? y[i] + sum[i] : sum[i];
   }

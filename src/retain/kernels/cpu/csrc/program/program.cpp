@@ -80,7 +80,7 @@ void Program::compute_rope_tables(const StepArgs& s, ThreadTeam::Member& member)
   }
 }
 
-void Program::run(const StepArgs& step, int begin, int end) {
+bool Program::run(const StepArgs& step, int begin, int end) {
   const RowParts parts(step);
   if (begin == 0) {
     check_ranges(step);
@@ -101,7 +101,7 @@ void Program::run(const StepArgs& step, int begin, int end) {
       member.barrier();
     }
   });
-  if (failure_) throw std::runtime_error(std::exchange(failure_, nullptr));
+  return !std::exchange(has_failed_, false);
 }
 
 // Returns the end of the operations from `begin` on that blocks of rows go through together; `begin` if there are few

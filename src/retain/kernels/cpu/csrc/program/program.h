@@ -123,8 +123,8 @@ class Program {
   // Says that rows of logits have at least so many numbers.
   void reserve_logits(int width) { logits_width_ = std::max(logits_width_, width); }
 
-  // Lets the step throw std::runtime_error when all threads are through it; the first thread calls this.
-  void fail(const char* reason) { failure_ = reason; }
+  // Says that the step cannot be computed, as another rank has ended. The first thread calls this.
+  void fail() { has_failed_ = true; }
 
   // Returns memory for the prepared activations of `row` and following ones. It starts on a cache line.
   char* prepared(int row) { return prepared_.data() + row * prepared_row_bytes_; }
@@ -141,9 +141,9 @@ class Program {
   int num_ops() const { return int(ops_.size()); }
 
   // Runs operations begin .. end - 1. A step runs all operations, in one call or several. The call that begins at 0
-  // checks the step: it raises std::invalid_argument before it changes anything. Throws std::runtime_error where an
+  // checks the step: it raises std::invalid_argument before it changes anything. Returns false where an
   // operation has failed.
-  void run(const StepArgs&, int begin, int end);
+  bool run(const StepArgs&, int begin, int end);
 
  private:
   struct Operation {
@@ -162,7 +162,7 @@ class Program {
   int64_t max_prepared_row_bytes_ = 0, max_bfloat16_row_bytes_ = 0;
   int logits_width_ = 0;
 
-  const char* failure_ = nullptr;  // why the step cannot be computed
+  bool has_failed_ = false;
   int reserved_rows_ = 0;
   int64_t prepared_row_bytes_ = 0;
   AlignedVector<float> memory_;
