@@ -85,7 +85,9 @@ class Config:
     max_lora_rank: Annotated[int, Bounds(1, 256)] | None = option(
         None, "largest rank of an adapter, up to 256 (default: that of --lora, or 16)"
     )
-    kv_memory: Size | None = option(None, "hard cap of the KV pool (default: 4GiB, or 85% of the free memory of a GPU)")
+    kv_memory: Size | None = option(
+        None, "hard cap of the KV pool, of all ranks (default: 4GiB, or 85% of the free memory of a GPU)"
+    )
     kv_offload: str | None = option(
         None,
         "file with K and V of the KV pool, for texts longer than memory whose answers look (look:slots=1024): "

@@ -104,6 +104,8 @@ def build_engine(
     """
     c = config
     options = parse_options(c)
+    if ranks:
+        refuse_for_ranks(c, options)
     device = kernels.resolve_device(c.device)
     if ranks and device.type == "cuda":
         device = torch.device("cuda", ranks.rank)
@@ -129,8 +131,10 @@ def build_engine(
         c.snapshot_interval,
         any(p.looks for p in allowed),
         *options.offload,
+        has_all_heads=loaded.has_all_heads,
     )
-    kv_memory = c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
+    kv_memory = c.kv_memory and c.kv_memory // c.tensor_parallel
+    kv_memory = kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
     cache = build_cache(
         spec.kv_cache,
         cache_config,
@@ -164,6 +168,8 @@ def build_engine(
     adapters = Adapters(bank)
     for name, lora in options.loras.items():
         adapters.add(name, lora)
+    if engine.leader:
+        adapters.on_write = engine.leader.load_adapter
     parts = EngineParts(
         config=c,
         device=device,
@@ -179,9 +185,17 @@ def build_engine(
         input_processor=InputProcessor(tokenizer, info, cache, partial(add_drafter, engine, target), adapters),
         output_processor=OutputProcessor(engine, tokenizer),
     )
-    if options.drafter:
+    if options.drafter and not (ranks and ranks.rank):
         attach_drafter(options.drafter, target)
     return parts
+
+
+def refuse_for_ranks(c: Config, options: ParsedOptions) -> None:
+    """Raise ValueError for options that one rank alone can have."""
+    if options.tiers or c.kv_offload:
+        raise ValueError("tensor_parallel does not go with tiers, and not with kv_offload: K and V stay in memory")
+    if options.drafter and options.drafter.needs.hidden_states:
+        raise ValueError(f"{c.speculate} reads what each rank has a part of: with tensor_parallel use ngram or suffix")
 
 
 def join_needs(named: Iterable[Drafter]) -> DrafterNeeds:

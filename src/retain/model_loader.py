@@ -44,6 +44,7 @@ class LoadedModel:
     embedding: Embedding | None = None
     head: HeadRunner | None = None
     head_path: Path | None = None  # of its file, where it is not the model's
+    has_all_heads: bool = True  # of attention: no other rank has some
 
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
@@ -112,7 +113,17 @@ def load_model(
     embedding = decoder.token_embedding if needs.hidden_states else None
     ropes = [(rope.freqs.tolist(), rope.attention_factor) for rope in decoder.ropes]
     transform = build_key_transform(decoder)
-    return LoadedModel(path, decoder.spec, ProgramRunner(program), transform, repr(ropes), embedding, head, head_path)
+    return LoadedModel(
+        path,
+        decoder.spec,
+        ProgramRunner(program),
+        transform,
+        repr(ropes),
+        embedding,
+        head,
+        head_path,
+        decoder.has_all_heads,
+    )
 
 
 def build_key_transform(decoder: Decoder) -> KeyTransform:

@@ -13,6 +13,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -87,8 +88,8 @@ class ProcessRanks:
     def adopt(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         """Watch the processes of the other ranks: when one ends, the others must not wait for it."""
         self._processes = list(processes)
-        for process in processes:
-            Thread(target=self._watch, args=(process,), name="retain-rank-watch", daemon=True).start()
+        for rank, process in enumerate(processes, 1):
+            Thread(target=self._watch, args=(rank, process), name="retain-rank-watch", daemon=True).start()
 
     def await_start(self) -> None:
         """Return when the others have loaded their parts. Raises ValueError with what one says, and RankError."""
@@ -110,8 +111,10 @@ class ProcessRanks:
         for process in self._processes:
             process.wait()
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> None:
-        process.wait()
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        status = process.wait()
+        if not self._is_closed:
+            log.error("rank %d has ended with exit status %d", rank, status)
         abort(self.shared_memory)
 
     def _name_ended(self) -> str:
@@ -179,13 +182,12 @@ def run_rank(pipe: Connection, file: int) -> int:
     try:
         parts = build_engine(setup.config, ranks=ranks)
     except (ValueError, OSError) as error:
-        pipe.send(str(error))
+        with suppress(OSError):  # the first rank has found it out, and ended
+            pipe.send(str(error))
         return 1
-    pipe.send(None)
-    try:
-        follow(parts.engine.runner, parts.cache, ranks)
-    except RankError:
-        return 0  # the first rank has ended, and says why
+    with suppress(OSError, RankError):  # the first rank has ended
+        pipe.send(None)
+        follow(parts.engine.runner, parts.cache, ranks, parts.input_processor.adapters.bank)
     return 0
 
 

@@ -11,9 +11,11 @@ from typing import Any, Protocol
 
 from retain.engine.runner import Runner
 from retain.engine.step_tokens import StepTokens
+from retain.formats.lora import LoRAAdapter
 from retain.kernels.ranks import Ranks
 from retain.kv.journal import Call, Journal, Replica
 from retain.kv.manager import KVCacheManager
+from retain.models.adapter_bank import AdapterBank
 
 
 class RankGroup(Ranks, Protocol):
@@ -32,6 +34,14 @@ class StepMessage:
     tokens: StepTokens
 
 
+@dataclass(frozen=True)
+class AdapterMessage:
+    """An adapter that the other ranks put into a place of their banks."""
+
+    number: int
+    adapter: LoRAAdapter
+
+
 class Leader:
     """The first rank's side: it notes what is done to its cache, and sends it with the tokens of each step."""
 
@@ -44,11 +54,22 @@ class Leader:
         """Let the other ranks compute a step. Raises RankError where one has ended."""
         self.ranks.broadcast(StepMessage(*self.journal.take(), tokens))
 
+    def load_adapter(self, number: int, adapter: LoRAAdapter) -> None:
+        """Let the other ranks have an adapter. Raises RankError where one has ended."""
+        self.ranks.broadcast(AdapterMessage(number, adapter))
 
-def follow(runner: Runner, cache: KVCacheManager, ranks: RankGroup) -> None:
-    """Do what the first rank says until it ends. Raises RankError where it has gone, and DivergedError."""
+
+def follow(runner: Runner, cache: KVCacheManager, ranks: RankGroup, bank: AdapterBank | None = None) -> None:
+    """Do what the first rank says until it ends. Raises RankError where it has gone, and DivergedError.
+
+    `bank` has the adapters of the runner's program.
+    """
     replica = Replica(cache)
     cache.prefix_cache.tree.pins.clock = lambda: replica.time
     while (message := ranks.broadcast()) is not None:
+        if isinstance(message, AdapterMessage):
+            assert bank is not None
+            bank.write(message.number, message.adapter)
+            continue
         replica.repeat(message.calls, message.forgotten)
         runner.forward(message.tokens.build_step(cache))

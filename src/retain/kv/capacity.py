@@ -29,7 +29,7 @@ class CacheConfig:
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
     demote. `snapshot_interval`: tokens between the rungs of a long text, where checkpoints stay; 0: none.
     `has_sketches`: whether pages have what policies need that look at few slots. `offload_folder`: of a file with
-    `offload_bytes` of K and V; empty where they lie in memory.
+    `offload_bytes` of K and V; empty where they lie in memory. `has_all_heads`: whether no other rank has some.
     """
 
     page_size: int
@@ -42,6 +42,7 @@ class CacheConfig:
     has_sketches: bool = False
     offload_folder: str = ""
     offload_bytes: int = 0
+    has_all_heads: bool = True
 
 
 def refuse_gates(file: str) -> Gate:
@@ -210,6 +211,9 @@ class CapacityPlanner:
         """
         if not self.spec.full_caches:
             return policies.parse("full")
+        if policy.compares_heads and not self.config.has_all_heads:
+            name = policies.to_spec(policy)
+            raise ValueError(f"{name} compares heads, which lie on several ranks here: use tensor_parallel=1")
         share = getattr(policy, "share", "none")
         compares_layers = share in ("all", "fitted") or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:

@@ -184,6 +184,8 @@ class KVCacheManager:
 
     def open_draft_tables(self, dtype: torch.dtype | None) -> DraftTables:
         """Return tables for a drafter that attends to pages of rows, or to copies in `dtype`. Raises ValueError."""
+        if self.journal is not None:
+            raise ValueError("needs the whole cache: with tensor_parallel use ngram, suffix or draft:model=M")
         if len(self.slots.groups) > 1:
             has_head = any(group.is_draft for group in self.spec.groups)
             reason = "one is that of a draft head" if has_head else "those of this model differ in heads or head dims"

@@ -77,7 +77,8 @@ def build(weights: Weights, program: Target, gives_states: bool = False) -> Deco
         operations = make_operations(decoder, weights, program)
         program.load(tap(operations) if gives_states else operations)
         if weights.ranks is not None:
-            decoder = replace(decoder, spec=shard_spec(decoder.spec, weights.ranks.size))
+            spec = shard_spec(decoder.spec, weights.ranks.size)
+            decoder = replace(decoder, spec=spec, has_all_heads=spec.caches == decoder.spec.caches)
     check_all_tensors_used(weights, ignored_tensors(family, weights))
     return decoder
 

@@ -248,6 +248,7 @@ class Decoder:
     num_layers: int | None = None  # where the spec's caches do not tell; None: they do
     key_factors: dict[int, Tensor] = field(default_factory=dict)  # by cache, [G, D]: see passes/balance.py
     attention: dict[int, ops.Attend] = field(default_factory=dict)  # by cache: see passes/note_attention.py
+    has_all_heads: bool = True  # of attention: no other rank has some
 
     @property
     def token_embedding(self) -> Embedding:

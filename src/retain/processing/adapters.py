@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -22,6 +22,7 @@ class Adapters:
     def __init__(self, bank: AdapterBank | None):
         self.bank = bank
         self.named: dict[str, Adapter] = {}
+        self.on_write: Callable[[int, LoRAAdapter], None] | None = None  # tells other ranks
         self._places: WeakValueDictionary[int, Adapter] = WeakValueDictionary()
 
     def add(self, name: str, adapter: LoRAAdapter) -> None:
@@ -32,6 +33,8 @@ class Adapters:
             raise ValueError(f"there is an adapter {quote(name)} already" if name else "an adapter needs a name")
         number = self._find_free_place(self.bank.size)
         self.bank.write(number, adapter)
+        if self.on_write:
+            self.on_write(number, adapter)
         self.named[name] = self._places[number] = Adapter(number, adapter.digest)
 
     def remove(self, name: str) -> None:

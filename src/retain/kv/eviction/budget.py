@@ -202,6 +202,11 @@ class BudgetPolicy(EvictionPolicy):
         """Whether heads keep different numbers of tokens."""
         return self.share != "none"
 
+    @property
+    def compares_heads(self) -> bool:
+        """Whether heads divide a budget, or their pages."""
+        return self.ragged
+
     def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
         """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""
         pos = np.arange(num_tokens, dtype=np.int32)

@@ -70,6 +70,11 @@ class EvictionPolicy:
         return False
 
     @property
+    def compares_heads(self) -> bool:
+        """Whether what a head keeps depends on other kv heads, or on which one it is."""
+        return False
+
+    @property
     def score_key(self) -> tuple[object, ...]:
         """Everything that masses at the end of a prompt depend on, but for the prompt and the seed; () for none."""
         return ()

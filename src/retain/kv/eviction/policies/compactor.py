@@ -33,6 +33,11 @@ class Policy(QueryScoredPolicy):
     sketch: Annotated[int, Bounds(1, 256)] = 48  # numbers of a key's sketch
 
     @property
+    def compares_heads(self) -> bool:
+        """Return True: scores are standardized over all heads of a layer."""
+        return True
+
+    @property
     def score_key(self) -> tuple[object, ...]:
         """The sinks, too, which take no part, and the budget, by which leverage counts."""
         return *super().score_key, self.sinks, self.budget
@@ -74,8 +79,7 @@ class Policy(QueryScoredPolicy):
         alone = leverage(view, takes_part, self.sketch)
         share = max(1 - self.budget_tokens / self.prompt_len, 0)
         score = share * standardize(alone, takes_part) + standardize(smooth, takes_part)
-        lowest = score.where(takes_part, torch.inf).amin()
-        return (score - lowest).where(takes_part, 0)
+        return (score - score.where(takes_part, torch.inf).amin()).where(takes_part, 0)
 
 
 def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:

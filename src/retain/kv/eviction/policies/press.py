@@ -37,6 +37,11 @@ class Policy(QueryScoredPolicy):
             raise ValueError(f"press: {self.press} has no method `score`")
 
     @property
+    def compares_heads(self) -> bool:
+        """Return True: one may score the heads of a layer together."""
+        return True
+
+    @property
     def score_key(self) -> tuple[object, ...]:
         """The budget, too: a press may score by its compression ratio."""
         return *super().score_key, self.budget

@@ -24,6 +24,11 @@ class Policy(BudgetPolicy):
         super().__post_init__()
         check_choice("keep", self.keep, "any", "prompt")
 
+    @property
+    def compares_heads(self) -> bool:
+        """Return True: numbers are drawn for all heads in turn."""
+        return True
+
     def priority(self, view: CacheView) -> Tensor:
         """Return a random number that depends on layer, head and position only."""
         L, G, _ = view.pos.shape
