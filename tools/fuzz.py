@@ -2,6 +2,7 @@
 
     python -m tools.fuzz --schedules 2000 --seed 0 [--backends cpu,reference] [--depth 2] [--families llama]
     python -m tools.fuzz --conversations --schedules 2000
+    python -m tools.fuzz --schedules 2000 --ranks 2
 
 A schedule (tests/helpers/schedules.py) mixes policies, drafters, prefixes, tiers with restarts, cancellations, and
 pools down to preemption. One of conversations (tests/helpers/conversations.py) has chats in turns, edits, branches,
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=1, help="pending steps of the engine; 2: they overlap")
     parser.add_argument("--families", default="", help="of the models; by default as they are drawn")
     parser.add_argument("--conversations", action="store_true", help="chats in turns, with budgets that resume")
+    parser.add_argument("--ranks", type=int, default=1, help="threads that compute a model together")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     if "triton" in args.backends and triton.is_interpreted():
@@ -82,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if (seed - args.seed) % 100 == 99:
                 print(f"{seed - args.seed + 1} schedules", file=sys.stderr, flush=True)
             schedule = draw(seed, args.backends.split(","), list(filter(None, args.families.split(","))))
+            if args.ranks > 1:
+                schedule = schedule.on_ranks(args.ranks)
             num_differing += print_differences(schedule, args.depth, counts)
     summary = ", ".join(f"{n} {name}" for name, n in sorted(counts.items()))
     print(f"{args.schedules} schedules from seed {args.seed}, {num_differing} with differences: {summary}")

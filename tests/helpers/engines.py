@@ -121,7 +121,8 @@ def make_engine(
     demoted_dtype = DEMOTED_DTYPE if demotes else None
     page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype, looks).page_bytes
     memory = (num_pages + 1) * page_bytes
-    config = CacheConfig(*sizes, demoted_page_size, snapshot_interval, looks, offload_folder, memory)
+    more = demoted_page_size, snapshot_interval, looks, offload_folder, memory, model.has_all_heads
+    config = CacheConfig(*sizes, *more)
     cache = factory.build_cache(
         spec,
         config,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,9 +73,10 @@ class ThreadRanks:
 
     def broadcast(self, message: Any = None) -> Any:
         if self.rank:
-            return self.meeting.messages[self.rank].get()
+            return pickle.loads(self.meeting.messages[self.rank].get())
+        data = pickle.dumps(message)  # as to another process: nothing is shared
         for queue in self.meeting.messages[1:]:
-            queue.put(message)
+            queue.put(data)
         return message
 
 

@@ -151,11 +151,18 @@ class Schedule:
     preemptions: tuple[int, ...]
     requests: tuple[PlannedRequest, ...]
     kills: tuple[int, ...] = ()
+    num_ranks: int = 1
+
+    def on_ranks(self, num_ranks: int) -> Schedule:
+        """Return the schedule on several ranks, without what these do not have."""
+        drafter = self.drafter if self.drafter.startswith(("ngram", "suffix", "draft:k=4,model", "draft:model")) else ""
+        requests = tuple(replace(r, drafter_name=r.drafter_name if drafter else "") for r in self.requests)
+        return replace(self, num_ranks=num_ranks, drafter=drafter, requests=requests, tiers=(), kills=())
 
     @property
     def offloads(self) -> bool:
         """Whether K and V lie in a file: wherever they can, and no answer depends on it."""
-        can_offload = self.backend == "cpu" and (self.kv_dtype or self.dtype) is not INT4
+        can_offload = self.backend == "cpu" and self.num_ranks == 1 and (self.kv_dtype or self.dtype) is not INT4
         return can_offload and bool(self.engine_options["looks"])
 
     @property

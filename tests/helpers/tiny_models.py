@@ -9,6 +9,7 @@ head would repeat the last token. tests/models/test_families.py compares names, 
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Iterator
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retain import models
+from retain.kernels.ops import MixExperts
 from retain.models.weights import Weights
 from tests.helpers.decoder_runner import ReferenceModel, build_model
 
@@ -279,6 +281,13 @@ def has_states(model_type: str) -> bool:
     """Whether layers of a family cache states: such a model cannot be computed without a cache."""
     config = {"model_type": model_type, **CONFIGS[model_type]}
     return models.load_family(model_type).spec_from_config(config).kv_cache.has_states
+
+
+@functools.cache
+def has_experts(model_type: str) -> bool:
+    """Whether some layer of a family's tiny model is a mixture of experts."""
+    operations = models.load_family(model_type).build(Weights(tiny_checkpoint(model_type), torch.float32)).emit()
+    return any(isinstance(op, MixExperts) for op in operations)
 
 
 def tiny_model(model_type: str, dtype: torch.dtype = torch.float32, seed: int = 0, **changes: Any) -> ReferenceModel:

@@ -92,12 +92,11 @@ class Journal:
     def note(self, owner: Any, method: Callable[..., R], *args: Any) -> R:
         """Call a method, and note it."""
         row = getattr(owner, "index", None)
-        tasks = [x for x in (*args, getattr(owner, "task", None)) if isinstance(x, RowTask)]
-        parts = [
-            self._update(text)
-            for text in {task.text: None for task in tasks} | dict.fromkeys(x for x in args if isinstance(x, Text))
-        ]
-        num_scored = [p.num_done for task in tasks[-1:] for p in task.scoring_passes]
+        task = task_of(owner, args)
+        named = [x for x in args if isinstance(x, Text)] + [x.text for x in (*args, task) if isinstance(x, RowTask)]
+        texts = [part for text in dict.fromkeys(named) if (part := self._update(text))]
+        num_scored = [p.num_done for p in task.scoring_passes] if task else []
+        given = tuple(self._to_plain(x) for x in args)
         self.time = monotonic()
         result: Any = ERROR
         self.is_calling = True
@@ -107,24 +106,21 @@ class Journal:
             return returned
         finally:
             self.is_calling = False
-            given = tuple(self._to_plain(x) for x in args)
-            texts = [part for part in parts if part]
             self.calls.append(Call(method.__name__, row, given, result, self.time, texts, num_scored))
 
     def take(self) -> tuple[list[Call], list[int]]:
         """Return the calls that were noted, and the texts to be forgotten; they are no longer here."""
-        taken = self.calls, self.forgotten
+        taken = self.calls, list(self.forgotten)
         self.calls = []
-        self.forgotten = []
+        del self.forgotten[: len(taken[1])]  # another thread may have added some
         return taken
 
     def _update(self, text: Text) -> TextPart | None:
         """Return what others do not have yet of a text."""
         if text not in self._texts:
             self._num_texts += 1
-            self._texts[text] = [self._num_texts, 0]
-            finalize(text, self.forgotten_later, self._num_texts)
-            self._texts[text][1] = len(text)
+            self._texts[text] = [self._num_texts, len(text)]
+            finalize(text, self.forgotten.append, self._num_texts)
             return TextPart(self._num_texts, 0, list(text.ids), text.salt, text.extra)
         number, known = self._texts[text]
         begin = min(known, len(text))
@@ -133,19 +129,21 @@ class Journal:
         self._texts[text][1] = len(text)
         return TextPart(number, begin, text.ids[begin:])
 
-    def forgotten_later(self, number: int) -> None:
-        """Note that a text is gone."""
-        self.forgotten.append(number)
-
     def _to_plain(self, value: Any) -> Any:
         if isinstance(value, Text):
             return Numbered(self._texts[value][0])
         if isinstance(value, RowTask):
-            return replace(value, text=self._to_plain(value.text), explain=False, trace=None)
+            passes = [replace(p) for p in value.scoring_passes]  # which go on
+            return replace(value, text=self._to_plain(value.text), scoring_passes=passes, explain=False, trace=None)
         return None if isinstance(value, Start) else value
 
 
 ERROR = "an error"
+
+
+def task_of(owner: Any, args: Sequence[Any]) -> RowTask | None:
+    """Return what the row of a call computes, or will compute."""
+    return getattr(owner, "task", None) or next((x for x in args if isinstance(x, RowTask)), None)
 
 
 def summarize(result: Any) -> Any:
@@ -195,7 +193,7 @@ class Replica:
         args = [self._to_objects(x) for x in call.args]
         if call.name == "start":
             args[1] = self.cache.find(owner.policy, args[0])
-        task = next((x for x in args if isinstance(x, RowTask)), getattr(owner, "task", None))
+        task = task_of(owner, args)
         for progress, num_done in zip(task.scoring_passes if task else (), call.num_scored, strict=False):
             progress.num_done = num_done
         try:

@@ -121,12 +121,11 @@ def find_family(weights: Weights) -> ModuleType:
 def make_operations(decoder: Decoder, weights: Weights, program: Target) -> Iterator[Operation]:
     """Return the operations of a decoder behind the passes that all programs of models have."""
     spec = decoder.spec
-    operations = decoder.emit()
+    operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
     if weights.ranks is not None:
-        operations = shard(operations, weights.ranks)
+        operations = shard(operations, spec, weights.ranks, decoder.key_factors)
     if weights.adapters is not None:
         operations = adapt(operations, weights.adapters)
-    operations = balance(operations, spec.kv_cache, decoder.key_factors, program.row_energies)
     operations = note_attention(operations, decoder.attention)
     return operations if weights.has_head else headless(operations, spec.hidden_size, spec.vocab_size, weights.dtype)
 

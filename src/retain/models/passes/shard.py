@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,27 +24,49 @@ from retain.kernels.experts import TILE_ROWS
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import AllGather, Attend, Buffer, CopyColumns, MatMul, NamedRows, Norm, Operation, Scale
 from retain.kernels.ranks import Ranks
-from retain.kernels.slots.kv_cache_spec import DraftHeadSpec, FullAttentionSpec, LayerCacheSpec, SlidingWindowSpec
+from retain.kernels.slots.kv_cache_spec import (
+    AttentionSpec,
+    DraftHeadSpec,
+    FullAttentionSpec,
+    LayerCacheSpec,
+    SlidingWindowSpec,
+)
 from retain.kernels.weights.weight import Weight, parts_of, select_rows, stack_rows
 from retain.models.decoder import ModelSpec
 
 
-def shard(operations: Iterable[Operation], ranks: Ranks) -> Iterator[Operation]:
-    """Return the operations of this rank, and those between ranks."""
-    return Sharding(ranks).shard(operations)
+def shard(
+    operations: Iterable[Operation], spec: ModelSpec, ranks: Ranks, key_factors: dict[int, Tensor] | None = None
+) -> Iterator[Operation]:
+    """Return the operations of this rank, and those between ranks. `spec` is of the whole model.
+
+    Of `key_factors`, by cache, those of other ranks' heads are removed: see passes/balance.py.
+    """
+    return Sharding(spec, ranks, {} if key_factors is None else key_factors).shard(operations)
 
 
 def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
     """Return the spec of a rank's program: it has some of the kv heads. Other caches are whole on every rank."""
+    num_heads = own_query_heads(spec, num_ranks)
+    if num_heads is None:
+        return spec
+    caches = tuple(
+        replace(cache, num_kv_heads=-(-cache.num_kv_heads // num_ranks)) if has_heads(cache) else cache
+        for cache in spec.caches
+    )
+    return replace(spec, caches=caches, num_heads=num_heads)
 
-    def divide(cache: LayerCacheSpec) -> LayerCacheSpec:
-        if isinstance(cache, FullAttentionSpec | SlidingWindowSpec) and not isinstance(cache, DraftHeadSpec):
-            return replace(cache, num_kv_heads=-(-cache.num_kv_heads // num_ranks))
-        return cache
 
-    caches = tuple(divide(cache) for cache in spec.caches)
-    whole = min((group.num_kv_heads for group in spec.kv_cache.attention_groups), default=1)
-    return replace(spec, caches=caches, num_heads=spec.num_heads // whole * -(-whole // num_ranks))
+def own_query_heads(spec: ModelSpec, num_ranks: int) -> int | None:
+    """Return the query heads of a rank; None where each has all: kv heads cannot be divided alike in all layers."""
+    kv_heads = {cache.num_kv_heads for cache in spec.caches if has_heads(cache)}
+    own = {spec.num_heads // G * -(-G // num_ranks) for G in kv_heads}
+    return own.pop() if len(own) == 1 and min(kv_heads) > 1 else None
+
+
+def has_heads(cache: LayerCacheSpec) -> TypeGuard[AttentionSpec]:
+    """Return whether a cache is one of attention, whose heads may lie on several ranks."""
+    return isinstance(cache, FullAttentionSpec | SlidingWindowSpec) and not isinstance(cache, DraftHeadSpec)
 
 
 @dataclass(frozen=True)
@@ -78,6 +101,7 @@ class HeadPart:
             p,
             alibi_slopes=None if p.alibi_slopes is None else p.alibi_slopes[query_heads],
             sink_logits=None if p.sink_logits is None else p.sink_logits[query_heads],
+            key_offset=None if p.key_offset is None else p.key_offset[self.kv_heads],
             first_head=int(self.kv_heads[0]),
         )
         heads = len(query_heads), len(self.kv_heads), self.op.heads[2]
@@ -87,8 +111,10 @@ class HeadPart:
 class Sharding:
     """The state of a pass: what a rank has of matrices that several operations use."""
 
-    def __init__(self, ranks: Ranks):
+    def __init__(self, spec: ModelSpec, ranks: Ranks, key_factors: dict[int, Tensor]):
         self.ranks = ranks
+        self.has_all_heads = own_query_heads(spec, ranks.size) is None
+        self.key_factors = key_factors
         # By matrix: the rows that were selected last. A matrix that is gone is forgotten.
         self._selected: MutableMapping[Weight, tuple[Tensor, Weight]] = WeakIdKeyDictionary()
 
@@ -163,12 +189,13 @@ class Sharding:
 
     def _divide_attention(self, held: Sequence[Operation], op: Attend) -> Iterator[Operation]:
         """Yield the attention of some heads, whose columns are computed alone where no operation needs whole rows."""
-        G = op.heads[1]
-        part = HeadPart(op, self._part(G, 1))
-        if len(part.kv_heads) == G:
+        if self.has_all_heads:
             yield from self._divide_rows(held)
             yield op
             return
+        part = HeadPart(op, self._part(op.heads[1], 1))
+        if op.cache in self.key_factors:
+            self.key_factors[op.cache] = self.key_factors[op.cache][part.kv_heads]
         columns = part.columns
         qkv = Buffer(f"part of qkv {len(columns)}", len(columns))
         changes = [select_columns(x, columns, qkv) for x in held[1:]]

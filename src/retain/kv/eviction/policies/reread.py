@@ -81,6 +81,11 @@ class Policy(AttentionScoredPolicy):
         return self.first if self.prompt_len > self.budget_tokens else 0
 
     @property
+    def compares_heads(self) -> bool:
+        """With `first` a share is that of all heads."""
+        return super().compares_heads or self.first > 0
+
+    @property
     def scores_slots(self) -> bool:
         """With `first` slots keep the mass of the second reading, apart from the answer's."""
         return self.first > 0
@@ -92,5 +97,5 @@ class Policy(AttentionScoredPolicy):
     def scored_priority(self, view: CacheView, mass: Tensor, scores: Tensor) -> Tensor:
         """With `first`, return the larger share of the second reading's mass and of the answer's."""
         in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
-        answer = (mass - scores).clamp(min=0)
-        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in (scores, answer)))
+        masses = (scores, (mass - scores).relu())  # of all heads and layers together
+        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in masses))
