@@ -1,30 +1,191 @@
-"""A program that is divided among ranks computes what one rank computes, to the bit."""
+"""Laws of ranks: several compute what one does, to the bit where no mixture of experts adds up their parts."""
 
 from __future__ import annotations
+
+import gc
+import os
+import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from retain import models
+from retain import LLM, SamplingParams, models
+from retain.engine.engine import Engine
+from retain.engine.request import Logprob
+from retain.kernels import cpu
+from retain.kernels.ranks import RankError
+from retain.kernels.slots.pool_dtypes import INT8
+from retain.kv.journal import Call, DivergedError, Replica
+from retain.models.passes.shard import own_query_heads
 from retain.models.weights import Weights
+from tests.helpers.adapters import write_adapter
+from tests.helpers.attention_case import torch_threads
 from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
+from tests.helpers.engines import make_engine, make_request, random_prompts
+from tests.helpers.folders import save_tiny_smollm2
+from tests.helpers.marks import slow
 from tests.helpers.ranks import ThreadRanks, run_ranks
-from tests.helpers.tiny_models import tiny_checkpoint
+from tests.helpers.schedule_runner import ScheduleRun
+from tests.helpers.schedules import draw_schedule, families_of_tests, model_spec
+from tests.helpers.tiny_models import has_experts, tiny_checkpoint
+
+PARAMS = SamplingParams(temperature=0, ignore_eos=True, seed=0, logprobs=2)
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"policy": "h2o:budget=40,interval=16"},
+    {"policy": "keyformer:budget=40", "kv_dtype": INT8, "weights": "int8"},
+    {"policy": "look:slots=32", "looks": True, "weights": "int4", "prompt_activations": "bfloat16"},
+]
+needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="the cpu backend is not built")
 
 
 def compute_logits(family: str, ranks: ThreadRanks | None = None) -> Tensor:
     model = build_model(Weights(tiny_checkpoint(family), torch.float32).with_passes(ranks=ranks))
-    text = random_tokens(19)
-    return run_decoder(model, [text, random_tokens(11, seed=1)], [[12, 5], [1, 1], [6, 5]])[0]
+    return run_decoder(model, [random_tokens(19), random_tokens(11, seed=1)], [[12, 5], [1, 1], [6, 5]])[0]
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [2, *slow(3, 4)])
 @pytest.mark.parametrize("family", models.list_families())
 def test_logits_of_ranks_are_those_of_one(family: str, size: int) -> None:
+    """In the definition, whose products have other bits where a matrix has fewer rows."""
     alone = compute_logits(family)
-    together = run_ranks(size, lambda ranks: compute_logits(family, ranks))
-    for logits in together:
+    for logits in run_ranks(size, lambda ranks: compute_logits(family, ranks)):
         torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
-        assert torch.equal(logits, together[0])
-    print(family, (together[0] - alone).abs().max())
+
+
+def answer(family: str, num_ranks: int, policy: str = "full", **options: Any) -> tuple[list[Any], Engine]:
+    engine = make_engine(family, backend="cpu", num_ranks=num_ranks, prefix_cache="exact", **options)
+    requests = [make_request(p, 10, policy, PARAMS) for p in random_prompts(5)]
+    engine.add(*requests)
+    while engine.has_unfinished_requests:
+        engine.step()
+        engine.cache.check()
+    return [(r.output_tokens, r.logprobs) for r in requests], engine
+
+
+@needs_cpu
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda x: x.get("policy", "full"))
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "qwen3_5_text", "deepseek_v3", *slow(*models.list_families())])
+def test_answers_of_ranks_are_those_of_one(family: str, options: dict[str, Any]) -> None:
+    with torch_threads(1):
+        alone, _ = answer(family, 1, **options)
+        for size in (2, 4):
+            together, _ = answer(family, size, **options)
+            assert [tokens for tokens, _ in together] == [tokens for tokens, _ in alone]
+            if not has_experts(family):
+                assert together == alone
+            gc.collect()  # ends the ranks
+
+
+@needs_cpu
+@pytest.mark.parametrize("seed", [*range(4), *slow(*range(4, 40))])
+@pytest.mark.parametrize("size", [2, *slow(4)])
+def test_every_request_of_a_random_schedule_on_ranks_equals_itself_alone(seed: int, size: int, tmp_path: Path) -> None:
+    """Preemption, chunks, company, prefixes, budgets, quantized slots and weights, drafts."""
+    with torch_threads(1), families_of_tests():
+        run = ScheduleRun(draw_schedule(seed, ["cpu"]).on_ranks(size), tmp_path)
+        run.run()
+        assert not list(run.differences())
+
+
+def test_heads_are_divided_where_all_layers_divide_alike() -> None:
+    assert own_query_heads(model_spec("gpt2"), 2) == 2
+    assert own_query_heads(model_spec("gpt2"), 3) == 2, "the last rank repeats heads"
+    assert own_query_heads(model_spec("gemma4_text"), 2) == 2
+    assert own_query_heads(model_spec("gemma3_text"), 2) is None, "all query heads share one kv head"
+    assert own_query_heads(model_spec("deepseek_v3"), 2) is None
+    with families_of_tests():
+        assert own_query_heads(model_spec("unlike"), 2) is None
+
+
+@needs_cpu
+def test_each_rank_has_its_part_of_the_weights_and_of_the_heads() -> None:
+    _, alone = answer("llama", 1)
+    _, first = answer("llama", 2)
+    whole, part = (engine.runner.program.weight_bytes for engine in (alone, first))
+    assert part == whole // 2
+    assert first.cache.spec.only_group.num_kv_heads == 1
+    assert first.cache.pages_needed(make_request([1]).policy, 64, 64) * 2 == alone.cache.pages_needed(
+        make_request([1]).policy, 64, 64
+    )
+
+
+@needs_cpu
+@pytest.mark.parametrize("policy", ["h2o:budget=40,share=layer", "random:budget=40", "reread:budget=40,first=4"])
+def test_policies_that_compare_heads_are_refused(policy: str) -> None:
+    with pytest.raises(ValueError, match="compares heads"):
+        answer("gpt2", 2, policy)
+    answer("gemma3_text", 2, policy)  # each rank has all heads
+
+
+def test_a_rank_that_gets_other_results_says_so() -> None:
+    engine = make_engine("llama")
+    replica = Replica(engine.cache)
+    with pytest.raises(DivergedError, match="open returned 0, and 1 on the first rank"):
+        replica.repeat([Call("open", None, (make_request([1]).policy, 1), 1, 0.0)], [])
+
+
+def test_a_rank_that_fails_ends_the_step() -> None:
+    engine = make_engine("llama", num_ranks=2)
+    assert engine.leader is not None
+    engine.leader.ranks.broadcast("nonsense")
+    engine.add(make_request([1, 2, 3]))
+    with pytest.raises(AttributeError, match="has no attribute"):
+        engine.step()
+
+
+# ---- processes -------------------------------------------------------------------------------------------------------
+
+
+def logprobs_of(llm: LLM, lora: str | None = None, **options: Any) -> list[Logprob]:
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=2)
+    return list(llm.generate("the sea " * 20, params, lora=lora, **options)[0].logprobs)
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
+def test_processes_answer_as_one(backend: str, tmp_path: Path) -> None:
+    """Also with adapters, of which one comes later, and a prefix that is pinned."""
+    (tmp_path / "model").mkdir()
+    target = save_tiny_smollm2(tmp_path / "model", "llama")
+    a, b = (write_adapter(tmp_path / n, target, ["q_proj", "down_proj"], seed) for seed, n in enumerate("ab"))
+    options: dict[str, Any] = {"dtype": "float32", "kv_memory": "16MiB", "backend": backend, "lora": f"a={a}"}
+    found = []
+    for size in (1, 2):
+        llm = LLM(str(target), tensor_parallel=size, max_loras=2, **options)
+        assert llm.pin("the sea " * 20, 60) > 0
+        llm.load_lora("b", b)
+        found.append([logprobs_of(llm), logprobs_of(llm, "a"), logprobs_of(llm, "b")])
+        found[-1].append(logprobs_of(llm, kv_policy="h2o:budget=24"))
+        llm.close()
+    for alone, together in zip(*found, strict=True):
+        assert [x.token_id for x in together] == [x.token_id for x in alone]
+        assert [x.logprob for x in together] == pytest.approx([x.logprob for x in alone], abs=1e-5)
+        assert backend == "reference" or together == alone
+
+
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
+def test_a_rank_that_dies_ends_the_engine(backend: str) -> None:
+    llm = LLM("random:tiny", tensor_parallel=2, kv_memory="16MiB", backend=backend)
+    (other,) = llm._ranks._processes
+    os.kill(other.pid, signal.SIGKILL)
+    with pytest.raises(RankError, match="has ended: nothing more can be computed"):
+        llm.generate("hello", SamplingParams(max_tokens=200, ignore_eos=True))
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tier": ["ram:capacity=1MiB"]}, "tensor_parallel does not go with tiers"),
+        ({"speculate": "self"}, "with tensor_parallel use ngram, suffix or draft:model=M"),
+        ({"speculate": "mtp"}, "with tensor_parallel use ngram or suffix"),
+        ({"kv_policy": "gate:budget=40"}, "gate"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM("random:tiny", **{"tensor_parallel": 2, "kv_memory": "16MiB", **options})
