@@ -104,13 +104,13 @@ def build_engine(
     """
     c = config
     options = parse_options(c)
-    if ranks:
-        refuse_for_ranks(c, options)
     device = kernels.resolve_device(c.device)
     if ranks and device.type == "cuda":
         device = torch.device("cuda", ranks.rank)
     backend = load_backend(c, device)
     needs = join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
+    if ranks and needs.hidden_states:
+        raise ValueError(f"{c.speculate} reads what each rank has a part of: with tensor_parallel use ngram or suffix")
     bank = build_bank(c, options.loras, device)
     loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, ProgramOptions(needs, bank, ranks))
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
@@ -188,14 +188,6 @@ def build_engine(
     if options.drafter and not (ranks and ranks.rank):
         attach_drafter(options.drafter, target)
     return parts
-
-
-def refuse_for_ranks(c: Config, options: ParsedOptions) -> None:
-    """Raise ValueError for options that one rank alone can have."""
-    if options.tiers or c.kv_offload:
-        raise ValueError("tensor_parallel does not go with tiers, and not with kv_offload: K and V stay in memory")
-    if options.drafter and options.drafter.needs.hidden_states:
-        raise ValueError(f"{c.speculate} reads what each rank has a part of: with tensor_parallel use ngram or suffix")
 
 
 def join_needs(named: Iterable[Drafter]) -> DrafterNeeds:

@@ -39,6 +39,7 @@ LAYERS = [
     {"server", "bench", "fit"},
     {"retain"},  # the public names
     {"llm"},
+    {"rank_processes"},
     {"factory"},
     {"model_loader"},
     {"processing"},
@@ -47,6 +48,7 @@ LAYERS = [
     {"kv.manager"},
     {"kv.draft_tables"},
     {"kv.row"},
+    {"kv.journal"},
     {"kv.prefix"},
     {"kv.row_task"},
     {"kv.checkpoints"},
@@ -66,7 +68,7 @@ LAYER_OF = {room: depth for depth, layer in enumerate(LAYERS) for room in layer}
 
 # What may be known of the cache outside of `kv`: the manager, rows, what they are asked for and what they answer.
 CACHE_INTERFACE = {
-    *("manager", "row", "row_task", "text", "draft_tables"),
+    *("manager", "row", "row_task", "text", "draft_tables", "journal"),
     *("eviction.policy", "prefix.start", "stats.attention_trace", "stats.request"),
 }
 CACHE_OPTIONS = {

@@ -60,6 +60,7 @@ SCHEDULE_FIELDS = {  # of options of an engine that have another name there
 NEVER_DRAWN = {
     "Config.pooling": "a model that embeds generates nothing: tests/unit/test_pooling.py",
     "RequestInput.pools": "the same",
+    "Config.tensor_parallel": "schedules on ranks are those of tests/invariants/test_tensor_parallel.py",
     "Config.lora": "adapters have laws of their own: tests/invariants/test_lora.py",
     "Config.max_loras": "the same",
     "Config.max_lora_rank": "the same",

@@ -18,7 +18,7 @@ from retain.engine.request import Logprob
 from retain.kernels import cpu
 from retain.kernels.ranks import RankError
 from retain.kernels.slots.pool_dtypes import INT8
-from retain.kv.journal import Call, DivergedError, Replica
+from retain.kv.journal import Call, DivergedError, JournalReader
 from retain.models.passes.shard import own_query_heads
 from retain.models.weights import Weights
 from tests.helpers.adapters import write_adapter
@@ -123,9 +123,9 @@ def test_policies_that_compare_heads_are_refused(policy: str) -> None:
 
 def test_a_rank_that_gets_other_results_says_so() -> None:
     engine = make_engine("llama")
-    replica = Replica(engine.cache)
+    reader = JournalReader(engine.cache)
     with pytest.raises(DivergedError, match="open returned 0, and 1 on the first rank"):
-        replica.repeat([Call("open", None, (make_request([1]).policy, 1), 1, 0.0)], [])
+        reader.repeat([Call("open", None, (make_request([1]).policy, 1), 1, 0.0)], [])
 
 
 def test_a_rank_that_fails_ends_the_step() -> None:

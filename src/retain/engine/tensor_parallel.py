@@ -13,7 +13,7 @@ from retain.engine.runner import Runner
 from retain.engine.step_tokens import StepTokens
 from retain.formats.lora import LoRAAdapter
 from retain.kernels.ranks import Ranks
-from retain.kv.journal import Call, Journal, Replica
+from retain.kv.journal import CacheJournal, Call, JournalReader
 from retain.kv.manager import KVCacheManager
 from retain.models.adapter_bank import AdapterBank
 
@@ -47,8 +47,9 @@ class Leader:
 
     def __init__(self, cache: KVCacheManager, ranks: RankGroup):
         self.ranks = ranks
-        self.journal = Journal()
-        cache.set_journal(self.journal)
+        self.journal = CacheJournal()
+        cache.parts.journal = self.journal
+        cache.prefix_cache.set_clock(lambda: self.journal.time)
 
     def announce(self, tokens: StepTokens) -> None:
         """Let the other ranks compute a step. Raises RankError where one has ended."""
@@ -64,12 +65,12 @@ def follow(runner: Runner, cache: KVCacheManager, ranks: RankGroup, bank: Adapte
 
     `bank` has the adapters of the runner's program.
     """
-    replica = Replica(cache)
-    cache.prefix_cache.tree.pins.clock = lambda: replica.time
+    reader = JournalReader(cache)
+    cache.prefix_cache.set_clock(lambda: reader.time)
     while (message := ranks.broadcast()) is not None:
         if isinstance(message, AdapterMessage):
             assert bank is not None
             bank.write(message.number, message.adapter)
             continue
-        replica.repeat(message.calls, message.forgotten)
+        reader.repeat(message.calls, message.forgotten)
         runner.forward(message.tokens.build_step(cache))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import update_wrapper
 from time import monotonic
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, finalize
@@ -21,12 +22,18 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
+class HasJournal(Protocol):
+    """What rows share of a cache."""
+
+    journal: CacheJournal | None  # where calls are noted; None where there are no other ranks
+
+
 class Journaled(Protocol):
     """A cache, or a row of one."""
 
     @property
-    def journal(self) -> Journal | None:
-        """Where calls are noted; None where there are no other ranks."""
+    def parts(self) -> HasJournal:
+        """What rows share of the cache."""
 
 
 J = TypeVar("J", bound=Journaled)
@@ -36,17 +43,17 @@ def journaled(method: Callable[Concatenate[J, P], R]) -> Callable[Concatenate[J,
     """Note each call of a method that changes a cache. Arguments are given by their places."""
 
     def call(self: J, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if self.journal is None or self.journal.is_calling:
+        journal = self.parts.journal
+        if journal is None or journal.is_calling:
             return method(self, *args, **kwargs)
         assert not kwargs
-        return self.journal.note(self, method, *args)
+        return journal.note(self, method, *args)
 
-    call.__doc__ = method.__doc__
-    call.__name__ = method.__name__
+    update_wrapper(call, method)
     return call
 
 
-class TextPart(NamedTuple):
+class TextUpdate(NamedTuple):
     """What a rank does not have yet of a text: its number, and the tokens behind the first `begin`."""
 
     number: int
@@ -68,7 +75,7 @@ class Call:
     args: tuple[Any, ...]
     result: Any
     time: float  # seconds, of the first rank's monotonic clock
-    texts: Sequence[TextPart] = ()
+    texts: Sequence[TextUpdate] = ()
     num_scored: Sequence[int] = ()
 
 
@@ -78,7 +85,7 @@ class Numbered(NamedTuple):
     number: int
 
 
-class Journal:
+class CacheJournal:
     """Calls that other ranks have not repeated yet."""
 
     def __init__(self) -> None:
@@ -115,19 +122,19 @@ class Journal:
         del self.forgotten[: len(taken[1])]  # another thread may have added some
         return taken
 
-    def _update(self, text: Text) -> TextPart | None:
+    def _update(self, text: Text) -> TextUpdate | None:
         """Return what others do not have yet of a text."""
         if text not in self._texts:
             self._num_texts += 1
             self._texts[text] = [self._num_texts, len(text)]
             finalize(text, self.forgotten.append, self._num_texts)
-            return TextPart(self._num_texts, 0, list(text.ids), text.salt, text.extra)
+            return TextUpdate(self._num_texts, 0, list(text.ids), text.salt, text.extra)
         number, known = self._texts[text]
         begin = min(known, len(text))
         if known == len(text):
             return None
         self._texts[text][1] = len(text)
-        return TextPart(number, begin, text.ids[begin:])
+        return TextUpdate(number, begin, text.ids[begin:])
 
     def _to_plain(self, value: Any) -> Any:
         if isinstance(value, Text):
@@ -170,7 +177,7 @@ class DivergedError(RuntimeError):
     """Raised where a call has not returned on this rank what it returned on the first."""
 
 
-class Replica:
+class JournalReader:
     """The cache of a rank that repeats the calls of the first."""
 
     def __init__(self, cache: RepeatedCache):
@@ -205,7 +212,7 @@ class Replica:
         if result != call.result:
             raise DivergedError(f"{call.name} returned {result}, and {call.result} on the first rank")
 
-    def _update(self, part: TextPart) -> None:
+    def _update(self, part: TextUpdate) -> None:
         text = self._texts.get(part.number)
         if text is None:
             self._texts[part.number] = Text(part.tokens, part.salt, part.extra)

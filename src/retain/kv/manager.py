@@ -22,7 +22,7 @@ from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import evict_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
-from retain.kv.journal import Journal, journaled
+from retain.kv.journal import journaled
 from retain.kv.memory.block_layout import BlockLayout, block_layout
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
@@ -71,35 +71,25 @@ class KVCacheManager:
         self.tables = self.slots.tables[0]  # of the first group; its rows are those of all groups
         self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
         prefix_cache = PrefixCache(self.slots.tables, planner, prefix_config)
-        self._parts = CacheParts(planner, self.slots, prefix_cache, self.copies, key_transform or KeyTransform())
+        self.parts = CacheParts(planner, self.slots, prefix_cache, self.copies, key_transform or KeyTransform())
         self.pool.evict_callback = self._free_unneeded
-
-    @property
-    def journal(self) -> Journal | None:
-        """Where calls that change the cache are noted for other ranks, if there are any."""
-        return self._parts.journal
-
-    def set_journal(self, journal: Journal) -> None:
-        """Note calls from now on. Pins go by the journal's clock."""
-        self._parts.journal = journal
-        self.prefix_cache.tree.pins.clock = lambda: journal.time
 
     @property
     def prefix_cache(self) -> PrefixCache:
         """The cache of the prefixes of earlier texts."""
-        return self._parts.prefix_cache
+        return self.parts.prefix_cache
 
     @contextmanager
     def without_prefixes(self) -> Iterator[None]:
         """Let rows that are opened while the context lasts find and leave no prefixes, and count no evictions."""
         config = self.prefix_cache.config
-        num_evicted_slots = self._parts.num_evicted_slots.copy()
+        num_evicted_slots = self.parts.num_evicted_slots.copy()
         self.prefix_cache.config = None
         try:
             yield
         finally:
             self.prefix_cache.config = config
-            self._parts.num_evicted_slots = num_evicted_slots
+            self.parts.num_evicted_slots = num_evicted_slots
 
     def copy_trash_pages(self) -> None:
         """Copy the trash page of each group onto itself: a request that copies pages finds the kernel compiled."""
@@ -110,7 +100,7 @@ class KVCacheManager:
     @property
     def rows(self) -> Mapping[int, Row]:
         """The open rows, by index."""
-        return self._parts.rows
+        return self.parts.rows
 
     # ---- capacity ------------------------------------------------------------------------------------------------
 
@@ -180,11 +170,11 @@ class KVCacheManager:
     @journaled
     def open(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> Row:
         """Open a row for a request with so many uncomputed tokens and this resolved policy. It owns no pages yet."""
-        return Row(self._parts, policy, num_uncomputed_tokens)
+        return Row(self.parts, policy, num_uncomputed_tokens)
 
     def open_draft_tables(self, dtype: torch.dtype | None) -> DraftTables:
         """Return tables for a drafter that attends to pages of rows, or to copies in `dtype`. Raises ValueError."""
-        if self.journal is not None:
+        if self.parts.journal is not None:
             raise ValueError("needs the whole cache: with tensor_parallel use ngram, suffix or draft:model=M")
         if len(self.slots.groups) > 1:
             has_head = any(group.is_draft for group in self.spec.groups)
@@ -280,10 +270,10 @@ class KVCacheManager:
     @journaled
     def evict(self) -> None:
         """Evict from all rows whose budget is full, together, after rows were advanced. Rings shrink that may."""
-        due = self._parts.due
+        due = self.parts.due
         if not due:
             return
-        self._parts.due = {}
+        self.parts.due = {}
         evicting = [row for row in due if row.must_evict]
         for tables in self.slots.tables:
             evict_rows((e, row.num_computed) for row in evicting for e in row.evictors if e.tables is tables)
@@ -335,7 +325,7 @@ class KVCacheManager:
 
     def evicted_slots(self) -> dict[str, int]:
         """Return the slots that budgets evicted since the start, by policy."""
-        found = self._parts.num_evicted_slots.copy()
+        found = self.parts.num_evicted_slots.copy()
         for row in self.rows.values():
             for evictor in row.evictors:
                 found[policies.name_of(evictor.policy)] += evictor.num_evicted

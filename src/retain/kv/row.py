@@ -23,7 +23,7 @@ from retain.kv.eviction.evictor import BudgetEvictor
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.view import KeyTransform
-from retain.kv.journal import Journal, journaled
+from retain.kv.journal import CacheJournal, journaled
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
@@ -47,7 +47,7 @@ class CacheParts:
     prefix_cache: PrefixCache
     copies: QuantizedCopies
     key_transform: KeyTransform
-    journal: Journal | None = None  # of calls that other ranks repeat
+    journal: CacheJournal | None = None  # of calls that other ranks repeat
     rows: dict[int, Row] = field(default_factory=dict)
     due: dict[Row, bool] = field(default_factory=dict)  # rows that must evict or shrink rings, and whether the latter
     num_evicted_slots: Counter[str] = field(default_factory=Counter)  # of closed rows, by policy
@@ -79,11 +79,6 @@ class Row:
         if isinstance(policy, BudgetPolicy):
             with self._closed_on_error():
                 self.open_evictors(policy)
-
-    @property
-    def journal(self) -> Journal | None:
-        """Where calls that change the cache are noted for other ranks, if there are any."""
-        return self.parts.journal
 
     @property
     def groups(self) -> Sequence[BlockTables]:

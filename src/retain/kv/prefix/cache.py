@@ -7,7 +7,7 @@ the model. What a text leaves is pages and checkpoints (kv/checkpoints). A quest
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from time import perf_counter
@@ -445,6 +445,10 @@ class PrefixCache:
         if self.tiers:
             hashes = text.block_hashes(link, self.layout.block_size, end)
             self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)])
+
+    def set_clock(self, clock: Callable[[], float]) -> None:
+        """Let pins expire by a clock, in seconds, that all ranks have."""
+        self.tree.pins.clock = clock
 
     def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
         """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens.
