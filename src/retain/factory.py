@@ -18,7 +18,7 @@ from retain.engine import drafters
 from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import HeadRunner, Runner
-from retain.engine.tensor_parallel import Leader, RankGroup
+from retain.engine.tensor_parallel import Driver, RankGroup
 from retain.formats.checkpoint import list_model_files
 from retain.formats.lora import LoRAAdapter, read_lora
 from retain.formats.pooling import Pooling
@@ -107,10 +107,11 @@ def build_engine(
     device = kernels.resolve_device(c.device)
     if ranks and device.type == "cuda":
         device = torch.device("cuda", ranks.rank)
+        torch.cuda.set_device(device)
     backend = load_backend(c, device)
     needs = join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
     if ranks and needs.hidden_states:
-        raise ValueError(f"{c.speculate} reads what each rank has a part of: with tensor_parallel use ngram or suffix")
+        raise ValueError("draft heads do not go with tensor_parallel: use ngram, suffix or draft:model=M")
     bank = build_bank(c, options.loras, device)
     loaded, tokenizer, pooling = load_with_tokenizer(c, backend, device, progress, ProgramOptions(needs, bank, ranks))
     tokenizer.choose_chat_template(options.chat_template, name=c.chat_template)
@@ -133,14 +134,16 @@ def build_engine(
         *options.offload,
         has_all_heads=loaded.has_all_heads,
     )
-    kv_memory = c.kv_memory and c.kv_memory // c.tensor_parallel
-    kv_memory = kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
+    kv_memory = c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
+    if ranks:
+        own = kv_memory if device.type == "cuda" and not c.kv_memory else kv_memory // ranks.size
+        kv_memory = ranks.least(own)
     cache = build_cache(
         spec.kv_cache,
         cache_config,
         backend,
         kv_dtype,
-        ranks.broadcast(kv_memory) if ranks else kv_memory,
+        kv_memory,
         prefix_config=options.prefix,
         key_transform=loaded.key_transform,
         load_gate=loaded.gate_loader(getattr(allowed[0], "file", "")),
@@ -149,10 +152,9 @@ def build_engine(
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
         cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
+    driver = Driver(cache, ranks) if ranks and ranks.rank == 0 else None
     engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
-    if ranks and ranks.rank == 0:
-        engine.leader = Leader(cache, ranks)
-    if device.type != "cpu" and not ranks:
+    if device.type != "cpu" and not ranks:  # the values of pending tokens are not on other ranks
         engine.depth = 2  # so that the device waits for the host as little as it can
     target = build_target(c, loaded, cache, tokenizer, cache_config)
     info = EngineInfo(
@@ -168,8 +170,8 @@ def build_engine(
     adapters = Adapters(bank)
     for name, lora in options.loras.items():
         adapters.add(name, lora)
-    if engine.leader:
-        adapters.on_write = engine.leader.load_adapter
+    if driver:
+        adapters.on_write = driver.load_adapter
     parts = EngineParts(
         config=c,
         device=device,

@@ -14,6 +14,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from retain.config import Config
@@ -55,11 +56,13 @@ class LLM(EngineParts):
             raise ValueError(f"unknown option {unknown[0]!r}: LLM takes {', '.join(known)}")
         started = perf_counter()
         config = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
-        self._ranks = start_ranks(config) if config.tensor_parallel > 1 else None
+        self._num_threads = torch.get_num_threads()  # of one rank: several divide the cores
+        self.ranks = start_ranks(config) if config.tensor_parallel > 1 else None
+        torch.set_num_threads(max(self._num_threads // config.tensor_parallel, 1))
         try:
-            super().__init__(**vars(build_engine(config, progress, drafters, self._ranks)))
-            if self._ranks:
-                self._ranks.await_start()
+            super().__init__(**vars(build_engine(config, progress, drafters, self.ranks)))
+            if self.ranks:
+                self.ranks.await_start()
         except BaseException:
             self.end_ranks()
             raise
@@ -83,18 +86,22 @@ class LLM(EngineParts):
         They leave no pages and no prefixes. On a CPU there is nothing to do. Raises ValueError for a kernel that does
         not compile.
         """
-        if self.device.type != "cpu":
+        if self.device.type != "cpu" and not self.ranks:
             WarmUp(self.engine, self.input_processor, self.config.max_batched_tokens).run(self.program)
 
     def close(self) -> None:
-        """Finish writing to tiers, and release them. The engine can go on without them, unless it has several ranks."""
+        """Finish writing to tiers, and release them; end the processes of other ranks.
+
+        An engine of one rank can go on without tiers.
+        """
         self.cache.prefix_cache.close_offloader()
         self.end_ranks()
 
     def end_ranks(self) -> None:
         """End the processes of other ranks, if there are any."""
-        if self._ranks:
-            self._ranks.close()
+        if self.ranks:
+            self.ranks.close()
+            torch.set_num_threads(self._num_threads)
 
     # ---- answering -----------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from retain.formats.checkpoint import Checkpoint, metadata_reader, open_checkpoi
 from retain.formats.pooling import Pooling, choose_pooling
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
-from retain.kernels.ranks import Ranks
+from retain.kernels.ranks import ProcessGroup
 from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.eviction.view import KeyTransform
 from retain.models.adapter_bank import AdapterBank
@@ -57,7 +57,7 @@ class ProgramOptions:
 
     needs: DrafterNeeds = field(default_factory=DrafterNeeds)
     adapters: AdapterBank | None = None
-    ranks: Ranks | None = None
+    group: ProcessGroup | None = None
     pools: bool = False
 
 
@@ -99,7 +99,7 @@ def load_model(
     needs = DrafterNeeds() if options.pools else options.needs
     sizes = program.vector_dtype, context_limit
     opened = open_weights(path, dtype, weights, progress, *sizes, not options.pools, checkpoint)
-    opened = opened.with_passes(options.adapters, options.ranks)
+    opened = opened.with_passes(options.adapters, options.group)
     head = None
     head_path = resolve_model(needs.head) if needs.head else None
     if needs.head is None:

@@ -19,7 +19,7 @@ from datetime import timedelta
 from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import torch
@@ -27,12 +27,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from retain.config import Config
-from retain.engine.tensor_parallel import follow
+from retain.engine.tensor_parallel import run_worker
 from retain.factory import build_engine
 from retain.kernels.ranks import RankError, abort, shared_bytes
+from retain.threads import openmp_environment, process_cores, share_of_cores
 
 LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)  # a first step compiles kernels
+END_TIMEOUT = 10.0  # seconds, for other ranks to end by themselves
 log = logging.getLogger(__name__)
 
 
@@ -44,6 +46,7 @@ class RankSetup:
     rank: int
     size: int
     port: int  # of the store by which torch.distributed begins
+    cores: Sequence[int]
     log_level: int
 
 
@@ -57,65 +60,86 @@ class ProcessRanks:
         self.shared_memory = memory
         self._store = store
         self._pipes = pipes
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._is_closed = False
+        self._processes: Sequence[subprocess.Popen[bytes]] = ()
+        self._is_closed = Event()
 
     # ---- RankGroup -----------------------------------------------------------------------------------------------
 
     def all_gather(self, x: Tensor) -> Tensor:
         """Return what all ranks gave, in the order of ranks: [size, *x.shape], on the device of x."""
         out = x.new_empty(self.size, *x.shape)
+        group = self._gloo if x.device.type == "cpu" else self._nccl
         try:
-            self._group(x.device).allgather([list(out.unbind())], [x.contiguous()]).wait()
+            group.allgather([list(out.unbind())], [x.contiguous()]).wait()
         except RuntimeError as error:
             raise RankError(self._name_ended()) from error
         return out
 
     def broadcast(self, message: Any = None) -> Any:
-        """Return the message of the first rank, on all of them. Raises RankError where a rank has gone."""
+        """Return the message of the first rank, on all of them. Raises RankError where a rank has ended."""
         try:
             if self.rank:
                 return pickle.loads(self._pipes[0].recv_bytes())
-            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)  # a pipe of its own would share tensors by files
+            data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)  # `send` would open a file for each tensor
             for pipe in self._pipes:
                 pipe.send_bytes(data)
         except (OSError, EOFError) as error:
             raise RankError(self._name_ended()) from error
         return message
 
+    def least(self, number: int) -> int:
+        """Return the least of the numbers that all ranks give. Raises ValueError with why a rank has none."""
+        if self.rank:
+            self._pipes[0].send(number)
+        else:
+            number = min([number, *self._receive_all()])
+        return int(self.broadcast(number))
+
+    def abort(self) -> None:
+        """Let all exchanges end, now and later: the other ranks end."""
+        abort(self.shared_memory)
+
     # ---- the first rank ------------------------------------------------------------------------------------------
+
+    @property
+    def process_ids(self) -> list[int]:
+        """The processes of the other ranks, on the first."""
+        return [process.pid for process in self._processes]
 
     def adopt(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         """Watch the processes of the other ranks: when one ends, the others must not wait for it."""
-        self._processes = list(processes)
+        self._processes = processes
         for rank, process in enumerate(processes, 1):
-            Thread(target=self._watch, args=(rank, process), name="retain-rank-watch", daemon=True).start()
+            args = rank, process, self.shared_memory, self._is_closed  # not `self`: when it is freed, its pipes close
+            Thread(target=_watch, args=args, name="retain-rank-watch", daemon=True).start()
 
     def await_start(self) -> None:
         """Return when the others have loaded their parts. Raises ValueError with what one says, and RankError."""
-        for pipe in self._pipes:
-            try:
-                problem = pipe.recv()
-            except (OSError, EOFError) as error:
-                raise RankError(self._name_ended()) from error
-            if problem is not None:
-                raise ValueError(problem)
+        self._receive_all()
 
     def close(self) -> None:
-        """End the other ranks, which are between two steps."""
-        if self._is_closed:
+        """End the other ranks."""
+        if self._is_closed.is_set():
             return
-        self._is_closed = True
+        self._is_closed.set()
+        self.abort()
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(END_TIMEOUT)
+            process.kill()
 
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        status = process.wait()
-        if not self._is_closed:
-            log.error("rank %d has ended with exit status %d", rank, status)
-        abort(self.shared_memory)
+    def _receive_all(self) -> list[int]:
+        """Return a number of each other rank. Raises ValueError with the text of one that says why it ends."""
+        try:
+            found = [pipe.recv() for pipe in self._pipes]
+        except (OSError, EOFError) as error:
+            raise RankError(self._name_ended()) from error
+        for answer in found:
+            if isinstance(answer, str):
+                raise ValueError(answer)
+        return found
 
     def _name_ended(self) -> str:
         if self.rank:
@@ -124,9 +148,6 @@ class ProcessRanks:
         return next(ended, "another rank")
 
     # ---- torch.distributed ---------------------------------------------------------------------------------------
-
-    def _group(self, device: torch.device) -> Any:
-        return self._gloo if device.type == "cpu" else self._nccl
 
     @cached_property
     def _gloo(self) -> Any:
@@ -142,24 +163,31 @@ class ProcessRanks:
         return dist.ProcessGroupNCCL(dist.PrefixStore("nccl", self._store), self.rank, self.size, options)
 
 
+def _watch(rank: int, process: subprocess.Popen[bytes], memory: Tensor, is_closed: Event) -> None:
+    status = process.wait()
+    if not is_closed.is_set():
+        log.error("rank %d has ended with exit status %d", rank, status)
+    abort(memory)
+
+
 def start_ranks(config: Config) -> ProcessRanks:
     """Start the other ranks of a configuration, which load their parts. Returns the first. Raises OSError."""
     size = config.tensor_parallel
     file = os.memfd_create("retain-ranks")
     os.ftruncate(file, shared_bytes(size))
     store = dist.TCPStore(LOOPBACK, 0, None, is_master=True, wait_for_workers=False)
-    num_threads = max(torch.get_num_threads() // size, 1)
+    cores = process_cores()
     pipes = []
     processes = []
     for rank in range(1, size):
+        own = share_of_cores(cores, rank, size)
         here, there = Pipe()
         command = [sys.executable, "-m", __name__, str(there.fileno()), str(file)]
-        env = os.environ | {"OMP_NUM_THREADS": str(num_threads)}
+        env = os.environ | openmp_environment(own)
         processes.append(subprocess.Popen(command, pass_fds=(there.fileno(), file), env=env, stdin=subprocess.DEVNULL))
         there.close()
-        here.send(RankSetup(config, rank, size, store.port, logging.getLogger().level))
+        here.send(RankSetup(config, rank, size, store.port, own, log.getEffectiveLevel()))
         pipes.append(here)
-    torch.set_num_threads(num_threads)
     ranks = ProcessRanks(0, size, store, map_memory(file), pipes)
     ranks.adopt(processes)
     return ranks
@@ -176,21 +204,25 @@ def map_memory(file: int) -> Tensor:
 def run_rank(pipe: Connection, file: int) -> int:
     """Load a part of a model, and compute what the first rank says. Returns the exit status."""
     setup: RankSetup = pipe.recv()
+    with suppress(OSError, AttributeError):  # where processes cannot be kept on cores
+        os.sched_setaffinity(0, setup.cores)
     logging.basicConfig(level=max(setup.log_level, logging.WARNING), format=f"rank {setup.rank}: %(message)s")
     store = dist.TCPStore(LOOPBACK, setup.port, None, is_master=False)
     ranks = ProcessRanks(setup.rank, setup.size, store, map_memory(file), [pipe])
     try:
-        parts = build_engine(setup.config, ranks=ranks)
-    except (ValueError, OSError) as error:
-        with suppress(OSError):  # the first rank has found it out, and ended
+        try:
+            parts = build_engine(setup.config, ranks=ranks)
+        except RankError:
+            raise
+        except (ValueError, OSError) as error:
             pipe.send(str(error))
-        return 1
-    with suppress(OSError, RankError):  # the first rank has ended
-        pipe.send(None)
-        follow(parts.engine.runner, parts.cache, ranks, parts.input_processor.adapters.bank)
+            return 1
+        pipe.send(0)
+        run_worker(parts.engine.runner, parts.cache, ranks, parts.input_processor.adapters.bank)
+    except (RankError, BrokenPipeError):
+        log.info("the first rank has ended")
     return 0
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     sys.exit(run_rank(Connection(int(sys.argv[1])), int(sys.argv[2])))

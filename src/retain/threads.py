@@ -23,10 +23,23 @@ def available_cores() -> Sequence[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
 
 
+def process_cores() -> Sequence[int]:
+    """Return the cores of the process: those that `pin_to_cores` named, whatever core OpenMP bound this thread to."""
+    places = os.environ.get("OMP_PLACES", "")
+    if re.fullmatch(r"\{\d+\}(,\{\d+\})*", places):
+        return [int(core) for core in re.findall(r"\d+", places)]
+    return available_cores()
+
+
+def openmp_environment(cores: Sequence[int]) -> dict[str, str]:
+    """Return the variables of a process whose OpenMP has a thread on each of these cores. It reads them once."""
+    places = ",".join(f"{{{core}}}" for core in cores)
+    return {"OMP_PLACES": places, "OMP_NUM_THREADS": str(len(cores)), "OMP_PROC_BIND": "true"}
+
+
 def pin_to_cores(cores: Sequence[int]) -> None:
     """Keep the current thread and OpenMP's on these cores. Call it before torch is imported: OpenMP reads them then."""
-    places = ",".join(f"{{{core}}}" for core in cores)
-    os.environ |= {"OMP_PLACES": places, "OMP_NUM_THREADS": str(len(cores)), "OMP_PROC_BIND": "true"}
+    os.environ |= openmp_environment(cores)
     reset_cpu_affinity()
 
 

@@ -105,7 +105,7 @@ def make_engine(
     checkpoint = tiny_checkpoint(family)
     head = None
     if needs.head is None:
-        opened = Weights(checkpoint, dtype, weights).with_passes(ranks=rank)
+        opened = Weights(checkpoint, dtype, weights).with_passes(group=rank)
         model = models.build(opened, program, needs.hidden_states)
     else:
         eagle = tiny_eagle3(checkpoint.config, needs.head) if needs.head else None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from queue import Queue
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from retain.engine.engine import Engine
-from retain.engine.tensor_parallel import Leader, follow
+from retain.engine.tensor_parallel import Driver, run_worker
 from retain.kernels.ranks import abort, shared_bytes
 
 T = TypeVar("T")
@@ -23,7 +23,7 @@ TIMEOUT = 120  # seconds
 
 
 @dataclass
-class Meeting:
+class ThreadGroup:
     """What the ranks of a group share."""
 
     size: int
@@ -48,41 +48,48 @@ class Meeting:
 
 @dataclass(frozen=True)
 class ThreadRanks:
-    """One of the ranks of a meeting."""
+    """One of the ranks of a threads."""
 
     rank: int
-    meeting: Meeting
+    threads: ThreadGroup
 
     @property
     def size(self) -> int:
-        return self.meeting.size
+        return self.threads.size
 
     @property
     def shared_memory(self) -> Tensor | None:
-        return self.meeting.memory
+        return self.threads.memory
 
     def all_gather(self, x: Tensor) -> Tensor:
         try:
-            self.meeting.given[self.rank] = x.clone()
-            self.meeting.barrier.wait()
-            given = torch.stack(self.meeting.given)
-            self.meeting.barrier.wait()
+            self.threads.given[self.rank] = x.clone()
+            self.threads.barrier.wait()
+            given = torch.stack(self.threads.given)
+            self.threads.barrier.wait()
         except BrokenBarrierError:
-            raise next(iter(self.meeting.errors), None) or BrokenBarrierError from None
+            raise next(iter(self.threads.errors), None) or BrokenBarrierError from None
         return given
+
+    def least(self, number: int) -> int:
+        return int(self.all_gather(torch.tensor(number)).min())
+
+    def abort(self) -> None:
+        self.threads.barrier.abort()
+        abort(self.threads.memory)
 
     def broadcast(self, message: Any = None) -> Any:
         if self.rank:
-            return pickle.loads(self.meeting.messages[self.rank].get())
+            return pickle.loads(self.threads.messages[self.rank].get())
         data = pickle.dumps(message)  # as to another process: nothing is shared
-        for queue in self.meeting.messages[1:]:
+        for queue in self.threads.messages[1:]:
             queue.put(data)
         return message
 
 
 def make_ranks(size: int) -> list[ThreadRanks]:
-    meeting = Meeting(size)
-    return [ThreadRanks(rank, meeting) for rank in range(size)]
+    threads = ThreadGroup(size)
+    return [ThreadRanks(rank, threads) for rank in range(size)]
 
 
 def run_ranks(size: int, function: Callable[[ThreadRanks], T]) -> list[T]:
@@ -93,13 +100,13 @@ def run_ranks(size: int, function: Callable[[ThreadRanks], T]) -> list[T]:
         try:
             return function(rank)
         except BaseException as error:
-            rank.meeting.fail(error)
+            rank.threads.fail(error)
             raise
 
     with ThreadPoolExecutor(size) as executor:
         futures = [executor.submit(run, rank) for rank in ranks]
         if errors := [error for future in futures if (error := future.exception())]:
-            raise next(iter(ranks[0].meeting.errors), errors[0])
+            raise next(iter(ranks[0].threads.errors), errors[0])
     return [future.result() for future in futures]
 
 
@@ -110,17 +117,13 @@ def lead_threads(make: Callable[[ThreadRanks], Engine], size: int) -> Engine:
     def run(rank: ThreadRanks) -> None:
         try:
             engine = make(rank)
-            follow(engine.runner, engine.cache, rank)
+            run_worker(engine.runner, engine.cache, rank)
         except BaseException as error:
-            rank.meeting.fail(error)
+            rank.threads.fail(error)
 
     for rank in ranks[1:]:
         Thread(target=run, args=(rank,), daemon=True).start()
     engine = make(ranks[0])
-    engine.leader = Leader(engine.cache, ranks[0])
+    engine.driver = Driver(engine.cache, ranks[0])
     weakref.finalize(engine, ranks[0].broadcast)
     return engine
-
-
-def errors_of(ranks: Sequence[ThreadRanks]) -> list[BaseException]:
-    return ranks[0].meeting.errors

@@ -43,7 +43,7 @@ needs_cpu = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="the
 
 
 def compute_logits(family: str, ranks: ThreadRanks | None = None) -> Tensor:
-    model = build_model(Weights(tiny_checkpoint(family), torch.float32).with_passes(ranks=ranks))
+    model = build_model(Weights(tiny_checkpoint(family), torch.float32).with_passes(group=ranks))
     return run_decoder(model, [random_tokens(19), random_tokens(11, seed=1)], [[12, 5], [1, 1], [6, 5]])[0]
 
 
@@ -53,6 +53,20 @@ def test_logits_of_ranks_are_those_of_one(family: str, size: int) -> None:
     """In the definition, whose products have other bits where a matrix has fewer rows."""
     alone = compute_logits(family)
     for logits in run_ranks(size, lambda ranks: compute_logits(family, ranks)):
+        torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("vocab_size", [65, 97])
+def test_a_rank_behind_the_last_row_adds_nothing(vocab_size: int) -> None:
+    """Four ranks have 32 rows each: the last has none of a vocabulary of 65, or repeats the last of 97."""
+    changes = {"vocab_size": vocab_size, "tie_word_embeddings": True}
+
+    def compute(ranks: ThreadRanks | None = None) -> Tensor:
+        model = build_model(Weights(tiny_checkpoint("llama", **changes), torch.float32).with_passes(group=ranks))
+        return run_decoder(model, [torch.tensor([vocab_size - 1, 3, vocab_size - 2])], [[3]])[0]
+
+    alone = compute()
+    for logits in run_ranks(4, compute):
         torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
 
 
@@ -128,12 +142,25 @@ def test_a_rank_that_gets_other_results_says_so() -> None:
         reader.repeat([Call("open", None, (make_request([1]).policy, 1), 1, 0.0)], [])
 
 
+def test_a_step_that_fails_on_the_first_rank_is_the_last() -> None:
+    """The others wait for its exchanges: a next step would meet those of this one."""
+    engine = make_engine("llama", num_ranks=2)
+    engine.add(make_request([1, 2, 3], 20))
+    engine.step()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "forward", lambda batch: 1 / 0)
+        with pytest.raises(RankError, match="ZeroDivisionError"):
+            engine.step()
+    with pytest.raises(RankError):
+        engine.step()
+
+
 def test_a_rank_that_fails_ends_the_step() -> None:
     engine = make_engine("llama", num_ranks=2)
-    assert engine.leader is not None
-    engine.leader.ranks.broadcast("nonsense")
+    assert engine.driver is not None
+    engine.driver.group.broadcast("nonsense")
     engine.add(make_request([1, 2, 3]))
-    with pytest.raises(AttributeError, match="has no attribute"):
+    with pytest.raises(RankError, match="has no attribute"):
         engine.step()
 
 
@@ -169,8 +196,8 @@ def test_processes_answer_as_one(backend: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
 def test_a_rank_that_dies_ends_the_engine(backend: str) -> None:
     llm = LLM("random:tiny", tensor_parallel=2, kv_memory="16MiB", backend=backend)
-    (other,) = llm._ranks._processes
-    os.kill(other.pid, signal.SIGKILL)
+    assert llm.ranks is not None
+    os.kill(*llm.ranks.process_ids, signal.SIGKILL)
     with pytest.raises(RankError, match="has ended: nothing more can be computed"):
         llm.generate("hello", SamplingParams(max_tokens=200, ignore_eos=True))
     llm.close()
@@ -181,7 +208,7 @@ def test_a_rank_that_dies_ends_the_engine(backend: str) -> None:
     [
         ({"tier": ["ram:capacity=1MiB"]}, "tensor_parallel does not go with tiers"),
         ({"speculate": "self"}, "with tensor_parallel use ngram, suffix or draft:model=M"),
-        ({"speculate": "mtp"}, "with tensor_parallel use ngram or suffix"),
+        ({"speculate": "mtp"}, "draft heads do not go with tensor_parallel"),
         ({"kv_policy": "gate:budget=40"}, "gate"),
         ({"tensor_parallel": 0}, "tensor_parallel"),
     ],

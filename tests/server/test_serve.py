@@ -1,5 +1,6 @@
 """The process of `retain serve`: start-up errors, SIGTERM, and a store on disk that survives SIGKILL."""
 
+import os
 import re
 import signal
 import socket
@@ -7,6 +8,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 import pytest
@@ -150,3 +152,21 @@ def test_port_in_use_prints_one_line(capsys):
         assert run_main("--model", "random:tiny", "--port", str(taken.getsockname()[1])) != 0
     stderr = capsys.readouterr().err
     assert "in use" in stderr and "Traceback" not in stderr
+
+
+def test_a_rank_that_dies_ends_the_server():
+    """What runs is answered with 503, and the exit status is not 0."""
+    server = ServerProcess("random:tiny", "--tensor-parallel", "2", "--kv-memory", "16MiB", "--max-model-len", "2048")
+    assert server.post().status_code == 200
+    threads = Path(f"/proc/{server.process.pid}/task").iterdir()
+    children = [child for thread in threads for child in (thread / "children").read_text().split()]
+    (worker,) = (child for child in children if "rank_processes" in Path(f"/proc/{child}/cmdline").read_text())
+    with ThreadPoolExecutor(1) as executor:
+        answer = executor.submit(server.post, max_tokens=1900)
+        server.wait_for_metric(r"vllm:num_requests_running{.*} 1.0")
+        os.kill(int(worker), signal.SIGKILL)
+        assert answer.result().status_code == 503
+    assert server.process.wait(60) == 2
+    log = server.process.stderr.read()
+    server.process.stderr.close()
+    assert "rank 1 has ended" in log and "Traceback" not in log

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import accumulate
 from time import perf_counter
@@ -27,7 +28,7 @@ from retain.engine.runner import Runner
 from retain.engine.sampler import Samples, sample, select_rows
 from retain.engine.scheduler import ScheduledRequest, Scheduler
 from retain.engine.spec_decode.speculator import Speculator
-from retain.engine.tensor_parallel import Leader
+from retain.engine.tensor_parallel import Driver
 from retain.kernels.api import Batch
 from retain.kernels.transfers import to_device_like
 from retain.kv.manager import KVCacheManager
@@ -54,7 +55,7 @@ class Engine:
         self.depth = 1  # steps that `step` has pending before it waits for the oldest
         self.pending_steps: deque[PendingStep] = deque()
         self.num_computed_tokens = 0  # since the start, of all requests
-        self.leader: Leader | None = None  # of other ranks
+        self.driver = Driver.of(cache)  # of other ranks
         self._collected_at = 0.0  # seconds, of perf_counter: when the last step was read
 
     def add(self, *requests: Request) -> None:
@@ -95,8 +96,9 @@ class Engine:
         scheduled = self.scheduler.schedule()
         if not scheduled:
             return None
-        batch = self._build_batch(scheduled)
-        logits, states = self._forward(batch, scheduled)
+        with self.driver.whole_step() if self.driver else nullcontext():
+            batch = self._build_batch(scheduled)
+            logits, states = self._forward(batch, scheduled)
         try:
             samples = self._sample(logits, states, scheduled)
             needed_logits = self._commit(logits, scheduled)
@@ -168,8 +170,8 @@ class Engine:
         """Build the batch of a step, with the tokens that are still pending. Other ranks do the same meanwhile."""
         size = self.runner.state_size
         tokens = list_tokens(scheduled, self.cache, self.prompt_activations, size > 0)
-        if self.leader:
-            self.leader.announce(tokens)
+        if self.driver:
+            self.driver.broadcast_step(tokens)
         batch = tokens.build_step(self.cache)
         if size:
             batch = replace(batch, hidden_states=stack_states(scheduled, size, self.cache.kv.device))

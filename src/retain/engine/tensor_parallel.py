@@ -1,28 +1,35 @@
-"""Several ranks that compute one model: the first schedules, the others repeat what it does to its cache and compute.
+"""Several ranks that compute one model: the first drives, the others repeat what it does to its cache, and compute.
 
 One message a step goes from the first rank to the others: calls of its cache, then the tokens of the step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from retain.engine.runner import Runner
 from retain.engine.step_tokens import StepTokens
 from retain.formats.lora import LoRAAdapter
-from retain.kernels.ranks import Ranks
+from retain.kernels.ranks import ProcessGroup, RankError
 from retain.kv.journal import CacheJournal, Call, JournalReader
 from retain.kv.manager import KVCacheManager
 from retain.models.adapter_bank import AdapterBank
 
 
-class RankGroup(Ranks, Protocol):
-    """Ranks, and messages from the first to the others."""
+class RankGroup(ProcessGroup, Protocol):
+    """A process group, and messages from the first rank to the others."""
 
     def broadcast(self, message: Any = None) -> Any:
-        """Return the message of the first rank, on all of them. Raises RankError where a rank has gone."""
+        """Return the message of the first rank, on all of them. Raises RankError where a rank has ended."""
+
+    def least(self, number: int) -> int:
+        """Return the least of the numbers that all ranks give. Raises ValueError with why a rank has none."""
+
+    def abort(self) -> None:
+        """Let all exchanges end, now and later: the other ranks end."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +37,7 @@ class StepMessage:
     """What the other ranks do in a step: repeat calls, forget texts, and compute."""
 
     calls: Sequence[Call]
-    forgotten: Sequence[int]
+    released_texts: Sequence[int]
     tokens: StepTokens
 
 
@@ -42,35 +49,55 @@ class AdapterMessage:
     adapter: LoRAAdapter
 
 
-class Leader:
-    """The first rank's side: it notes what is done to its cache, and sends it with the tokens of each step."""
+class Driver(CacheJournal):
+    """The journal of the first rank's cache, which goes to the others with the tokens of each step."""
 
-    def __init__(self, cache: KVCacheManager, ranks: RankGroup):
-        self.ranks = ranks
-        self.journal = CacheJournal()
-        cache.parts.journal = self.journal
-        cache.prefix_cache.set_clock(lambda: self.journal.time)
+    def __init__(self, cache: KVCacheManager, group: RankGroup):
+        super().__init__()
+        self.group = group
+        cache.parts.journal = self
+        cache.prefix_cache.set_clock(lambda: self.time)
 
-    def announce(self, tokens: StepTokens) -> None:
+    @classmethod
+    def of(cls, cache: KVCacheManager) -> Driver | None:
+        """Return the driver of a cache; None where there are no other ranks."""
+        journal = cache.parts.journal
+        return journal if isinstance(journal, Driver) else None
+
+    def broadcast_step(self, tokens: StepTokens) -> None:
         """Let the other ranks compute a step. Raises RankError where one has ended."""
-        self.ranks.broadcast(StepMessage(*self.journal.take(), tokens))
+        self.group.broadcast(StepMessage(*self.take(), tokens))
 
     def load_adapter(self, number: int, adapter: LoRAAdapter) -> None:
         """Let the other ranks have an adapter. Raises RankError where one has ended."""
-        self.ranks.broadcast(AdapterMessage(number, adapter))
+        self.group.broadcast(AdapterMessage(number, adapter))
+
+    @contextmanager
+    def whole_step(self) -> Iterator[None]:
+        """Raise RankError where a step fails that the others compute: they would wait for its exchanges."""
+        try:
+            yield
+        except RankError:
+            raise
+        except Exception as error:
+            self.group.abort()
+            raise RankError(f"the first rank failed ({type(error).__name__}: {error}), and") from error
+        except BaseException:  # such as KeyboardInterrupt
+            self.group.abort()
+            raise
 
 
-def follow(runner: Runner, cache: KVCacheManager, ranks: RankGroup, bank: AdapterBank | None = None) -> None:
-    """Do what the first rank says until it ends. Raises RankError where it has gone, and DivergedError.
+def run_worker(runner: Runner, cache: KVCacheManager, group: RankGroup, bank: AdapterBank | None = None) -> None:
+    """Do what the first rank says, until a message is None. Raises RankError where it has ended, and DivergedError.
 
     `bank` has the adapters of the runner's program.
     """
     reader = JournalReader(cache)
     cache.prefix_cache.set_clock(lambda: reader.time)
-    while (message := ranks.broadcast()) is not None:
+    while (message := group.broadcast()) is not None:
         if isinstance(message, AdapterMessage):
             assert bank is not None
             bank.write(message.number, message.adapter)
             continue
-        reader.repeat(message.calls, message.forgotten)
+        reader.repeat(message.calls, message.released_texts)
         runner.forward(message.tokens.build_step(cache))

@@ -17,7 +17,7 @@ from retain.kernels.attention_params import AttentionParams
 from retain.kernels.experts import TILE_ROWS, Experts
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.linear_attention import LinearAttention, Mamba2Rule
-from retain.kernels.ranks import Ranks
+from retain.kernels.ranks import ProcessGroup
 from retain.kernels.rope import Rope
 from retain.kernels.weights.weight import Weight
 
@@ -479,11 +479,11 @@ class AllGather(Operation):
 
     x: Buffer
     out: Buffer
-    ranks: Ranks
+    group: ProcessGroup
 
     def check(self) -> None:
         """Raise WidthError unless there is room for the rows of all ranks."""
-        check_equal("the rows of all ranks", self.x.width * self.ranks.size, self.out.width)
+        check_equal("the rows of all ranks", self.x.width * self.group.size, self.out.width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -492,7 +492,7 @@ class AllReduce(Operation):
 
     x: Buffer
     out: Buffer
-    ranks: Ranks
+    group: ProcessGroup
     add: bool = False
 
     def check(self) -> None:

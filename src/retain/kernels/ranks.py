@@ -21,7 +21,7 @@ class RankError(ChildProcessError):
         super().__init__(f"{which} has ended: nothing more can be computed")
 
 
-class Ranks(Protocol):
+class ProcessGroup(Protocol):
     """What an operation needs of the other ranks. All ranks call the same methods in the same order."""
 
     @property

@@ -79,8 +79,8 @@ class Call:
     num_scored: Sequence[int] = ()
 
 
-class Numbered(NamedTuple):
-    """A text as an argument of a call."""
+class TextRef(NamedTuple):
+    """A text as an argument of a call, by its number."""
 
     number: int
 
@@ -90,7 +90,7 @@ class CacheJournal:
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
-        self.forgotten: list[int] = []  # the numbers of texts that are no longer needed
+        self.released_texts: list[int] = []  # the numbers of texts that are no longer needed
         self.is_calling = False  # what a call does by other methods is not noted
         self.time = monotonic()
         self._texts: WeakKeyDictionary[Text, list[int]] = WeakKeyDictionary()  # number, and tokens that others have
@@ -116,10 +116,10 @@ class CacheJournal:
             self.calls.append(Call(method.__name__, row, given, result, self.time, texts, num_scored))
 
     def take(self) -> tuple[list[Call], list[int]]:
-        """Return the calls that were noted, and the texts to be forgotten; they are no longer here."""
-        taken = self.calls, list(self.forgotten)
+        """Return the calls that were noted, and the texts to be released_texts; they are no longer here."""
+        taken = self.calls, list(self.released_texts)
         self.calls = []
-        del self.forgotten[: len(taken[1])]  # another thread may have added some
+        del self.released_texts[: len(taken[1])]  # another thread may have added some
         return taken
 
     def _update(self, text: Text) -> TextUpdate | None:
@@ -127,7 +127,7 @@ class CacheJournal:
         if text not in self._texts:
             self._num_texts += 1
             self._texts[text] = [self._num_texts, len(text)]
-            finalize(text, self.forgotten.append, self._num_texts)
+            finalize(text, self.released_texts.append, self._num_texts)
             return TextUpdate(self._num_texts, 0, list(text.ids), text.salt, text.extra)
         number, known = self._texts[text]
         begin = min(known, len(text))
@@ -138,7 +138,7 @@ class CacheJournal:
 
     def _to_plain(self, value: Any) -> Any:
         if isinstance(value, Text):
-            return Numbered(self._texts[value][0])
+            return TextRef(self._texts[value][0])
         if isinstance(value, RowTask):
             passes = [replace(p) for p in value.scoring_passes]  # which go on
             return replace(value, text=self._to_plain(value.text), scoring_passes=passes, explain=False, trace=None)
@@ -185,11 +185,11 @@ class JournalReader:
         self.time = 0.0  # of the present call
         self._texts: dict[int, Text] = {}
 
-    def repeat(self, calls: Sequence[Call], forgotten: Sequence[int]) -> None:
+    def repeat(self, calls: Sequence[Call], released_texts: Sequence[int]) -> None:
         """Repeat calls, then forget texts. Raises DivergedError."""
         for call in calls:
             self._repeat(call)
-        for number in forgotten:
+        for number in released_texts:
             self._texts.pop(number, None)
 
     def _repeat(self, call: Call) -> None:
@@ -221,6 +221,6 @@ class JournalReader:
         text.ids += part.tokens
 
     def _to_objects(self, value: Any) -> Any:
-        if isinstance(value, Numbered):
+        if isinstance(value, TextRef):
             return self._texts[value.number]
         return replace(value, text=self._to_objects(value.text)) if isinstance(value, RowTask) else value

@@ -126,7 +126,12 @@ class KVCacheManager:
 
     @contextmanager
     def limit_pages(self, num_pages: int) -> Iterator[None]:
-        """Leave only so many pages in the pool, for as long as the context lasts; no request may run at its ends."""
+        """Leave only so many pages in the pool, for as long as the context lasts; no request may run at its ends.
+
+        Raises ValueError where there are other ranks, whose pools stay as they are.
+        """
+        if self.parts.journal is not None:
+            raise ValueError("the pool of several ranks cannot be limited: use tensor_parallel=1")
         taken = self.pool.allocate(max(self.pool.num_free - num_pages, 0))
         try:
             yield

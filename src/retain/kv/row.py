@@ -320,6 +320,7 @@ class Row:
             self.copy.free()
             self.copy = None
 
+    @journaled
     def clear_masses(self) -> None:
         """Forget the attention that the slots of the row received."""
         for t in self.groups:

@@ -76,8 +76,8 @@ def build(weights: Weights, program: Target, gives_states: bool = False) -> Deco
         decoder: Decoder = family.build(weights)
         operations = make_operations(decoder, weights, program)
         program.load(tap(operations) if gives_states else operations)
-        if weights.ranks is not None:
-            spec = shard_spec(decoder.spec, weights.ranks.size)
+        if weights.group is not None:
+            spec = shard_spec(decoder.spec, weights.group.size)
             decoder = replace(decoder, spec=spec, has_all_heads=spec.caches == decoder.spec.caches)
     check_all_tensors_used(weights, ignored_tensors(family, weights))
     return decoder
@@ -122,8 +122,8 @@ def make_operations(decoder: Decoder, weights: Weights, program: Target) -> Iter
     """Return the operations of a decoder behind the passes that all programs of models have."""
     spec = decoder.spec
     operations = balance(decoder.emit(), spec.kv_cache, decoder.key_factors, program.row_energies)
-    if weights.ranks is not None:
-        operations = shard(operations, spec, weights.ranks, decoder.key_factors)
+    if weights.group is not None:
+        operations = shard(operations, spec, weights.group, decoder.key_factors)
     if weights.adapters is not None:
         operations = adapt(operations, weights.adapters)
     operations = note_attention(operations, decoder.attention)

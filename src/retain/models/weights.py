@@ -16,7 +16,7 @@ from torch import Tensor
 from retain.config import check_weights
 from retain.files import quote
 from retain.formats.checkpoint import Checkpoint, open_checkpoint
-from retain.kernels.ranks import Ranks
+from retain.kernels.ranks import ProcessGroup
 from retain.kernels.weights.quantized import GROUP_SIZE, Int4, Int8, Kind, is_quantizable, to_kind
 from retain.kernels.weights.stored_weight import StoredWeight
 from retain.kernels.weights.weight import Weight, dense_chunks
@@ -56,7 +56,7 @@ class Weights:
         self.has_head = has_head
         self.config = FamilyConfig(checkpoint.config)
         self.adapters: AdapterBank | None = None
-        self.ranks: Ranks | None = None
+        self.group: ProcessGroup | None = None
         self._on_read = on_read
         self._names = checkpoint.names()
         self._aliases: Mapping[str, str] = {}
@@ -114,11 +114,11 @@ class Weights:
         changed.config = config
         return changed
 
-    def with_passes(self, adapters: AdapterBank | None = None, ranks: Ranks | None = None) -> Weights:
+    def with_passes(self, adapters: AdapterBank | None = None, group: ProcessGroup | None = None) -> Weights:
         """Return the same weights; a program of them adds the adapters of a bank, and is divided among ranks."""
         changed = copy(self)
         changed.adapters = adapters
-        changed.ranks = ranks
+        changed.group = group
         return changed
 
     def with_aliases(self, aliases: Mapping[str, str]) -> Weights:

@@ -199,16 +199,16 @@ def convolve(o: CppOperands, op: ops.Convolve) -> Iterator[Record]:
     yield o.record(op, weight=op.weight.T.contiguous(), channels=channels, window=window)
 
 
-def between_ranks(o: CppOperands, op: ops.AllGather | ops.AllReduce) -> Iterator[Record]:
+def exchange_rows(o: CppOperands, op: ops.AllGather | ops.AllReduce) -> Iterator[Record]:
     """Record an exchange of rows in memory that all ranks map. Raises ValueError where they share none."""
-    memory = op.ranks.shared_memory
+    memory = op.group.shared_memory
     if memory is None:
         raise ValueError("ranks of the cpu backend need memory that they share")
     if 4 * op.x.width > CHUNK_BYTES:
         raise ValueError(f"rows of {op.x.width} numbers are too long for ranks to exchange")
     total = ops.Buffer(f"sum of all ranks {op.out.width}", op.out.width)
-    own = _C.RankMemory(memory.data_ptr(), op.ranks.rank, op.ranks.size, CHUNK_BYTES)
-    yield o.record(op, ranks=own, **({"total": total} if isinstance(op, ops.AllReduce) else {}))
+    own = _C.RankMemory(memory.data_ptr(), op.group.rank, op.group.size, CHUNK_BYTES)
+    yield o.record(op, group=own, **({"total": total} if isinstance(op, ops.AllReduce) else {}))
 
 
 LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Record]]] = {
@@ -225,6 +225,6 @@ LOWERINGS: Mapping[type[ops.Operation], Callable[[CppOperands, Any], Iterator[Re
     ops.WriteCache: write_cache,
     ops.LoadHiddenStates: load_hidden_states,
     ops.Convolve: convolve,
-    ops.AllGather: between_ranks,
-    ops.AllReduce: between_ranks,
+    ops.AllGather: exchange_rows,
+    ops.AllReduce: exchange_rows,
 }

@@ -122,15 +122,15 @@ def find_rows(op: ops.Embed, table: T, find: Callable[[Tensor, T], Tensor]) -> C
 def all_gather(o: Operands, op: ops.AllGather) -> Compute:
     """Put the rows of all ranks side by side."""
     x = o.buffers[op.x]
-    ranks = op.ranks
-    return lambda s: ranks.all_gather(s.buffers[x]).transpose(0, 1).flatten(1)
+    group = op.group
+    return lambda s: group.all_gather(s.buffers[x]).transpose(0, 1).flatten(1)
 
 
 def all_reduce(o: Operands, op: ops.AllReduce) -> Compute:
     """Add up the rows of all ranks, one rank after the other."""
     x = o.buffers[op.x]
-    ranks = op.ranks
-    return replace_or_add(o, op, lambda s: add_in_order(ranks.all_gather(s.buffers[x])), op.add)
+    group = op.group
+    return replace_or_add(o, op, lambda s: add_in_order(group.all_gather(s.buffers[x])), op.add)
 
 
 def add_in_order(parts: Tensor) -> Tensor:

@@ -1,9 +1,12 @@
-"""A pass that divides a program among ranks (tensor parallelism, as Megatron-LM's: arXiv 1909.08053).
+"""A pass that divides a program among ranks: tensor parallelism by rows of matrices alone.
 
-Each rank has some rows of every matrix, and some kv heads of every attention with the query heads of these. Where the
-next operation needs a whole row, ranks gather the columns that they have computed. No product is divided along its
-inputs, so no sum is: a number is computed by one rank as it would be by the only one, and has the same bits. Mixtures
-are divided by expert, and their sums are added in the order of ranks.
+Each rank has some rows of matrices, and some kv heads of attention with the query heads of these. Where the next
+operation needs a whole row, ranks gather the columns that they have computed. Megatron-LM (arXiv 1909.08053) divides
+every other matrix along its inputs, and adds up. Here no sum is divided, so a backend whose products do not depend on
+the number of rows computes the bits of one rank. Mixtures are divided by expert: their sums are added in rank order.
+
+Whole on every rank are small matrices, those of heads (`HeadMatMul`), attention whose kv heads cannot be divided alike
+in all layers, states, and mixtures of fewer experts than ranks.
 
 Parts are of equal size. Where a number of rows or heads does not divide, the last ranks repeat the last row or head,
 and what they compute of it is dropped.
@@ -23,7 +26,7 @@ from retain.kernels import ops
 from retain.kernels.experts import TILE_ROWS
 from retain.kernels.head_columns import HeadColumns
 from retain.kernels.ops import AllGather, Attend, Buffer, CopyColumns, MatMul, NamedRows, Norm, Operation, Scale
-from retain.kernels.ranks import Ranks
+from retain.kernels.ranks import ProcessGroup
 from retain.kernels.slots.kv_cache_spec import (
     AttentionSpec,
     DraftHeadSpec,
@@ -36,13 +39,13 @@ from retain.models.decoder import ModelSpec
 
 
 def shard(
-    operations: Iterable[Operation], spec: ModelSpec, ranks: Ranks, key_factors: dict[int, Tensor] | None = None
+    operations: Iterable[Operation], spec: ModelSpec, group: ProcessGroup, key_factors: dict[int, Tensor] | None = None
 ) -> Iterator[Operation]:
     """Return the operations of this rank, and those between ranks. `spec` is of the whole model.
 
-    Of `key_factors`, by cache, those of other ranks' heads are removed: see passes/balance.py.
+    Before an attention is yielded, `key_factors` of its cache become those of the rank's heads: see passes/balance.py.
     """
-    return Sharding(spec, ranks, {} if key_factors is None else key_factors).shard(operations)
+    return Sharding(spec, group, {} if key_factors is None else key_factors).shard(operations)
 
 
 def shard_spec(spec: ModelSpec, num_ranks: int) -> ModelSpec:
@@ -111,16 +114,16 @@ class HeadPart:
 class Sharding:
     """The state of a pass: what a rank has of matrices that several operations use."""
 
-    def __init__(self, spec: ModelSpec, ranks: Ranks, key_factors: dict[int, Tensor]):
-        self.ranks = ranks
-        self.has_all_heads = own_query_heads(spec, ranks.size) is None
+    def __init__(self, spec: ModelSpec, group: ProcessGroup, key_factors: dict[int, Tensor]):
+        self.group = group
+        self.has_all_heads = own_query_heads(spec, group.size) is None
         self.key_factors = key_factors
         # By matrix: the rows that were selected last. A matrix that is gone is forgotten.
         self._selected: MutableMapping[Weight, tuple[Tensor, Weight]] = WeakIdKeyDictionary()
 
     def shard(self, operations: Iterable[Operation]) -> Iterator[Operation]:
         """Yield what a rank computes in place of each operation."""
-        held: list[Operation] = []  # a product, and what changes its output in place, number by number
+        held: list[Operation] = []  # a product, and what changes its output in place
         for op in operations:
             if held and op.out == held[0].out and isinstance(op, Norm | Scale | ops.Clip | ops.ScaleByPosition):
                 held.append(op)
@@ -142,24 +145,25 @@ class Sharding:
         """Yield what a rank computes in place of an operation that stands alone."""
         if isinstance(op, MatMul):
             yield from self._divide_rows([op])
-        elif isinstance(op, ops.Embed) and self._is_worth_it(op.table.shape[0]):
+        elif isinstance(op, ops.Embed) and self._can_divide(op.table.shape[0]):
             index = self._part(op.table.shape[0], TILE_ROWS)
             part = Buffer(f"part of an embedding {op.out.width}", op.out.width)
-            yield replace(op, out=part, table=self._select(op.table, index), first=int(index[0]))
-            yield ops.AllReduce(part, op.out, self.ranks)
-        elif isinstance(op, ops.MixExperts) and op.experts.num_experts >= self.ranks.size:
+            first = self.group.rank * len(index)  # a rank may begin behind the last row: then it finds no token
+            yield replace(op, out=part, table=self._select(op.table, index), first=first)
+            yield ops.AllReduce(part, op.out, self.group)
+        elif isinstance(op, ops.MixExperts) and op.experts.num_experts >= self.group.size:
             yield from self._divide_experts(op)
         else:
             yield op
 
     def _divide_rows(self, held: Sequence[Operation]) -> Iterator[Operation]:
-        """Yield a product of some rows, and what makes the whole output of it; then the other operations, on it."""
+        """Yield a product of some rows, and the gathering of its whole output; then the other held operations."""
         if not held:
             return
         op, *others = held
         assert isinstance(op, MatMul)
         n = op.out.width
-        if not self._is_worth_it(n):
+        if not self._can_divide(n):
             yield from held
             return
         index = self._part(n, TILE_ROWS)
@@ -172,10 +176,13 @@ class Sharding:
         yield from others
 
     def _divide_activation(self, product: Operation, op: ops.Activate) -> Iterator[Operation]:
-        """Yield a product and an activation of some columns: those of gates with those that they are gates of."""
+        """Yield a product and an activation of some columns: of gates, and of what they multiply.
+
+        No later operation may read the product's whole output, which is not computed.
+        """
         assert isinstance(product, MatMul)
         n = op.out.width
-        if not self._is_worth_it(n):
+        if not self._can_divide(n):
             yield product
             yield op
             return
@@ -188,7 +195,7 @@ class Sharding:
         yield from self._gather(part, op.out)
 
     def _divide_attention(self, held: Sequence[Operation], op: Attend) -> Iterator[Operation]:
-        """Yield the attention of some heads, whose columns are computed alone where no operation needs whole rows."""
+        """Yield the attention of some heads. Where nothing before it needs whole rows, only theirs are computed."""
         if self.has_all_heads:
             yield from self._divide_rows(held)
             yield op
@@ -213,7 +220,7 @@ class Sharding:
     def _divide_experts(self, op: ops.MixExperts) -> Iterator[Operation]:
         """Yield the sum of some experts, and that of all ranks."""
         e = op.experts
-        begin, end = (rank * e.num_experts // self.ranks.size for rank in (self.ranks.rank, self.ranks.rank + 1))
+        begin, end = (rank * e.num_experts // self.group.size for rank in (self.group.rank, self.group.rank + 1))
         inner, outer = (torch.arange(begin * n, end * n) for n in (e.inner_size, e.hidden_size))
         experts = replace(
             e,
@@ -226,15 +233,15 @@ class Sharding:
         )
         part = Buffer(f"part of experts {op.out.width}", op.out.width)
         yield replace(op, out=part, experts=experts, add=False)
-        yield ops.AllReduce(part, op.out, self.ranks, op.add)
+        yield ops.AllReduce(part, op.out, self.group, op.add)
 
-    def _is_worth_it(self, num_rows: int) -> bool:
-        return num_rows >= TILE_ROWS * self.ranks.size
+    def _can_divide(self, num_rows: int) -> bool:
+        return num_rows >= TILE_ROWS * self.group.size
 
     def _part(self, n: int, unit: int) -> Tensor:
         """Return this rank's part of n things, int64: as many as the others have, a multiple of `unit`."""
-        size = -(-n // (self.ranks.size * unit)) * unit
-        return torch.arange(self.ranks.rank * size, (self.ranks.rank + 1) * size).clamp(max=n - 1)
+        size = -(-n // (self.group.size * unit)) * unit
+        return torch.arange(self.group.rank * size, (self.group.rank + 1) * size).clamp(max=n - 1)
 
     def _select(self, weight: Weight, index: Tensor) -> Weight:
         """Return rows of a matrix: the same ones as before where another operation asked for these."""
@@ -247,13 +254,13 @@ class Sharding:
         return replace(op, out=out, weight=self._select(op.weight, index), bias=bias, rows=select_names(op.rows, index))
 
     def _gather(self, part: Buffer, out: Buffer) -> Iterator[Operation]:
-        """Yield what makes rows of the parts of all ranks."""
-        width = part.width * self.ranks.size
+        """Yield the all-gather of a part into `out`; columns behind its width are dropped."""
+        width = part.width * self.group.size
         if width == out.width:
-            yield AllGather(part, out, self.ranks)
+            yield AllGather(part, out, self.group)
             return
         parts = Buffer(f"parts of all ranks {width}", width)
-        yield AllGather(part, parts, self.ranks)
+        yield AllGather(part, parts, self.group)
         yield copy_run(parts, out, 0, 0, out.width)
 
 

@@ -578,11 +578,11 @@ static const std::unordered_map<std::string, Add> OPERATIONS = {
      [](Program& p, const Record& r) { p.push(LoadHiddenStatesOp{r.get("out"), r.get("x")}); }},
     {"AllGather",
      [](Program& p, const Record& r) {
-       p.push(AllGatherOp{r.get("x"), r.get("out"), r.as<const RankMemory&>("ranks")});
+       p.push(AllGatherOp{r.get("x"), r.get("out"), r.as<const RankMemory&>("group")});
      }},
     {"AllReduce",
      [](Program& p, const Record& r) {
-       p.push(AllReduceOp{r.get("x"), r.get("out"), r.get("total"), r.flag("add"), r.as<const RankMemory&>("ranks")});
+       p.push(AllReduceOp{r.get("x"), r.get("out"), r.get("total"), r.flag("add"), r.as<const RankMemory&>("group")});
      }},
     {"GatherRows", [](Program& p, const Record& r) { p.push(GatherRowsOp{r.get("x"), r.get("out")}); }},
 };
