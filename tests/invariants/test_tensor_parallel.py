@@ -172,7 +172,7 @@ def logprobs_of(llm: LLM, lora: str | None = None, **options: Any) -> list[Logpr
     return list(llm.generate("the sea " * 20, params, lora=lora, **options)[0].logprobs)
 
 
-@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
+@pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu), *slow("triton")])
 def test_processes_answer_as_one(backend: str, tmp_path: Path) -> None:
     """Also with adapters, of which one comes later, and a prefix that is pinned."""
     (tmp_path / "model").mkdir()
@@ -185,12 +185,13 @@ def test_processes_answer_as_one(backend: str, tmp_path: Path) -> None:
         assert llm.pin("the sea " * 20, 60) > 0
         llm.load_lora("b", b)
         found.append([logprobs_of(llm), logprobs_of(llm, "a"), logprobs_of(llm, "b")])
-        found[-1].append(logprobs_of(llm, kv_policy="h2o:budget=24"))
+        if backend != "triton":  # whose interpreter is mended for masses, but not in other processes
+            found[-1].append(logprobs_of(llm, kv_policy="h2o:budget=24"))
         llm.close()
     for alone, together in zip(*found, strict=True):
         assert [x.token_id for x in together] == [x.token_id for x in alone]
         assert [x.logprob for x in together] == pytest.approx([x.logprob for x in alone], abs=1e-5)
-        assert backend == "reference" or together == alone
+        assert backend != "cpu" or together == alone
 
 
 @pytest.mark.parametrize("backend", ["reference", pytest.param("cpu", marks=needs_cpu)])
