@@ -121,8 +121,8 @@ class Config:
         if self.prompt_activations != "int8" and (self.dtype == "float32" or self.weights == "bf16"):
             raise ValueError(f"prompt_activations {self.prompt_activations} is for quantized weights")
         check_bounds(self)
-        if self.tensor_parallel > 1 and (self.tier or self.kv_offload):
-            raise ValueError("tensor_parallel does not go with tiers, and not with kv_offload: K and V stay in memory")
+        if self.tensor_parallel > 1 and self.kv_offload:
+            raise ValueError("tensor_parallel does not go with kv_offload: K and V stay in memory")
         if self.page_size % 16:
             raise ValueError(f"page_size must be a multiple of 16, not {self.page_size}")
         if self.max_batched_tokens <= self.max_running_requests:

@@ -151,7 +151,8 @@ def build_engine(
     )
     warn_of_windows(allowed, spec)
     if options.prefix and (options.tiers or isinstance(options.prefix, SelectiveConfig)):
-        cache.prefix_cache.set_offloader(build_offload(c, options.prefix, options.tiers, cache, loaded))
+        own_tiers = [t.of_rank(ranks.rank, ranks.size) for t in options.tiers] if ranks else options.tiers
+        cache.prefix_cache.set_offloader(build_offload(c, options.prefix, own_tiers, cache, loaded, ranks))
     driver = Driver(cache, ranks) if ranks and ranks.rank == 0 else None
     engine = Engine(loaded.runner, cache, options.drafter, c.prompt_activations)
     if device.type != "cpu" and not ranks:  # the values of pending tokens are not on other ranks
@@ -413,8 +414,11 @@ def build_offload(
     tier_configs: Sequence[tiers.Tier],
     cache: KVCacheManager,
     model: LoadedModel,
+    ranks: RankGroup | None,
 ) -> Offloader:
     """Open the tiers below a cache of a model. Raises ValueError or OSError."""
+    if ranks and isinstance(prefix_config, SelectiveConfig):
+        raise ValueError("prefix_cache=selective chooses tokens by some heads: it does not go with tensor_parallel")
     kv = cache.kv
     path = model.path
     shape = cache.spec
@@ -423,7 +427,8 @@ def build_offload(
         dtype += f", activations of prompts {config.prompt_activations}"
     if cache.config.has_sketches:
         dtype += ", with sketches and keys by slot"  # as the cpu backend has them
-    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint)
+    own = (ranks.rank, ranks.size) if ranks else ()
+    format = (config.weights, dtype, CACHED_KEYS, kv.layout, kv.page_size, shape, model.rope_fingerprint, *own)
     # Another processor, GPU or version of this package computes keys and values with other last bits.
     gpu = torch.cuda.get_device_name(kv.device) if kv.device.type == "cuda" else ""
     machine = cache.backend.__name__, torch.backends.cpu.get_cpu_capability() + gpu, version("retain")

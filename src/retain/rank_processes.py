@@ -34,7 +34,7 @@ from retain.threads import openmp_environment, process_cores, share_of_cores
 
 LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)  # a first step compiles kernels
-END_TIMEOUT = 10.0  # seconds, for other ranks to end by themselves
+END_TIMEOUT = 60.0  # seconds, for other ranks to write what is on its way to their tiers
 log = logging.getLogger(__name__)
 
 
@@ -94,6 +94,17 @@ class ProcessRanks:
         else:
             number = min([number, *self._receive_all()])
         return int(self.broadcast(number))
+
+    def is_shared(self, value: object) -> bool:
+        """Return whether all ranks give this value. Raises RankError where a rank has ended."""
+        try:
+            if self.rank:
+                self._pipes[0].send(value)
+                return bool(self.broadcast())
+            found = [pipe.recv() for pipe in self._pipes]
+        except (OSError, EOFError) as error:
+            raise RankError(self._name_ended()) from error
+        return bool(self.broadcast(all(other == value for other in found)))
 
     def abort(self) -> None:
         """Let all exchanges end, now and later: the other ranks end."""
@@ -217,8 +228,11 @@ def run_rank(pipe: Connection, file: int) -> int:
         except (ValueError, OSError) as error:
             pipe.send(str(error))
             return 1
-        pipe.send(0)
-        run_worker(parts.engine.runner, parts.cache, ranks, parts.input_processor.adapters.bank)
+        try:
+            pipe.send(0)
+            run_worker(parts.engine.runner, parts.cache, ranks, parts.input_processor.adapters.bank)
+        finally:
+            parts.cache.prefix_cache.close_offloader()
     except (RankError, BrokenPipeError):
         log.info("the first rank has ended")
     return 0

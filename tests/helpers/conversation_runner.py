@@ -26,6 +26,7 @@ from tests.helpers.backend_variants import use_isa
 from tests.helpers.conversations import Turn
 from tests.helpers.engines import row_of
 from tests.helpers.one_row import Spoken, answer_after
+from tests.helpers.ranks import end_workers
 from tests.helpers.schedule_runner import Difference, ScheduleRun, is_scored, num_drafts, run_alone
 from tests.helpers.schedules import PlannedRequest, Schedule
 
@@ -169,6 +170,7 @@ class ConversationRun(ScheduleRun):
         self.num_reused += getattr(prefix, "num_reused_tokens", 0)
         self.num_loaded += sum(n for store, n in prefix.hits_by_source().items() if store != "pool")
         prefix.close_offloader()
+        end_workers(engine)
         if number in self.schedule.kills:
             self.folder = next_folder
         if not any("{path}" in spec for spec in self.schedule.tiers):

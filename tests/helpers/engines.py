@@ -138,8 +138,9 @@ def make_engine(
         limit_resident_slots(tables.kv, num_resident)
     prefix = cache.prefix_cache
     if tiers and isinstance(prefix, PrefixCache):
-        fingerprint = f"{family} {slot_dtype}".encode()
-        offloader = factory.open_offload_tiers(prefix.config, parse_all(tiers), cache, model.spec, fingerprint)
+        parsed = [t.of_rank(rank.rank, rank.size) if rank else t for t in parse_all(tiers)]
+        fingerprint = f"{family} {slot_dtype} {rank and (rank.rank, rank.size)}".encode()
+        offloader = factory.open_offload_tiers(prefix.config, parsed, cache, model.spec, fingerprint)
         offloader.cost_model = AlwaysLoad()
         prefix.set_offloader(offloader)
     runner = ProgramRunner(program)

@@ -32,6 +32,7 @@ class ThreadGroup:
     messages: list[Queue[Any]] = field(init=False)
     errors: list[BaseException] = field(default_factory=list)
     memory: Tensor = field(init=False)
+    workers: list[Thread] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.barrier = Barrier(self.size, timeout=TIMEOUT)
@@ -73,6 +74,13 @@ class ThreadRanks:
 
     def least(self, number: int) -> int:
         return int(self.all_gather(torch.tensor(number)).min())
+
+    def is_shared(self, value: object) -> bool:
+        self.threads.given[self.rank] = value
+        self.threads.barrier.wait()
+        is_shared = all(other == value for other in self.threads.given)
+        self.threads.barrier.wait()
+        return is_shared
 
     def abort(self) -> None:
         self.threads.barrier.abort()
@@ -118,12 +126,22 @@ def lead_threads(make: Callable[[ThreadRanks], Engine], size: int) -> Engine:
         try:
             engine = make(rank)
             run_worker(engine.runner, engine.cache, rank)
+            engine.cache.prefix_cache.close_offloader()
         except BaseException as error:
             rank.threads.fail(error)
 
-    for rank in ranks[1:]:
-        Thread(target=run, args=(rank,), daemon=True).start()
+    ranks[0].threads.workers = [Thread(target=run, args=(rank,), daemon=True) for rank in ranks[1:]]
+    for worker in ranks[0].threads.workers:
+        worker.start()
     engine = make(ranks[0])
     engine.driver = Driver(engine.cache, ranks[0])
     weakref.finalize(engine, ranks[0].broadcast)
     return engine
+
+
+def end_workers(engine: Engine) -> None:
+    """End the other ranks of an engine, if there are any, and close their tiers."""
+    if engine.driver:
+        engine.driver.group.broadcast()
+        for worker in engine.driver.group.threads.workers:  # type: ignore[attr-defined]  # those of this file
+            worker.join(TIMEOUT)

@@ -27,6 +27,7 @@ from retain.kv.eviction import policies
 from retain.kv.eviction.policy import EvictionPolicy
 from tests.helpers.backend_variants import use_isa
 from tests.helpers.engines import make_engine, row_of
+from tests.helpers.ranks import end_workers
 from tests.helpers.schedules import PlannedRequest, Schedule
 from tests.helpers.tiny_models import has_experts
 
@@ -161,6 +162,7 @@ class ScheduleRun:
         self.num_reused += getattr(prefix, "num_reused_tokens", 0)
         self.num_loaded += sum(n for store, n in prefix.hits_by_source().items() if store != "pool")
         prefix.close_offloader()
+        end_workers(engine)
 
     def planned_lengths(self) -> Iterator[tuple[EvictionPolicy, int]]:
         """Yield the resolved policy of each request, and the tokens that it computes."""

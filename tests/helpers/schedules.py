@@ -157,7 +157,7 @@ class Schedule:
         """Return the schedule on several ranks, without what these do not have."""
         drafter = self.drafter if self.drafter.startswith(("ngram", "suffix", "draft:k=4,model", "draft:model")) else ""
         requests = tuple(replace(r, drafter_name=r.drafter_name if drafter else "") for r in self.requests)
-        return replace(self, num_ranks=num_ranks, drafter=drafter, requests=requests, tiers=(), kills=())
+        return replace(self, num_ranks=num_ranks, drafter=drafter, requests=requests)
 
     @property
     def offloads(self) -> bool:

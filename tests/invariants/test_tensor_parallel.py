@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.helpers.decoder_runner import build_model, random_tokens, run_decoder
 from tests.helpers.engines import make_engine, make_request, random_prompts
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.marks import slow
-from tests.helpers.ranks import ThreadRanks, run_ranks
+from tests.helpers.ranks import ThreadRanks, end_workers, run_ranks
 from tests.helpers.schedule_runner import ScheduleRun
 from tests.helpers.schedules import draw_schedule, families_of_tests, model_spec
 from tests.helpers.tiny_models import has_experts, tiny_checkpoint
@@ -70,9 +71,11 @@ def test_a_rank_behind_the_last_row_adds_nothing(vocab_size: int) -> None:
         torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-4)
 
 
-def answer(family: str, num_ranks: int, policy: str = "full", **options: Any) -> tuple[list[Any], Engine]:
+def answer(
+    family: str, num_ranks: int, policy: str = "full", prompts: Sequence[Sequence[int]] = (), **options: Any
+) -> tuple[list[Any], Engine]:
     engine = make_engine(family, backend="cpu", num_ranks=num_ranks, prefix_cache="exact", **options)
-    requests = [make_request(p, 10, policy, PARAMS) for p in random_prompts(5)]
+    requests = [make_request(p, 10, policy, PARAMS) for p in prompts or random_prompts(5)]
     engine.add(*requests)
     while engine.has_unfinished_requests:
         engine.step()
@@ -103,6 +106,29 @@ def test_every_request_of_a_random_schedule_on_ranks_equals_itself_alone(seed: i
         run = ScheduleRun(draw_schedule(seed, ["cpu"]).on_ranks(size), tmp_path)
         run.run()
         assert not list(run.differences())
+
+
+@needs_cpu
+@pytest.mark.parametrize("family", ["llama", "cohere2", "qwen3_5_text"])
+@pytest.mark.parametrize("damage", ["", "missing", "torn"])
+def test_ranks_load_what_all_of_them_have(family: str, damage: str, tmp_path: Path) -> None:
+    """After a restart; a folder of one rank may have lost its spans, or their content."""
+    tiers = [f"disk:path={tmp_path},capacity=64MiB"]
+    prompt = random_prompts(1, max_prompt_len=300)[0] * 4
+    prompt = prompt[:400]
+    alone, _ = answer(family, 1, prompts=[prompt])
+    for is_first in (True, False):
+        found, engine = answer(family, 2, prompts=[prompt], tiers=tiers)
+        assert found == alone
+        loaded = engine.cache.prefix_cache.hits_by_source()["disk"]
+        assert loaded == 0 if is_first or damage == "missing" else loaded > 0
+        engine.cache.prefix_cache.close_offloader()
+        end_workers(engine)
+        for file in (tmp_path / "rank-1-of-2").rglob("*") if damage else ():
+            if file.is_file() and file.parent.parent != tmp_path:
+                content = file.read_bytes()
+                half = len(content) // 2
+                file.write_bytes(content[:half] + bytes(len(content) - half)) if damage == "torn" else file.unlink()
 
 
 def test_heads_are_divided_where_all_layers_divide_alike() -> None:
@@ -207,7 +233,8 @@ def test_a_rank_that_dies_ends_the_engine(backend: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tier": ["ram:capacity=1MiB"]}, "tensor_parallel does not go with tiers"),
+        ({"kv_offload": "disk:path=x,capacity=1MiB", "kv_policy": "look:slots=64"}, "does not go with kv_offload"),
+        ({"prefix_cache": "selective", "tier": ["ram:capacity=1MiB"]}, "prefix_cache=selective chooses tokens by"),
         ({"speculate": "self"}, "with tensor_parallel use ngram, suffix or draft:model=M"),
         ({"speculate": "mtp"}, "draft heads do not go with tensor_parallel"),
         ({"kv_policy": "gate:budget=40"}, "gate"),

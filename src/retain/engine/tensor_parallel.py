@@ -28,8 +28,27 @@ class RankGroup(ProcessGroup, Protocol):
     def least(self, number: int) -> int:
         """Return the least of the numbers that all ranks give. Raises ValueError with why a rank has none."""
 
+    def is_shared(self, value: object) -> bool:
+        """Return whether all ranks give this value. Raises RankError where a rank has ended."""
+
     def abort(self) -> None:
         """Let all exchanges end, now and later: the other ranks end."""
+
+
+@dataclass(frozen=True)
+class RankAgreement:
+    """The agreement of several ranks: see kv/prefix/agreement.py."""
+
+    group: RankGroup
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is the first rank."""
+        return self.group.rank == 0
+
+    def is_shared(self, value: object) -> bool:
+        """Return whether all ranks give this value."""
+        return self.group.is_shared(value)
 
 
 @dataclass(frozen=True)
@@ -38,7 +57,7 @@ class StepMessage:
 
     calls: Sequence[Call]
     released_texts: Sequence[int]
-    tokens: StepTokens
+    tokens: StepTokens | None  # None: there is nothing to compute yet
 
 
 @dataclass(frozen=True)
@@ -55,14 +74,27 @@ class Driver(CacheJournal):
     def __init__(self, cache: KVCacheManager, group: RankGroup):
         super().__init__()
         self.group = group
+        self.cache = cache
         cache.parts.journal = self
         cache.prefix_cache.set_clock(lambda: self.time)
+        if cache.prefix_cache.offloader:
+            cache.prefix_cache.agreement = RankAgreement(group)
 
     @classmethod
     def of(cls, cache: KVCacheManager) -> Driver | None:
         """Return the driver of a cache; None where there are no other ranks."""
         journal = cache.parts.journal
         return journal if isinstance(journal, Driver) else None
+
+    def is_sent_ahead(self, name: str, owner: Any) -> bool:
+        """Return whether ranks ask in this call what all of them have in stores, or have loaded."""
+        if not isinstance(self.cache.prefix_cache.agreement, RankAgreement):
+            return False
+        return name == "start" or (name == "finish_load" and owner.load is not None)
+
+    def flush(self) -> None:
+        """Let the other ranks repeat the calls now. Raises RankError where one has ended."""
+        self.group.broadcast(StepMessage(*self.take(), None))
 
     def broadcast_step(self, tokens: StepTokens) -> None:
         """Let the other ranks compute a step. Raises RankError where one has ended."""
@@ -94,10 +126,13 @@ def run_worker(runner: Runner, cache: KVCacheManager, group: RankGroup, bank: Ad
     """
     reader = JournalReader(cache)
     cache.prefix_cache.set_clock(lambda: reader.time)
+    if cache.prefix_cache.offloader:
+        cache.prefix_cache.agreement = RankAgreement(group)
     while (message := group.broadcast()) is not None:
         if isinstance(message, AdapterMessage):
             assert bank is not None
             bank.write(message.number, message.adapter)
             continue
         reader.repeat(message.calls, message.released_texts)
-        runner.forward(message.tokens.build_step(cache))
+        if message.tokens is not None:
+            runner.forward(message.tokens.build_step(cache))

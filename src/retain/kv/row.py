@@ -231,11 +231,13 @@ class Row:
         self.load = None
         if load is None:
             return None
-        if load.finish() and not self.evictors and not self.found.is_sparse:
+        is_loaded = load.finish()
+        is_loaded = self.parts.prefix_cache.agreement.is_shared(is_loaded) and is_loaded
+        if is_loaded and not self.evictors and not self.found.is_sparse:
             load.delete_loaded_spans()  # the tree will have them
-        self.has_failed = load.failed
+        self.has_failed = not is_loaded
         finished_at = load.started_at + load.read_seconds
-        return LoadStats(load.started_at, finished_at, load.num_tokens, load.bytes_read, load.failed)
+        return LoadStats(load.started_at, finished_at, load.num_tokens, load.bytes_read, self.has_failed)
 
     @journaled
     def advance(self, num_computed_tokens: int, num_uncomputed_tokens: int) -> None:

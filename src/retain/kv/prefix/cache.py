@@ -31,6 +31,7 @@ from retain.kv.checkpoints import (
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
+from retain.kv.prefix.agreement import Agreement, Alone
 from retain.kv.prefix.attach import attach_pages, num_own_pages
 from retain.kv.prefix.checkpoint_ladder import CheckpointLadder
 from retain.kv.prefix.config import PrefixConfig
@@ -86,6 +87,7 @@ class PrefixCache:
         self.pool.uncache_callback = self.tree.evict_holders
         self.needs = lru_cache(maxsize=256)(self._find_needs)
         self.tiers: Tiers | None = None
+        self.agreement: Agreement = Alone()
         self.num_queried_tokens = 0  # of all texts that were looked up
         self.num_reused_tokens = 0
 
@@ -267,13 +269,22 @@ class PrefixCache:
         begun: Begun | None = None
         further = start.further
         with self.pool.held(start.page_list):  # to make room for what stores have, they may be evicted
-            if further and not (was_preempted and further.is_selective) and self._should_load(start):
+            if self.tiers and self._agrees_to_load(start, was_preempted):
+                assert further
                 with self.pool.held(further.page_list):
                     begun = self._attach_further(row, further)
             begun = begun or (self._attach(row, start) if start.position else None) or Begun()
         self.num_reused_tokens += begun.position
         branch_point = start.branch_point if start.branch_point > begun.position else 0
         return replace(begun, branch_point=branch_point, seen=seen)
+
+    def _agrees_to_load(self, start: Start, was_preempted: bool) -> bool:
+        """Return whether all ranks have the same in stores, and the first one estimates that loading it is faster."""
+        further = start.further
+        wants = further is not None and not (was_preempted and further.is_selective)
+        wants = wants and (self._should_load(start) or not self.agreement.decides)
+        found = (further.position, further.blocks.shape[-1], [c.key for c in further.stored]) if further else ()
+        return self.agreement.is_shared(found if wants else ()) and wants
 
     def _should_load(self, start: Start) -> bool:
         """Return whether loading what stores have takes less time than computing it."""
@@ -288,7 +299,7 @@ class PrefixCache:
         if not standing:
             return self._attach(row, start)
         started_at = perf_counter()
-        checkpoint = self.tiers.load(standing.kind, standing.place, start.demand, start.position)
+        checkpoint = self.tiers.load(standing.kind, standing.place, start.demand, start.position, self.agreement)
         if checkpoint is None:
             return None
         link = self.first_link(start.text, start.demand.policy)
@@ -312,6 +323,8 @@ class PrefixCache:
         """Give an empty row what was found. None, and it has nothing, where the pool has too few pages."""
         position = start.position
         incoming = self.tiers.prepare(start.stored, start.demand, position) if self.tiers and start.stored else []
+        if start.stored and not self.agreement.is_shared(incoming is not None):
+            return None
         if incoming is None:
             return None
         num_own = num_own_pages(self.groups, self.layout, start)

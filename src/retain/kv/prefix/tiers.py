@@ -10,6 +10,7 @@ import numpy as np
 from retain.kv.checkpoints import AnyKind, CheckpointedRow, Demand, TextCheckpoint
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
+from retain.kv.prefix.agreement import Agreement
 from retain.kv.prefix.node import Node
 from retain.kv.prefix.start import StoredCheckpoint
 from retain.kv.stores.checkpoint_spans import CheckpointSpans
@@ -92,15 +93,18 @@ class Tiers:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def load(self, kind: AnyKind, place: SpanRange, demand: Demand, position: int) -> TextCheckpoint | None:
+    def load(
+        self, kind: AnyKind, place: SpanRange, demand: Demand, position: int, agreement: Agreement
+    ) -> TextCheckpoint | None:
         """Read a checkpoint into pages, which the caller owns.
 
-        None where it cannot be read or does not let the demand go on, and where the pool has too few pages.
+        None where a rank cannot read it, it does not let the demand go on, or the pool has too few pages.
         """
         read = self.spans.read(place, position, partial(self._decode, kind, place, demand, position), True)
-        if not read or not self.pool.ensure_free(len(read[0].page_list)):
+        if not agreement.is_shared(read is not None) or not read or not self.pool.ensure_free(len(read[0].page_list)):
             return None
         numbered, data = read
+        found: TextCheckpoint | None
         try:
             with self.pool.owned() as owned:
                 owned += self.spans.allocate(numbered.runs())
@@ -108,6 +112,11 @@ class Tiers:
                 self.spans.upload(place, found.runs(), data)
         except Exception as error:
             self.offloader.warnings.warn(f"tier {place.store.name}: a checkpoint could not be loaded", error)
+            found = None
+        if not agreement.is_shared(found is not None):
+            self.pool.free(np.zeros(0, np.int32) if found is None else found.page_list)
+            return None
+        if found is None:
             return None
         if not place.store.write_through:
             place.store.delete(place.span)  # the tree has it now

@@ -18,6 +18,9 @@ from retain.plugins import load_plugin, parse_spec, plugin_names
 class Tier(Protocol):
     """The options of a storage tier, which open its store."""
 
+    def of_rank(self, rank: int, size: int) -> Tier:
+        """Return the tier of one of several ranks, whose spans are of its own heads."""
+
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> Store:
         """Open the store for spans of a format. Raises ValueError if it must not be used, OSError if it cannot be."""
 

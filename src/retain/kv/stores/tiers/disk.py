@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from retain.kv.stores.folder import LockedFolder
@@ -34,6 +34,10 @@ class Tier:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_choice("evict", self.evict, "lru", "lfu")
+
+    def of_rank(self, rank: int, size: int) -> Tier:
+        """Return the tier of a rank: a folder of its own, and its part of the capacity."""
+        return replace(self, path=f"{self.path}/rank-{rank}-of-{size}", capacity=self.capacity // size)
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> DiskStore:
         """Open the store in the folder, which is created if needed.

@@ -6,7 +6,7 @@ Its spans are not in the pool at the same time: a span that was loaded is delete
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import Any
@@ -30,6 +30,10 @@ class Tier:
     def __post_init__(self) -> None:
         check_bounds(self)
         check_choice("evict", self.evict, "lru", "lfu", "importance")
+
+    def of_rank(self, rank: int, size: int) -> Tier:
+        """Return the tier of a rank: its part of the capacity."""
+        return replace(self, capacity=self.capacity // size)
 
     def open(self, span_format: SpanFormat = UNKNOWN_FORMAT) -> RamStore:
         """Open a store in RAM, which is empty at first."""
