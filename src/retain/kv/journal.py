@@ -129,7 +129,7 @@ class CacheJournal:
         raise NotImplementedError
 
     def take(self) -> tuple[list[Call], list[int]]:
-        """Return the calls that were noted, and the texts to be released_texts; they are no longer here."""
+        """Return the calls that were noted, and the texts to be released; they are no longer here."""
         taken = self.calls, list(self.released_texts)
         self.calls = []
         del self.released_texts[: len(taken[1])]  # another thread may have added some
@@ -200,7 +200,7 @@ class JournalReader:
         self._texts: dict[int, Text] = {}
 
     def repeat(self, calls: Sequence[Call], released_texts: Sequence[int]) -> None:
-        """Repeat calls, then forget texts. Raises DivergedError."""
+        """Repeat calls, then release texts. Raises DivergedError."""
         for call in calls:
             self._repeat(call)
         for number in released_texts:
