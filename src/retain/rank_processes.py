@@ -10,6 +10,7 @@ import logging
 import mmap
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -214,6 +215,8 @@ def map_memory(file: int) -> Tensor:
 
 def run_rank(pipe: Connection, file: int) -> int:
     """Load a part of a model, and compute what the first rank says. Returns the exit status."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # of a terminal, or of a service: the first rank drains, and ends
+        signal.signal(number, signal.SIG_IGN)
     setup: RankSetup = pipe.recv()
     with suppress(OSError, AttributeError):  # where processes cannot be kept on cores
         os.sched_setaffinity(0, setup.cores)
