@@ -138,6 +138,8 @@ def build_engine(
     if ranks:
         own = kv_memory if device.type == "cuda" and not c.kv_memory else kv_memory // ranks.size
         kv_memory = ranks.least(own)
+        if not backend.EXCHANGES_IN_MEMORY:
+            ranks.connect(device)
     cache = build_cache(
         spec.kv_cache,
         cache_config,

@@ -257,6 +257,8 @@ class LLM(EngineParts):
         self, prompt: Prompt, kv_policy: str | None = None, num_system_tokens: int = 0
     ) -> list[list[list[int]]]:
         """Return the positions of a prompt that every layer and head keeps, [L][G], ascending. Raises ValueError."""
+        if self.ranks:
+            raise ValueError("kept positions are those of all heads: use tensor_parallel=1")
         params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
         g = GenerateRequest(prompt, params, kv_policy, num_system_tokens=num_system_tokens)
         (state,) = self.input_processor.process(g)

@@ -24,11 +24,16 @@ def available_cores() -> Sequence[int]:
 
 
 def process_cores() -> Sequence[int]:
-    """Return the cores of the process: those that `pin_to_cores` named, whatever core OpenMP bound this thread to."""
-    places = os.environ.get("OMP_PLACES", "")
-    if re.fullmatch(r"\{\d+\}(,\{\d+\})*", places):
-        return [int(core) for core in re.findall(r"\d+", places)]
+    """Return the cores of the process. The current thread may use them, whatever core OpenMP had bound it to."""
+    if os.environ.get("OMP_PROC_BIND", "false").lower() != "false":
+        reset_cpu_affinity()
     return available_cores()
+
+
+def keep_on_cores(cores: Sequence[int]) -> None:
+    """Keep the current thread, and those that it starts, on these cores, where the system can."""
+    with suppress(OSError, AttributeError):
+        os.sched_setaffinity(0, cores)
 
 
 def openmp_environment(cores: Sequence[int]) -> dict[str, str]:

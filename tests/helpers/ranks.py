@@ -82,6 +82,12 @@ class ThreadRanks:
         self.threads.barrier.wait()
         return is_shared
 
+    def connect(self, device: torch.device) -> None:
+        """Do nothing: threads share all."""
+
+    def name_ended(self) -> str:
+        return str(next(iter(self.threads.errors), "another rank"))
+
     def abort(self) -> None:
         self.threads.barrier.abort()
         abort(self.threads.memory)

@@ -44,7 +44,7 @@ def stamp_of(part: str, root: Path = ROOT) -> str:
     """Return the hash of what a part depends on."""
     paths = [root / path for path in (part.partition("::")[0], *DEPENDENCIES[part])]
     files = [file for path in paths for file in ([path] if path.is_file() else sorted(path.rglob("*.*")))]
-    kept = [file for file in files if file.is_file() and file.suffix not in (".pyc", ".so")]
+    kept = [file for file in files if file.is_file() and file.suffix != ".so" and "__pycache__" not in file.parts]
     packages = sorted(f"{found.metadata['Name']} {found.version}" for found in distributions())
     digest = hashlib.sha256(repr((sys.version, packages)).encode())
     for file in kept:

@@ -55,6 +55,8 @@ def load_questions(llm: LLM, config: PrefixBenchConfig, workload: str) -> tuple[
 
     Requests of a task have the answers to choose from. Raises OSError or ValueError.
     """
+    if llm.ranks:
+        raise ValueError("bench prefix empties the cache of one rank: use tensor_parallel=1")
     room = llm.max_model_len - 64
     prefix_len = min(config.shared_prefix_len, room)
     if workload == "trace":

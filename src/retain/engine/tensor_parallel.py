@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+
 from retain.engine.runner import Runner
 from retain.engine.step_tokens import StepTokens
 from retain.formats.lora import LoRAAdapter
@@ -28,11 +30,17 @@ class RankGroup(ProcessGroup, Protocol):
     def least(self, number: int) -> int:
         """Return the least of the numbers that all ranks give. Raises ValueError with why a rank has none."""
 
+    def connect(self, device: torch.device) -> None:
+        """Prepare `all_gather` on a device, with all ranks. Raises RankError where one has ended."""
+
     def is_shared(self, value: object) -> bool:
         """Return whether all ranks give this value. Raises RankError where a rank has ended."""
 
     def abort(self) -> None:
         """Let all exchanges end, now and later: the other ranks end."""
+
+    def name_ended(self) -> str:
+        """Return which rank has ended, if that is known within a moment."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +100,14 @@ class Driver(CacheJournal):
             return False
         return name == "start" or (name == "finish_load" and owner.load is not None)
 
+    def expire(self) -> None:
+        """Drop the pins whose time is over."""
+        self.cache.prefix_cache.expire_pins()
+
+    def abort(self) -> None:
+        """Let the other ranks end."""
+        self.group.abort()
+
     def flush(self) -> None:
         """Let the other ranks repeat the calls now. Raises RankError where one has ended."""
         self.group.broadcast(StepMessage(*self.take(), None))
@@ -109,8 +125,8 @@ class Driver(CacheJournal):
         """Raise RankError where a step fails that the others compute: they would wait for its exchanges."""
         try:
             yield
-        except RankError:
-            raise
+        except RankError as error:
+            raise RankError(self.group.name_ended()) from error
         except Exception as error:
             self.group.abort()
             raise RankError(f"the first rank failed ({type(error).__name__}: {error}), and") from error

@@ -325,6 +325,7 @@ class Backend(Protocol):
     DTYPES: tuple[torch.dtype, ...]  # the dtypes that it computes in
     POOL_DTYPES: tuple[torch.dtype, ...]  # the dtypes of its pools
     QUANTIZES_ACTIVATIONS: bool  # whether it rounds activations to 8 bits for quantized weights
+    EXCHANGES_IN_MEMORY: bool  # whether its ranks exchange rows in memory that they share
 
     def unavailable_reason(self) -> str | None:
         """Return why the backend cannot run on this machine, or None if it can."""

@@ -6,6 +6,7 @@ are: one that is not 0 when a rank has gone; a counter of each rank; then two pa
 
 from __future__ import annotations
 
+from mmap import mmap
 from typing import Protocol
 
 from torch import Tensor
@@ -48,6 +49,6 @@ def shared_bytes(size: int) -> int:
     return LINE_BYTES * (1 + size) + 2 * size * CHUNK_BYTES
 
 
-def abort(memory: Tensor) -> None:
-    """Let no rank wait any more: one has gone."""
+def abort(memory: Tensor | mmap) -> None:
+    """Let no rank wait any more, now or later, by the bytes that all map: one has ended."""
     memory[0] = 1

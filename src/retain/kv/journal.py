@@ -105,6 +105,7 @@ class CacheJournal:
         num_scored = [p.num_done for p in task.scoring_passes] if task else []
         given = tuple(self._to_plain(x) for x in args)
         self.time = monotonic()
+        self.expire()
         result: Any = ERROR
         is_ahead = self.is_sent_ahead(method.__name__, owner)
         if is_ahead:  # the others agree on something while they repeat it
@@ -115,6 +116,11 @@ class CacheJournal:
             returned = method(owner, *args)
             result = summarize(returned)
             return returned
+        except Exception:
+            raise
+        except BaseException:  # such as KeyboardInterrupt, which the others do not have
+            self.abort()
+            raise
         finally:
             self.is_calling = False
             if not is_ahead:
@@ -123,6 +129,12 @@ class CacheJournal:
     def is_sent_ahead(self, name: str, owner: Any) -> bool:
         """Return whether all ranks make a call at once, as they agree on something in it."""
         return False
+
+    def expire(self) -> None:
+        """Do what is due by the clock before a call, as the others do before they repeat it."""
+
+    def abort(self) -> None:
+        """Let the others end: they cannot repeat what is interrupted."""
 
     def flush(self) -> None:
         """Let the others repeat the calls now."""
@@ -183,6 +195,10 @@ class RepeatedCache(Protocol):
     def rows(self) -> Mapping[int, Any]:
         """The open rows, by index."""
 
+    @property
+    def prefix_cache(self) -> Any:
+        """The cache of the prefixes of earlier texts."""
+
     def find(self, policy: Any, task: RowTask) -> Start:
         """Return where a row may begin that computes a task under this policy."""
 
@@ -208,6 +224,7 @@ class JournalReader:
 
     def _repeat(self, call: Call) -> None:
         self.time = call.time
+        self.cache.prefix_cache.expire_pins()
         for part in call.texts:
             self._update(part)
         owner: Any = self.cache if call.row is None else self.cache.rows[call.row]

@@ -81,7 +81,11 @@ class KVCacheManager:
 
     @contextmanager
     def without_prefixes(self) -> Iterator[None]:
-        """Let rows that are opened while the context lasts find and leave no prefixes, and count no evictions."""
+        """Let rows that are opened while the context lasts find and leave no prefixes, and count no evictions.
+
+        Other ranks do not know of it: there must be none.
+        """
+        assert self.parts.journal is None
         config = self.prefix_cache.config
         num_evicted_slots = self.parts.num_evicted_slots.copy()
         self.prefix_cache.config = None

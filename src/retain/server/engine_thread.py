@@ -135,6 +135,8 @@ class EngineThread:
             self._loaded.set_exception(error)
             return
         self._engine = self.llm.engine
+        if self.llm.ranks:
+            self.llm.ranks.on_end.append(lambda: self._commands.put(self._fail_without_rank))
         self._loaded.set_result(self.llm)
         try:
             while self._run_commands():
@@ -152,6 +154,10 @@ class EngineThread:
             self._loop.call_soon_threadsafe(group.fail, self.closed_error)
         self._run_remaining_commands()
         self.llm.close()
+
+    def _fail_without_rank(self) -> None:
+        assert self.llm.ranks
+        raise RankError(self.llm.ranks.name_ended())
 
     def _groups(self) -> set[RequestGroup]:
         """Return the groups with unfinished requests."""

@@ -60,6 +60,7 @@ MAX_PAGE_SIZE = 512
 DTYPES = (torch.float32, torch.bfloat16)
 POOL_DTYPES = (*DTYPES, *INTEGER_DTYPES)
 QUANTIZES_ACTIVATIONS = True
+EXCHANGES_IN_MEMORY = True
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

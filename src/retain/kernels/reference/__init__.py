@@ -27,6 +27,7 @@ from retain.kernels.slots.scoring import NO_NOISE, AttentionScoring
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
+EXCHANGES_IN_MEMORY = False
 DEVICES: tuple[str, ...] = ("cpu",)
 
 

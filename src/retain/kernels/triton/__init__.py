@@ -43,6 +43,7 @@ MAX_K_DIM, MAX_V_DIM = 576, 512
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 POOL_DTYPES = (*DTYPES, *QUANTIZED_DTYPES)
 QUANTIZES_ACTIVATIONS = False
+EXCHANGES_IN_MEMORY = False
 DEVICES: tuple[str, ...] = ("cpu", "cuda") if not _import_error and triton.knobs.runtime.interpret else ("cuda",)
 
 

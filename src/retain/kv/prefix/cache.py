@@ -463,6 +463,10 @@ class PrefixCache:
         """Let pins expire by a clock, in seconds, that all ranks have."""
         self.tree.pins.clock = clock
 
+    def expire_pins(self) -> None:
+        """Drop the pins whose time is over."""
+        self.tree.pins.expire()
+
     def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
         """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens.
 
