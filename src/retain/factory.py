@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -15,7 +15,7 @@ from xxhash import xxh3_128
 from retain import kernels, models
 from retain.config import Config, check_weights, default_kv_memory
 from retain.engine import drafters
-from retain.engine.drafters import Drafter, DrafterNeeds, TargetModel
+from retain.engine.drafters import Drafter, TargetModel
 from retain.engine.engine import Engine
 from retain.engine.runner import HeadRunner, Runner
 from retain.engine.tensor_parallel import Driver, RankGroup
@@ -109,7 +109,7 @@ def build_engine(
         device = torch.device("cuda", ranks.rank)
         torch.cuda.set_device(device)
     backend = load_backend(c, device)
-    needs = join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
+    needs = drafters.join_needs(d for d in (options.drafter, *map(drafters.parse, later_drafters)) if d)
     if ranks and needs.hidden_states:
         raise ValueError("draft heads do not go with tensor_parallel: use ngram, suffix or draft:model=M")
     bank = build_bank(c, options.loras, device)
@@ -193,14 +193,6 @@ def build_engine(
     if options.drafter and not (ranks and ranks.rank):
         attach_drafter(options.drafter, target)
     return parts
-
-
-def join_needs(named: Iterable[Drafter]) -> DrafterNeeds:
-    """Return what drafters read of their target. Raises ValueError where the states that they read differ."""
-    reading = {d.needs for d in named if d.needs.hidden_states}
-    if len(reading) > 1:
-        raise ValueError("an engine has one drafter that reads hidden states: assistant, eagle3 or mtp")
-    return next(iter(reading), DrafterNeeds())
 
 
 def parse_options(c: Config) -> ParsedOptions:

@@ -85,8 +85,9 @@ class Driver(CacheJournal):
         self.cache = cache
         cache.parts.journal = self
         cache.prefix_cache.set_clock(lambda: self.time)
-        if cache.prefix_cache.offloader:
-            cache.prefix_cache.agreement = RankAgreement(group)
+        self._has_tiers = cache.prefix_cache.offloader is not None
+        if self._has_tiers:
+            cache.prefix_cache.set_agreement(RankAgreement(group))
 
     @classmethod
     def of(cls, cache: KVCacheManager) -> Driver | None:
@@ -96,9 +97,7 @@ class Driver(CacheJournal):
 
     def is_sent_ahead(self, name: str, owner: Any) -> bool:
         """Return whether ranks ask in this call what all of them have in stores, or have loaded."""
-        if not isinstance(self.cache.prefix_cache.agreement, RankAgreement):
-            return False
-        return name == "start" or (name == "finish_load" and owner.load is not None)
+        return self._has_tiers and (name == "start" or (name == "finish_load" and owner.load is not None))
 
     def expire(self) -> None:
         """Drop the pins whose time is over."""
@@ -143,7 +142,7 @@ def run_worker(runner: Runner, cache: KVCacheManager, group: RankGroup, bank: Ad
     reader = JournalReader(cache)
     cache.prefix_cache.set_clock(lambda: reader.time)
     if cache.prefix_cache.offloader:
-        cache.prefix_cache.agreement = RankAgreement(group)
+        cache.prefix_cache.set_agreement(RankAgreement(group))
     while (message := group.broadcast()) is not None:
         if isinstance(message, AdapterMessage):
             assert bank is not None

@@ -157,7 +157,8 @@ class EngineThread:
 
     def _fail_without_rank(self) -> None:
         assert self.llm.ranks
-        raise RankError(self.llm.ranks.name_ended())
+        if not self._stopped:
+            raise RankError(self.llm.ranks.name_ended())
 
     def _groups(self) -> set[RequestGroup]:
         """Return the groups with unfinished requests."""

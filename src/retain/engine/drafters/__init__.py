@@ -7,7 +7,7 @@ drafts are worth their time (see spec_decode).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -82,6 +82,14 @@ class Drafter(Protocol):
 def names() -> list[str]:
     """Return the names of all drafters."""
     return plugin_names(__name__)
+
+
+def join_needs(named: Iterable[Drafter]) -> DrafterNeeds:
+    """Return what drafters read of their target. Raises ValueError where the states that they read differ."""
+    reading = {d.needs for d in named if d.needs.hidden_states}
+    if len(reading) > 1:
+        raise ValueError("an engine has one drafter that reads hidden states: assistant, eagle3 or mtp")
+    return next(iter(reading), DrafterNeeds())
 
 
 def parse(spec: str) -> Drafter:

@@ -463,6 +463,10 @@ class PrefixCache:
         """Let pins expire by a clock, in seconds, that all ranks have."""
         self.tree.pins.clock = clock
 
+    def set_agreement(self, agreement: Agreement) -> None:
+        """Ask other ranks before something is loaded."""
+        self.agreement = agreement
+
     def expire_pins(self) -> None:
         """Drop the pins whose time is over."""
         self.tree.pins.expire()
