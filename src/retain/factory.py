@@ -95,14 +95,13 @@ class ParsedOptions(NamedTuple):
 
 
 def build_engine(
-    config: Config, progress: bool = False, later_drafters: Sequence[str] = (), ranks: RankGroup | None = None
+    c: Config, progress: bool = False, later_drafters: Sequence[str] = (), ranks: RankGroup | None = None
 ) -> EngineParts:
     """Load a model, and build its cache, its engine and what is around them. Raises ValueError or OSError.
 
     `later_drafters` are named when the engine is there: its program gives what they read. `ranks`: this rank and the
     others that load parts of the model now; the first one leads.
     """
-    c = config
     options = parse_options(c)
     device = kernels.resolve_device(c.device)
     if ranks and device.type == "cuda":
@@ -136,8 +135,8 @@ def build_engine(
     )
     kv_memory = c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
     if ranks:
-        own = kv_memory if device.type == "cuda" and not c.kv_memory else kv_memory // ranks.size
-        kv_memory = ranks.least(own)
+        is_shared = c.kv_memory or device.type == "cpu"
+        kv_memory = ranks.least(kv_memory // ranks.size if is_shared else kv_memory)
         if not backend.EXCHANGES_IN_MEMORY:
             ranks.connect(device)
     cache = build_cache(

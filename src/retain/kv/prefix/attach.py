@@ -15,6 +15,8 @@ import numpy as np
 from retain.kv.memory.block_layout import BlockLayout
 from retain.kv.memory.block_tables import BlockTables
 from retain.kv.prefix.start import Start
+from retain.kv.stores.offloader import Offloader
+from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.store import ReadJob, SpanRange
 from retain.types import Ints
 
@@ -82,3 +84,28 @@ def _read_jobs(
         n = (part.end - part.begin) * r
         position = (first_page + i) * page_size
         yield ReadJob(part.store, part.span, layer, part.begin * r, pages[:, i : i + n].T, group, position)
+
+
+def start_selective_load(
+    t: BlockTables, offloader: Offloader, row: int, start: Start, jobs: dict[int, list[ReadJob]], time_limit: float
+) -> SelectiveLoader:
+    """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
+    S = t.page_size
+    first = start.blocks.shape[-1]
+    layers = t.full_layers(row)
+    end = first + sum(len(p.span.keys) for p in start.span_ranges)
+    t.ring_base[row, layers] = start.position - end * S
+    t.mark_dirty(row, dense=False)
+
+    def trim(layer: int, n: int) -> None:
+        t.remove_pages(row, layer, first + n, end)
+
+    return SelectiveLoader(
+        offloader=offloader,
+        ranges=start.span_ranges,
+        layers=layers.tolist(),
+        pages=t.pages[row, layers, :, first:end].copy(),
+        trim_pages=trim,
+        other_jobs=jobs,
+        time_limit=time_limit,
+    )

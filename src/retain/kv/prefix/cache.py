@@ -32,7 +32,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.memory.block_layout import block_layout
 from retain.kv.memory.block_tables import EXTRA_TABLE_PAGES, BlockTables
 from retain.kv.prefix.agreement import Agreement, Alone
-from retain.kv.prefix.attach import attach_pages, num_own_pages
+from retain.kv.prefix.attach import attach_pages, num_own_pages, start_selective_load
 from retain.kv.prefix.checkpoint_ladder import CheckpointLadder
 from retain.kv.prefix.config import PrefixConfig
 from retain.kv.prefix.events import PrefixObserver
@@ -44,7 +44,6 @@ from retain.kv.prefix.tiers import Tiers
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.offloader import Offloader
-from retain.kv.stores.selective.loader import SelectiveLoader
 from retain.kv.stores.store import ReadJob
 from retain.kv.text import Text
 from retain.types import Ints
@@ -359,37 +358,11 @@ class PrefixCache:
         time_limit = offloader.time_limit([place.store for place in places], max(num_tokens, B))
         load: LayerLoader
         if start.is_selective:
-            load = self._start_selective_load(row, start, jobs, time_limit)
+            load = start_selective_load(self.groups[0], offloader, row, start, jobs, time_limit)
         else:
             load = LayerLoader(offloader, jobs, time_limit)
         load.num_tokens = offloader.record_load(places, num_tokens)
         return load
-
-    def _start_selective_load(
-        self, row: int, start: Start, jobs: dict[int, list[ReadJob]], time_limit: float
-    ) -> LayerLoader:
-        """Start to load the important blocks only; afterwards the row's tables are shorter than its text."""
-        (t,) = self.groups  # others are refused
-        assert self.tiers
-        S = t.page_size
-        first = start.blocks.shape[-1]
-        layers = t.full_layers(row)
-        end = first + sum(len(p.span.keys) for p in start.span_ranges)
-        t.ring_base[row, layers] = start.position - end * S
-        t.mark_dirty(row, dense=False)
-
-        def trim(layer: int, n: int) -> None:
-            t.remove_pages(row, layer, first + n, end)
-
-        return SelectiveLoader(
-            offloader=self.tiers.offloader,
-            ranges=start.span_ranges,
-            layers=layers.tolist(),
-            pages=t.pages[row, layers, :, first:end].copy(),
-            trim_pages=trim,
-            other_jobs=jobs,
-            time_limit=time_limit,
-        )
 
     def record_compute(self, num_tokens: int, seconds: float) -> None:
         """Tell the cost model how long a step took that waited for no load."""
