@@ -308,6 +308,8 @@ def run_rank(pipe: Connection, file: int) -> int:
     except DivergedError as error:
         log.error("%s", error)
         return 1
+    finally:
+        shutil.rmtree(setup.folder, ignore_errors=True)  # where the first rank has ended in another way
     return 0
 
 
