@@ -163,7 +163,7 @@ static void check_attention(const char* isa) {
         const PageTables t = {tables.data(), G * PAGES, PAGES, counts.data(), G, 1, window.data(), 1, rows.data(),
                               start.data(), 1, G, 1, PAGES, 0, 0, 0, nullptr};
         const StridedRows queries = {q.data() + first * G * R * D, G * R * D, D, DType::float32};
-        const AttentionParams params = {0.125f, nullptr, nullptr, 0, nullptr};
+        const AttentionParams params = {0.125f, nullptr, nullptr, 0, nullptr, 0};
         attend({pool, t, {}, {}, queries, o.data(), q_pos.data() + first, count, R, params, {}});
         return o;
       };

@@ -1,9 +1,8 @@
 """reread: keep the tokens that the model attends to when it reads the prompt again, as if it were to repeat it.
 
 One more prefill: the prompt's tokens follow the prompt, `rereads` at a time, add mass to its slots, and are dropped.
-The score does not depend on a question that the prompt ends with. After KVzip (arXiv 2505.23416), which takes the
-largest weight where this takes the sum. `mix=h2o` adds the attention of the prompt's own queries. `ask=repeat` reads
-each message behind a request to repeat it, and `first=24` also waits for what the answer's first tokens need.
+After KVzip (arXiv 2505.23416), which takes the largest weight, not the sum. `mix=h2o` adds attention of the prompt,
+`ask=repeat` reads each message behind a request to repeat it, `first=24` waits for what the answer's first tokens need.
 """
 
 from __future__ import annotations
@@ -97,5 +96,5 @@ class Policy(AttentionScoredPolicy):
     def scored_priority(self, view: CacheView, mass: Tensor, scores: Tensor) -> Tensor:
         """With `first`, return the larger share of the second reading's mass and of the answer's."""
         in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
-        masses = (scores, (mass - scores).relu())  # of all heads and layers together
-        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in masses))
+        each = scores, (mass - scores).relu()
+        return torch.maximum(*(x / x.where(in_prompt, 0).sum().clamp(min=1e-30) for x in each))
