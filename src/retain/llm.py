@@ -57,8 +57,10 @@ class LLM(EngineParts):
         started = perf_counter()
         config = Config(model, kv_memory=None if kv_memory is None else parse_size(kv_memory), **options)
         self._num_threads = torch.get_num_threads()  # of one rank: several divide the cores
-        self.ranks = start_ranks(config) if config.tensor_parallel > 1 else None
-        torch.set_num_threads(max(self._num_threads // config.tensor_parallel, 1))
+        self.ranks = None
+        if config.tensor_parallel > 1:
+            self.ranks = start_ranks(config)
+            torch.set_num_threads(max(self._num_threads // config.tensor_parallel, 1))
         try:
             super().__init__(**vars(build_engine(config, progress, drafters, self.ranks)))
             if self.ranks:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from retain.engine.batch_builder import build_batch
+from retain.engine.batch_builder import list_tokens
 from tests.helpers.engines import make_engine, make_request
 from tests.helpers.marks import slow
 
@@ -27,7 +27,7 @@ def compute_with_hook(family: str, backend: str, has_hook: bool = True) -> tuple
         layers.append(layer)
         queries.append(q.clone())
 
-    batch = build_batch(engine.scheduler.schedule(), engine.cache)
+    batch = list_tokens(engine.scheduler.schedule(), engine.cache).build_step(engine.cache)
     batch = replace(batch, before_attention=before_attention if has_hook else None)
     return engine.runner.forward(batch).clone(), queries, layers
 

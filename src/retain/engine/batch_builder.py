@@ -18,11 +18,6 @@ from retain.kv.manager import KVCacheManager
 from retain.types import Floats, Ints
 
 
-def build_batch(scheduled: Sequence[ScheduledRequest], cache: KVCacheManager) -> Batch:
-    """Build the batch of a step; the scheduler has reserved its pages."""
-    return list_tokens(scheduled, cache).build_step(cache)
-
-
 def list_tokens(
     scheduled: Sequence[ScheduledRequest],
     cache: KVCacheManager,

@@ -44,22 +44,6 @@ class RankGroup(ProcessGroup, Protocol):
 
 
 @dataclass(frozen=True)
-class RankAgreement:
-    """The agreement of several ranks: see kv/prefix/agreement.py."""
-
-    group: RankGroup
-
-    @property
-    def decides(self) -> bool:
-        """Whether this is the first rank."""
-        return self.group.rank == 0
-
-    def is_shared(self, value: object) -> bool:
-        """Return whether all ranks give this value."""
-        return self.group.is_shared(value)
-
-
-@dataclass(frozen=True)
 class StepMessage:
     """What the other ranks do in a step: repeat calls, forget texts, and compute."""
 
@@ -87,7 +71,7 @@ class Driver(CacheJournal):
         cache.prefix_cache.set_clock(lambda: self.time)
         self._has_tiers = cache.prefix_cache.offloader is not None
         if self._has_tiers:
-            cache.prefix_cache.set_agreement(RankAgreement(group))
+            cache.prefix_cache.set_agreement(group)
 
     @classmethod
     def of(cls, cache: KVCacheManager) -> Driver | None:
@@ -142,7 +126,7 @@ def run_worker(runner: Runner, cache: KVCacheManager, group: RankGroup, bank: Ad
     reader = JournalReader(cache)
     cache.prefix_cache.set_clock(lambda: reader.time)
     if cache.prefix_cache.offloader:
-        cache.prefix_cache.set_agreement(RankAgreement(group))
+        cache.prefix_cache.set_agreement(group)
     while (message := group.broadcast()) is not None:
         if isinstance(message, AdapterMessage):
             assert bank is not None

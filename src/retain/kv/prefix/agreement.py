@@ -9,8 +9,8 @@ class Agreement(Protocol):
     """How ranks agree. All ask in the same order."""
 
     @property
-    def decides(self) -> bool:
-        """Whether this rank's clocks count: it is the first."""
+    def rank(self) -> int:
+        """The number of this rank: the clocks of 0 count."""
 
     def is_shared(self, value: object) -> bool:
         """Return whether all ranks give this value; it can be pickled."""
@@ -19,7 +19,7 @@ class Agreement(Protocol):
 class Alone:
     """The agreement of one rank."""
 
-    decides = True
+    rank = 0
 
     def is_shared(self, value: object) -> bool:
         """Return True."""

@@ -281,7 +281,7 @@ class PrefixCache:
         """Return whether all ranks have the same in stores, and the first one estimates that loading it is faster."""
         further = start.further
         wants = further is not None and not (was_preempted and further.is_selective)
-        wants = wants and (self._should_load(start) or not self.agreement.decides)
+        wants = wants and (self._should_load(start) or self.agreement.rank > 0)
         found = (further.position, further.blocks.shape[-1], [c.key for c in further.stored]) if further else ()
         return self.agreement.is_shared(found if wants else ()) and wants
 

@@ -39,7 +39,7 @@ class RankMemory {
 
  private:
   static constexpr int64_t LINE = 64;    // bytes: a counter has a cache line of its own
-  static constexpr int SPINS = 1 << 12;  // before a thread lets others run
+  static constexpr uint64_t SPINS = 1 << 12;  // before a thread lets others run
 
   static std::atomic<uint64_t>& line(char* memory, int i) {
     return *reinterpret_cast<std::atomic<uint64_t>*>(memory + LINE * i);
@@ -49,7 +49,7 @@ class RankMemory {
     return memory_ + LINE * (1 + size_) + (2 * rank + int64_t(number % 2)) * chunk_bytes_;
   }
   bool wait(int rank, uint64_t number) const {
-    for (int i = 0; counter(memory_, rank).load(std::memory_order_acquire) < number; ++i) {
+    for (uint64_t i = 0; counter(memory_, rank).load(std::memory_order_acquire) < number; ++i) {
       if (i < SPINS) {
 #if defined(__x86_64__)
         __builtin_ia32_pause();
