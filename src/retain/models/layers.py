@@ -31,7 +31,12 @@ class Layer(Protocol):
 
 def copy_row(x: Buffer, out: Buffer, first: int = 0) -> Operation:
     """Return the operation that copies rows of `x` to the columns of `out` from `first` on."""
-    return ops.CopyColumns(x, out, HeadColumns(1, x.width, x.width), HeadColumns(1, x.width, x.width, first))
+    return copy_run(x, out, 0, first, x.width)
+
+
+def copy_run(x: Buffer, out: Buffer, source: int, target: int, width: int) -> Operation:
+    """Return the operation that copies adjacent columns of `x`, from `source` on, to those from `target` on."""
+    return ops.CopyColumns(x, out, HeadColumns(1, width, width, source), HeadColumns(1, width, width, target))
 
 
 class Linear:

@@ -24,8 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from retain.kernels import ops
 from retain.kernels.experts import TILE_ROWS
-from retain.kernels.head_columns import HeadColumns
-from retain.kernels.ops import AllGather, Attend, Buffer, CopyColumns, MatMul, NamedRows, Norm, Operation, Scale
+from retain.kernels.ops import AllGather, Attend, Buffer, MatMul, NamedRows, Norm, Operation, Scale
 from retain.kernels.ranks import ProcessGroup
 from retain.kernels.slots.kv_cache_spec import (
     AttentionSpec,
@@ -36,6 +35,7 @@ from retain.kernels.slots.kv_cache_spec import (
 )
 from retain.kernels.weights.weight import Weight, parts_of, select_rows, stack_rows
 from retain.models.decoder import ModelSpec
+from retain.models.layers import copy_run
 
 
 def shard(
@@ -324,8 +324,3 @@ def copy_columns(x: Buffer, columns: Tensor, out: Buffer) -> Iterator[Operation]
     for end in [*ends, len(columns)]:
         yield copy_run(x, out, int(columns[begin]), begin, end - begin)
         begin = end
-
-
-def copy_run(x: Buffer, out: Buffer, source: int, target: int, width: int) -> CopyColumns:
-    """Return the copy of adjacent columns, from `source` on, to those from `target` on."""
-    return CopyColumns(x, out, HeadColumns(1, width, width, source), HeadColumns(1, width, width, target))
