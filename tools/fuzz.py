@@ -20,6 +20,7 @@ import tempfile
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 
 from retain.kernels import triton
+from retain.kv.eviction.auto_policy import check_spec
 from retain.sampling_params import SamplingParams
 from tests.helpers.conversation_runner import ConversationRun
 from tests.helpers.conversations import Turn, draw_conversations
@@ -193,7 +195,10 @@ def smaller_requests(r: PlannedRequest) -> Iterator[PlannedRequest]:
     parts = options.split(",") if options else []
     for k, part in enumerate(parts):
         if not part.startswith(("budget=", "window=", "slots=")):
-            yield replace(r, policy=f"{name}:{','.join(parts[:k] + parts[k + 1 :])}")
+            without = f"{name}:{','.join(parts[:k] + parts[k + 1 :])}"
+            with suppress(ValueError):  # some options need others
+                check_spec(without)
+                yield replace(r, policy=without)
     for max_tokens in {r.max_tokens // 2, r.max_tokens - 1} - {0}:
         if max_tokens < r.max_tokens:
             yield replace(r, max_tokens=max_tokens)

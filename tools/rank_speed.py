@@ -9,6 +9,10 @@ rank: of all, of the message to the others, of the program.
     python -m tools.rank_speed --model M --memory
 
 prints the most memory that each rank's process has had behind a short answer, beside one rank's.
+
+    python -m tools.rank_speed --model M --budgets
+
+prints the bytes that budgets keep of a long text on a rank, beside one rank's, where heads divide them and do not.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ from retain import LLM, SamplingParams
 from retain.bench.speed import Workload, time_decoding, time_prefill
 
 PROMPT_LENGTH = 1024
+LONG_TEXT = 4000  # tokens
+BUDGETS = ("h2o:budget=25%", "h2o:budget=25%,share=layer", "h2o:budget=25%,share=all", "gate:budget=25%")
 
 
 class Stopwatch:
@@ -79,6 +85,21 @@ def print_peaks(model: str, weights: str, num_ranks: int) -> None:
     llm.close()
 
 
+def print_kept_bytes(model: str, num_ranks: int) -> None:
+    """Print what budgets keep of a text on the first rank, in bytes of pages, and its ratio to one rank's."""
+    text = (Path(__file__).parent.parent / "docs/guide/policies.md").read_text()
+    kept: dict[int, list[int]] = {}
+    for n in (1, num_ranks):
+        llm = LLM(model, tensor_parallel=n, kv_memory="2GiB", max_model_len=8192, prefix_cache="off")
+        prompt = (llm.tokenizer.encode(text) * 2)[:LONG_TEXT]
+        answers = [llm.generate([prompt], SamplingParams(max_tokens=16), kv_policy=policy)[0] for policy in BUDGETS]
+        kept[n] = [answer.kv["bytes_end"] for answer in answers]
+        llm.close()
+    for policy, alone, own in zip(BUDGETS, *kept.values(), strict=True):
+        ratio = own / alone
+        print(f"{policy:28} 1 rank {alone / 1e6:6.1f} MB, {num_ranks} ranks {own / 1e6:6.1f} MB each: {ratio:.2f}")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Print the lines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -88,7 +109,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-sizes", default="1,8,32")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--budgets", action="store_true")
     args = parser.parse_args(argv)
+    if args.budgets:
+        print_kept_bytes(args.model, args.ranks)
+        return
     num_threads = torch.get_num_threads()
     options = {"max_model_len": 2048, "weights": args.weights, "prefix_cache": "off"}
     if args.memory:

@@ -131,7 +131,7 @@ def build_engine(
         c.snapshot_interval,
         any(p.looks for p in allowed),
         *options.offload,
-        has_all_heads=loaded.has_all_heads,
+        kv_heads=loaded.kv_heads,
     )
     kv_memory = c.kv_memory or default_pool_bytes(cache_config, spec, kv_dtype, device)
     if ranks:

@@ -16,7 +16,7 @@ from retain.formats.checkpoint import Checkpoint, metadata_reader, open_checkpoi
 from retain.formats.pooling import Pooling, choose_pooling
 from retain.gates.loader import GateLoader
 from retain.kernels.api import CPU, Backend
-from retain.kernels.ranks import ProcessGroup
+from retain.kernels.ranks import ALL_HEADS, KVHeads, ProcessGroup
 from retain.kernels.slots.pool_dtypes import pool_dtype
 from retain.kv.eviction.view import KeyTransform
 from retain.models.adapter_bank import AdapterBank
@@ -44,11 +44,11 @@ class LoadedModel:
     embedding: Embedding | None = None
     head: HeadRunner | None = None
     head_path: Path | None = None  # of its file, where it is not the model's
-    has_all_heads: bool = True  # of attention: no other rank has some
+    kv_heads: KVHeads = ALL_HEADS  # of attention, that this rank has
 
     def gate_loader(self, default_file: str = "") -> GateLoader:
         """Return what loads the gates of this model; `default_file` is of policies that name none."""
-        return GateLoader(self.path, self.spec.kv_cache, default_file)
+        return GateLoader(self.path, self.spec.kv_cache, default_file, self.kv_heads)
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def load_model(
         embedding,
         head,
         head_path,
-        decoder.has_all_heads,
+        decoder.kv_heads,
     )
 
 

@@ -121,7 +121,7 @@ def make_engine(
     demoted_dtype = DEMOTED_DTYPE if demotes else None
     page_bytes = divide_pages(spec, page_size, slot_dtype, score_columns, demoted_dtype, looks).page_bytes
     memory = (num_pages + 1) * page_bytes
-    more = demoted_page_size, snapshot_interval, looks, offload_folder, memory, model.has_all_heads
+    more = demoted_page_size, snapshot_interval, looks, offload_folder, memory, model.kv_heads
     config = CacheConfig(*sizes, *more)
     cache = factory.build_cache(
         spec,
@@ -131,7 +131,7 @@ def make_engine(
         4 * memory + 2**20 if offload_folder else memory,
         prefix_config=prefix_configs.parse(prefix_cache),
         key_transform=build_key_transform(model),
-        load_gate=lambda file: random_gate(spec),
+        load_gate=lambda file: random_gate(spec, model.kv_heads),
         device=device,
     )
     for tables in cache.slots.tables if num_resident else ():

@@ -275,7 +275,9 @@ class ScheduleRun:
     def _agree(self, found: Sequence[Logprob], expected: Sequence[Logprob]) -> bool:
         if self._has_equal_bits:
             return found == expected
-        return all(abs(a.logprob - b.logprob) < 1e-3 for a, b in zip(found, expected, strict=True))
+        # Sums of other parts may be rounded to other numbers of few bits, and a fit of few slots multiplies a last bit.
+        most = 1e-3 if self.schedule.num_ranks == 1 else 0.1
+        return all(abs(a.logprob - b.logprob) < most for a, b in zip(found, expected, strict=True))
 
 
 def is_scored(request: Request) -> bool:

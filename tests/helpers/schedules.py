@@ -156,7 +156,14 @@ class Schedule:
     def on_ranks(self, num_ranks: int) -> Schedule:
         """Return the schedule on several ranks, without what these do not have."""
         drafter = self.drafter if self.drafter.startswith(("ngram", "suffix", "draft:k=4,model", "draft:model")) else ""
-        requests = tuple(replace(r, drafter_name=r.drafter_name if drafter else "") for r in self.requests)
+        requests = tuple(
+            replace(
+                r,
+                drafter_name=r.drafter_name if drafter else "",
+                policy=r.policy.replace("presses.Leverage", "presses.KeyNorm"),  # threads share torch's generator
+            )
+            for r in self.requests
+        )
         return replace(self, num_ranks=num_ranks, drafter=drafter, requests=requests)
 
     @property

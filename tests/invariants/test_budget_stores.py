@@ -61,8 +61,10 @@ def test_states_of_another_gate_are_never_read(tmp_path: Path, monkeypatch: pyte
     policy = "gate:budget=50%"
     place = Place("folder after a restart", tmp_path, **options_of("llama", policy))
     text = begin(policy, place, 1)
+    group = place.engine.cache.spec.full_attention_group
+    sizes = len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim
     with monkeypatch.context() as patch:
-        patch.setattr(engines, "random_gate", lambda spec: Gate(random_weights(spec, 7)))
+        patch.setattr(engines, "random_gate", lambda spec, heads: Gate(random_weights(*sizes, 7)))
         place.restart()
         assert ask(place.engine, text, policy, 1).stats.num_cached_tokens == 0
     place.restart()

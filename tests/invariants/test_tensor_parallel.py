@@ -19,6 +19,8 @@ from retain.engine.request import Logprob
 from retain.kernels import cpu
 from retain.kernels.ranks import RankError
 from retain.kernels.slots.pool_dtypes import INT8
+from retain.kv.eviction import query_scored
+from retain.kv.eviction.policies import compactor
 from retain.kv.journal import Call, DivergedError, JournalReader
 from retain.models.passes.shard import own_query_heads
 from retain.models.weights import Weights
@@ -153,12 +155,48 @@ def test_each_rank_has_its_part_of_the_weights_and_of_the_heads() -> None:
     )
 
 
+COMPARING = [
+    "h2o:budget=40,share=layer",
+    "h2o:budget=40,share=all,shrink=20",
+    "tova:budget=40,heads=union",
+    "snapkv:budget=40,share=layer",
+    "knorm:budget=30%,share=all,resume=on",
+    "h2o:budget=32,share=fitted",
+    "h2o:budget=24,share=layer,demote=int4:50%",
+    "random:budget=40",
+    "gate:budget=40",
+    "gate_replay:budget=40,share=none",
+    "gate_replay:budget=40",
+    "compactor:budget=40,share=layer",
+    "compactor:budget=40",
+    "press:budget=40,press=tests.helpers.presses.ExpectedAttention,share=layer",
+    "reread:budget=40,first=4",
+]
+
+
 @needs_cpu
-@pytest.mark.parametrize("policy", ["h2o:budget=40,share=layer", "random:budget=40", "reread:budget=40,first=4"])
-def test_policies_that_compare_heads_are_refused(policy: str) -> None:
-    with pytest.raises(ValueError, match="compares heads"):
-        answer("gpt2", 2, policy)
-    answer("gemma3_text", 2, policy)  # each rank has all heads
+@pytest.mark.parametrize("policy", COMPARING)
+@pytest.mark.parametrize("family", ["llama", *slow("gpt2", "gemma4_text", "cohere2")])
+def test_policies_that_compare_heads_keep_on_ranks_what_they_keep_on_one(family: str, policy: str) -> None:
+    with torch_threads(1):
+        alone, _ = answer(family, 1, policy, demotes=True)
+        for size in (2, 3):
+            together, _ = answer(family, size, policy, demotes=True)
+            assert together == alone
+            gc.collect()  # ends the ranks
+
+
+@needs_cpu
+@pytest.mark.parametrize("policy", ["replay:budget=40", "compactor:budget=40", "dropkv:budget=40,share=none"])
+def test_ranks_score_as_many_queries_at_a_time_as_one(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their sums are over parts, whose sizes decide the last bits."""
+    for module in (query_scored, compactor):
+        monkeypatch.setattr(module, "MAX_WEIGHTS", 2**13)
+    monkeypatch.setattr(query_scored, "MIN_QUERIES", 1)
+    with torch_threads(1):
+        alone, _ = answer("llama", 1, policy)
+        together, _ = answer("llama", 2, policy)
+    assert together == alone
 
 
 def test_a_rank_that_gets_other_results_says_so() -> None:
@@ -213,6 +251,7 @@ def test_processes_answer_as_one(backend: str, tmp_path: Path) -> None:
         found.append([logprobs_of(llm), logprobs_of(llm, "a"), logprobs_of(llm, "b")])
         if backend != "triton":  # whose interpreter is mended for masses, but not in other processes
             found[-1].append(logprobs_of(llm, kv_policy="h2o:budget=24"))
+            found[-1].append(logprobs_of(llm, kv_policy="compactor:budget=24,share=layer"))
         llm.close()
     for alone, together in zip(*found, strict=True):
         assert [x.token_id for x in together] == [x.token_id for x in alone]

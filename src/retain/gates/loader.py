@@ -14,6 +14,7 @@ import torch
 from xxhash import xxh3_128
 
 from retain.formats.checkpoint import open_checkpoint
+from retain.kernels.ranks import ALL_HEADS, KVHeads
 from retain.kernels.slots.kv_cache_spec import KVCacheSpec
 from retain.kv.eviction.gate_weights import Gate, GateShape, load_gate, read_header
 
@@ -22,12 +23,16 @@ PACKAGED = Path(__file__).parent
 
 
 class GateLoader:
-    """Load the gates of the model at `path`, each file once. `default` is the file that the engine was started with."""
+    """Load the gates of the model at `path`, each file once, and of them the numbers of this rank's `kv_heads`.
 
-    def __init__(self, path: Path, spec: KVCacheSpec, default: str = ""):
+    `default` is the file that the engine was started with.
+    """
+
+    def __init__(self, path: Path, spec: KVCacheSpec, default: str = "", kv_heads: KVHeads = ALL_HEADS):
         self.path = path
         self.spec = spec
         self.default = default
+        self.kv_heads = kv_heads
         self._shape: GateShape | None = None
         self._gates: dict[str, Gate] = {}
 
@@ -45,7 +50,7 @@ class GateLoader:
                 raise ValueError(f"gate: nothing is fitted for {self.path.name}: {message}")
             with_gates = next((gate for gate in found if gate.attention), Gate())
             shares = next((gate.shares for gate in found if gate.shares), None)
-            self._gates[file] = replace(with_gates, shares=shares)
+            self._gates[file] = replace(with_gates, shares=shares).of_heads(self.kv_heads)
         return self._gates[file]
 
     @property
@@ -54,7 +59,8 @@ class GateLoader:
         if self._shape is None:
             group = self.spec.full_attention_group
             fingerprint = model_fingerprint(self.path)
-            self._shape = GateShape(len(group.caches), group.num_kv_heads, group.k_dim, group.v_dim, fingerprint)
+            num_heads = self.kv_heads.num_of_all(group.num_kv_heads)
+            self._shape = GateShape(len(group.caches), num_heads, group.k_dim, group.v_dim, fingerprint)
         return self._shape
 
     def policy_names(self, file: str) -> Sequence[str]:

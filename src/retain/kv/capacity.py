@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from retain.kernels.api import NO_WINDOW
+from retain.kernels.ranks import ALL_HEADS, KVHeads
 from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec, KVCacheSpec, StateSpec
 from retain.kv.eviction import policies
 from retain.kv.eviction.budget import BudgetPolicy
@@ -29,7 +30,8 @@ class CacheConfig:
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
     demote. `snapshot_interval`: tokens between the rungs of a long text, where checkpoints stay; 0: none.
     `has_sketches`: whether pages have what policies need that look at few slots. `offload_folder`: of a file with
-    `offload_bytes` of K and V; empty where they lie in memory. `has_all_heads`: whether no other rank has some.
+    `offload_bytes` of K and V; empty where they lie in memory. `kv_heads`: those of attention that
+    this rank has.
     """
 
     page_size: int
@@ -42,7 +44,7 @@ class CacheConfig:
     has_sketches: bool = False
     offload_folder: str = ""
     offload_bytes: int = 0
-    has_all_heads: bool = True
+    kv_heads: KVHeads = ALL_HEADS
 
 
 def refuse_gates(file: str) -> Gate:
@@ -211,16 +213,15 @@ class CapacityPlanner:
         """
         if not self.spec.full_caches:
             return policies.parse("full")
-        if policy.compares_heads and not self.config.has_all_heads:
-            name = policies.to_spec(policy)
-            raise ValueError(f"{name} compares heads, which lie on several ranks here: use tensor_parallel=1")
         share = getattr(policy, "share", "none")
         compares_layers = share in ("all", "fitted") or getattr(policy, "scope", "") == "shared"
         if compares_layers and not self.spec.can_compare_layers:
             alike = "layers without a window that are alike: use share=layer"
             raise ValueError(f"share=all, share=fitted and scope=shared need {alike}")
-        if self.spec.has_shared_caches and isinstance(policy, BudgetPolicy) and policy.modes.refit:
-            policy = replace(policy, modes=replace(policy.modes, refit=0))  # several layers read such values
+        if isinstance(policy, BudgetPolicy):
+            policy = replace(policy, kv_heads=self.config.kv_heads)
+            if self.spec.has_shared_caches and policy.modes.refit:
+                policy = replace(policy, modes=replace(policy.modes, refit=0))  # several layers read such values
         return policy.fit(self.config.max_model_len, self.load_gate)
 
     @property

@@ -13,6 +13,8 @@ from time import monotonic
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
+from retain.kv.capacity import CapacityPlanner
+from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.start import Begun, Start
 from retain.kv.row_task import RowTask
 from retain.kv.stats.request import LoadStats
@@ -34,6 +36,9 @@ class Journaled(Protocol):
     @property
     def parts(self) -> HasJournal:
         """What rows share of the cache."""
+
+    def may_exchange(self, method: str) -> bool:
+        """Return whether ranks compare their heads in a call of this method: they make it at once."""
 
 
 J = TypeVar("J", bound=Journaled)
@@ -127,8 +132,8 @@ class CacheJournal:
                 self.calls.append(Call(method.__name__, row, given, result, self.time, texts, num_scored))
 
     def is_sent_ahead(self, name: str, owner: Any) -> bool:
-        """Return whether all ranks make a call at once, as they agree on something in it."""
-        return False
+        """Return whether all ranks make a call at once, as they agree on something in it, or compare heads."""
+        return bool(owner.may_exchange(name))
 
     def expire(self) -> None:
         """Do what is due by the clock before a call, as the others do before they repeat it."""
@@ -196,6 +201,10 @@ class RepeatedCache(Protocol):
         """The open rows, by index."""
 
     @property
+    def planner(self) -> CapacityPlanner:
+        """What carries policies out here."""
+
+    @property
     def prefix_cache(self) -> Any:
         """The cache of the prefixes of earlier texts."""
 
@@ -254,4 +263,6 @@ class JournalReader:
     def _to_objects(self, value: Any) -> Any:
         if isinstance(value, TextRef):
             return self._texts[value.number]
+        if isinstance(value, EvictionPolicy):
+            return self.cache.planner.effective_policy(value)  # with the numbers of this rank's heads
         return replace(value, text=self._to_objects(value.text)) if isinstance(value, RowTask) else value

@@ -276,6 +276,10 @@ class KVCacheManager:
         tables = self.slots.tables
         return [*(t.kv for t in tables), *(t.demoted.store.kv for t in tables if t.demoted)]
 
+    def may_exchange(self, method: str) -> bool:
+        """Return whether ranks compare heads in a call of this method."""
+        return method == "evict" and any(row.policy.compares_heads for row in self.parts.due)
+
     @journaled
     def evict(self) -> None:
         """Evict from all rows whose budget is full, together, after rows were advanced. Rings shrink that may."""

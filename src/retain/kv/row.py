@@ -24,7 +24,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.query_blocks import QueryBlocks
 from retain.kv.eviction.view import KeyTransform
 from retain.kv.journal import CacheJournal, journaled
-from retain.kv.memory.block_tables import BlockTables
+from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.quantized_copies import QuantizedCopies, QuantizedCopy
 from retain.kv.memory.saved_rings import SavedRings
@@ -106,6 +106,12 @@ class Row:
         except BaseException:
             self.close()
             raise
+
+    def may_exchange(self, method: str) -> bool:
+        """Return whether ranks compare heads in a call of this method."""
+        if not self.evictors or not self.policy.compares_heads:
+            return False
+        return method == "shrink" or (method == "advance" and self.evictors[0].query_blocks.next_end < UNBOUNDED)
 
     # ---- before a step -------------------------------------------------------------------------------------------
 

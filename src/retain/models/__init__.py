@@ -20,6 +20,7 @@ from torch import Tensor
 
 from retain.files import quote, shorten
 from retain.kernels.ops import Operation, WidthError
+from retain.kernels.ranks import ALL_HEADS, RankHeads
 from retain.kernels.weights.weight import Weight
 from retain.models import eagle3, mtp
 from retain.models.decoder import Decoder
@@ -78,7 +79,9 @@ def build(weights: Weights, program: Target, gives_states: bool = False) -> Deco
         program.load(tap(operations) if gives_states else operations)
         if weights.group is not None:
             spec = shard_spec(decoder.spec, weights.group.size)
-            decoder = replace(decoder, spec=spec, has_all_heads=spec.caches == decoder.spec.caches)
+            has_all = spec.caches == decoder.spec.caches
+            heads = ALL_HEADS if has_all else RankHeads(weights.group, decoder.spec.num_heads, spec.num_heads)
+            decoder = replace(decoder, spec=spec, kv_heads=heads)
     check_all_tensors_used(weights, ignored_tensors(family, weights))
     return decoder
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from retain.kernels import ops
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.ops import Buffer, Operation, WidthError
+from retain.kernels.ranks import ALL_HEADS, KVHeads
 from retain.kernels.rope import Rope
 from retain.kernels.slots.kv_cache_spec import KVCacheSpec, LayerCacheSpec, OwnCacheSpec, uniform_layers
 from retain.kernels.weights.weight import Weight
@@ -248,7 +249,7 @@ class Decoder:
     num_layers: int | None = None  # where the spec's caches do not tell; None: they do
     key_factors: dict[int, Tensor] = field(default_factory=dict)  # by cache, [G, D]: see passes/balance.py
     attention: dict[int, ops.Attend] = field(default_factory=dict)  # by cache: see passes/note_attention.py
-    has_all_heads: bool = True  # of attention: no other rank has some
+    kv_heads: KVHeads = ALL_HEADS  # of attention, that this rank has
 
     @property
     def token_embedding(self) -> Embedding:

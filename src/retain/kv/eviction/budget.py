@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from retain.kernels.ranks import ALL_HEADS, KVHeads
 from retain.kernels.slots.eviction_order import sum_columns
 from retain.kv.eviction.demotion import Demotion
 from retain.kv.eviction.head_shares import HeadShares
@@ -50,6 +51,7 @@ class BudgetPolicy(EvictionPolicy):
     resume_key: str = field(default="", repr=False, metadata=RESOLVED)
     streamed_key: str = field(default="", repr=False, metadata=RESOLVED)
     head_shares: HeadShares | None = field(default=None, repr=False, metadata=RESOLVED)  # where share=fitted
+    kv_heads: KVHeads = field(default=ALL_HEADS, repr=False, compare=False, metadata=RESOLVED)  # that this rank has
 
     def __post_init__(self) -> None:
         check_bounds(self)
@@ -206,6 +208,13 @@ class BudgetPolicy(EvictionPolicy):
     def compares_heads(self) -> bool:
         """Whether heads divide a budget, or their pages."""
         return self.ragged
+
+    def budgets_of_all(self, own: Tensor) -> Tensor:
+        """Return the tokens that heads keep on all ranks, where those of this one keep `own` [M, G], on the host."""
+        if self.compares_heads:
+            return self.kv_heads.gather(own)
+        last = own.shape[1] - 1  # all heads keep as many
+        return own[:, torch.arange(self.kv_heads.num_of_all(own.shape[1])).clamp(max=last)]
 
     def weighs_alike(self, other: BudgetPolicy, num_tokens: int) -> bool:
         """Return whether the queries of the first tokens of a text add the same masses under both; resolved."""

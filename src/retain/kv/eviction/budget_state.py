@@ -19,7 +19,7 @@ def used_pages(pages: Ints, counts: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False)
 class DemoterState:
-    """The demoted tokens of a group: tables [M, G, n], and what a Demoter knows of each head, int64 [M, G]."""
+    """The demoted tokens of a group: tables [M, G, n], and what a Demoter knows of each head of all ranks, int64."""
 
     pages: Ints
     counts: Ints
@@ -38,8 +38,8 @@ class EvictorState:
 
     pages: Ints  # [M, G, n]
     counts: Ints  # [M, G]
-    num_tokens: Ints  # [M, G]: tokens in the slots
-    head_budgets: Ints  # [M, G]
+    num_tokens: Ints  # [M, heads of all ranks]: tokens in the slots
+    head_budgets: Ints  # of as many
     is_dense: bool
     next_eviction: int  # computed tokens at that moment, if the same answer goes on
     hole_places: Tensor  # int64 [M, G, n]: the holes of its tokens until then, in this order, by place in the tables
@@ -51,9 +51,9 @@ class EvictorState:
 class Resumption:
     """How a row goes on after `position` tokens under a resolved policy, and evicts at `first_eviction` tokens.
 
-    `slots` [M, G] of each evictor are those that its heads need until then, and when they have evicted. A row that
-    resumes is like one with a streamed prompt in its middle: its tokens so far are a selection, at any places, and the
-    next ones fill the holes of each head.
+    `slots` [M, heads of all ranks] of each evictor are those that its heads need until then, and when they have
+    evicted. A row that resumes is like one with a streamed prompt in its middle: its tokens so far are a selection, at
+    any places, and the next ones fill the holes of each head.
     """
 
     policy: BudgetPolicy

@@ -61,16 +61,21 @@ class Demoter:
         self.key_factors = key_factors  # [M, G, 1, D]
         self.block_tables = tables
         self.spare = SparePages(self.tables.store)  # that `begin` will need
-        # int64 [M, G] on the host: tokens that each head demotes at most, and tokens in its budget; until `begin` those
-        # of a budget that begins with `add`
-        shape = len(layers), tables.counts.shape[2]
+        # int64 [M, heads of all ranks] on the host: tokens that each head demotes at most, and tokens in its budget;
+        # until `begin` those of a budget that begins with `add`
+        G = tables.counts.shape[2]
+        shape = len(layers), policy.kv_heads.num_of_all(G)
         plan = policy.plan
         self.capacities = torch.full(shape, plan.demoted_tokens)
         self.head_budgets = torch.full(shape, plan.budget)
         self.has_begun = plan.is_streamed or plan.begins_at <= plan.budget
         self.num_left = torch.zeros(shape, dtype=torch.long)  # tokens that have left each head's budget, so far
         # float32 [M, G, S], where the policy scores slots
-        self.scores = torch.zeros(*shape, 0, device=tables.kv.device) if policy.scores_slots else None
+        self.scores = torch.zeros(len(layers), G, 0, device=tables.kv.device) if policy.scores_slots else None
+
+    def own(self, numbers: Tensor) -> Tensor:
+        """Return those [M, G] of this rank's heads."""
+        return numbers[:, self.policy.kv_heads.own(numbers.shape[1])]
 
     @property
     def num_tokens(self) -> int:
@@ -84,8 +89,9 @@ class Demoter:
             counts = self._page_counts(num_computed_tokens) - self.tables.counts[self.row, self.layers]
             return self.spare.reserve(int(counts.sum()))
         sizes = self.block_tables.page_size, self.tables.store.page_size
-        num_pages = self.capacities.numel() * self.policy.plan.pages_after_demotion(num_computed_tokens, *sizes)
-        return self.spare.reserve(num_pages - int(self.block_tables.counts[self.row, self.layers].sum()))
+        counts = self.block_tables.counts[self.row, self.layers]
+        num_pages = counts.size * self.policy.plan.pages_after_demotion(num_computed_tokens, *sizes)
+        return self.spare.reserve(num_pages - int(counts.sum()))
 
     def capture_state(self) -> DemoterState:
         """Return the demoted tokens, in the row's own pages, and what is known of each head."""
@@ -123,8 +129,8 @@ class Demoter:
         order = rank.topk(int(upto.max())).indices.flatten(0, 1)
         head, i = number_tokens(upto - kept, order.device)
         places = order[head, to_device(kept.flatten(), order.device)[head] + i]
-        self.capacities = upto - kept + (most - both)  # room for the answer
-        self.head_budgets = kept
+        self.capacities = policy.budgets_of_all(upto - kept + (most - both))  # room for the answer
+        self.head_budgets = policy.budgets_of_all(kept)
         slots = slots_at(store, pages, head, places)
         S = store.page_size
         mass = store.kv.mass.transpose(1, 2)[slots // S, slots % S]
@@ -152,9 +158,9 @@ class Demoter:
         device = victims.pos.device
         self._grow(row.query_position + 1)
         after = self.num_left
-        head, i = number_tokens(torch.minimum(after - before, self.capacities), device)
+        head, i = number_tokens(self.own(torch.minimum(after - before, self.capacities)), device)
         if bool((after <= self.capacities).all()):
-            to = to_device(before.flatten(), device)[head] + i
+            to = to_device(self.own(before).flatten(), device)[head] + i
         else:
             to = self._lowest_places(victims.pos.shape[-1], row.query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
@@ -169,23 +175,22 @@ class Demoter:
         pages = self._pages()
         row = EvictingRow(self.policy, query_position, pages.shape[-1], self.scores)
         key = rank_slots(RowTables(self.tables.store, pages[None], [row], self.key_factors)).keys[0]
-        held = to_device(self._num_demoted(query_position + 1), key.device)[..., None]
+        held = to_device(self.own(self._num_demoted(query_position + 1)), key.device)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
         return key.topk(min(n, key.shape[-1]), largest=False).indices.flatten(0, 1)
 
     def _num_evicted(self, num_computed_tokens: int) -> Tensor:
-        """Return the tokens of each head that have left its budget, int64 [M, G] on the host."""
+        """Return the tokens of each head that have left its budget, int64 [M, heads of all ranks] on the host."""
         return (num_computed_tokens - self.head_budgets).clamp(min=0)
 
     def _num_demoted(self, num_computed_tokens: int) -> Tensor:
-        """Return the tokens that each head demotes, int64 [M, G] on the host."""
+        """Return the tokens that each head demotes, int64 [M, heads of all ranks] on the host."""
         return torch.minimum(self._num_evicted(num_computed_tokens), self.capacities)
 
     def _page_counts(self, num_computed_tokens: int) -> Ints:
-        """Return the pages of demoted tokens of each head, [M, G]."""
+        """Return the pages of demoted tokens of each head, [M, G]; on all ranks as many."""
         pages = -(-self._num_demoted(num_computed_tokens) // self.tables.store.page_size)
-        counts: Ints = pages.numpy().astype(np.int32)
-        return counts
+        return self.policy.kv_heads.largest(pages.numpy().astype(np.int32))
 
     def _grow(self, num_computed_tokens: int) -> None:
         """Own the pages of all tokens that are demoted when so many are computed."""

@@ -67,13 +67,13 @@ class BudgetEvictor:
         self.row = row
         self.layers = tables.full_layers(row)
         key_factors = transform.factors_of(tables.layers[self.layers], tables.kv.device)
-        shape = len(self.layers), tables.counts.shape[2]
-        self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that each head keeps
+        shape = len(self.layers), policy.kv_heads.num_of_all(tables.counts.shape[2])
+        self.head_budgets: Ints = np.full(shape, policy.budget_tokens, np.int32)  # tokens that heads of all ranks keep
         self.next_eviction = plan.next_eviction(0)  # computed tokens at that moment
         self.has_holes = False
         self.has_shrunk = False  # whether the budget was halved
         self.holes_from = 0
-        self.num_held = self.head_budgets  # [M, G]: tokens in the slots at `holes_from`
+        self.num_held = self.head_budgets  # [M, heads of all ranks]: tokens in the slots at `holes_from`
         self.num_inherited = 0  # tokens of all heads that earlier rows of the text have evicted
         self.first_eviction = 0  # of a row that resumes: before it `next_eviction` only lists more holes
         self.slot_scores = SlotScores(tables.store, transform, key_factors)
@@ -99,11 +99,12 @@ class BudgetEvictor:
     @property
     def num_evicted(self) -> int:
         """Slots of all heads that were evicted so far. Where tokens are demoted, the host waits for the device."""
-        return int(self.num_dropped.sum()) - self.num_inherited - (self.demoter.num_tokens if self.demoter else 0)
+        dropped = int(self._own(self.num_dropped).sum())
+        return dropped - self.num_inherited - (self.demoter.num_tokens if self.demoter else 0)
 
     @property
     def num_dropped(self) -> Ints:
-        """Tokens that each head [M, G] does not have in its own slots any more: evicted, or demoted."""
+        """Tokens that each head of all ranks has no more in its own slots [M, heads]: evicted, or demoted."""
         return self.holes_from - self.num_held if self.has_holes else np.zeros_like(self.num_held)
 
     def begin_reserve(self) -> None:
@@ -169,7 +170,7 @@ class BudgetEvictor:
             self.slot_scores.update(self.policy, self._gather_pages(), n - 1)
             return []
         if n > self.compacts_at:
-            return [Punch(self, n, plan.interval, self.head_budgets + np.int32(plan.interval))]
+            return [Punch(self, n, plan.interval, self._own(self.head_budgets) + np.int32(plan.interval))]
         if n <= plan.budget:
             if self.policy.query_blocks:  # its scores are of the prompt alone, as above
                 self.slot_scores.update(self.policy, self._gather_pages(), n - 1)
@@ -190,12 +191,12 @@ class BudgetEvictor:
 
         The last tokens of the prompt are demoted as those before them were.
         """
-        compaction = Compact(self, position, self.policy.interval, demoter.head_budgets)
+        compaction = Compact(self, position, self.policy.interval, demoter.own(demoter.head_budgets))
         if self.policy.plan.is_streamed:
             return [self._plan_chunk(position), compaction]
         filled = self._num_held_at(position)  # the first slots of each head
         num_leaving = int((filled - demoter.head_budgets.numpy()).max())
-        return [Punch(self, position, num_leaving, filled), compaction] if num_leaving else [compaction]
+        return [Punch(self, position, num_leaving, self._own(filled)), compaction] if num_leaving else [compaction]
 
     def shrink(self, num_computed_tokens: int) -> bool:
         """Halve the budget, where the policy allows it. Returns whether pages were freed."""
@@ -205,7 +206,9 @@ class BudgetEvictor:
             return False
         before = int(counts.sum())
         protected = smaller.sinks + smaller.recent_tokens
-        budgets = torch.from_numpy(self.head_budgets).long() * smaller.budget_tokens // self.policy.budget_tokens
+        budgets = (
+            torch.from_numpy(self._own(self.head_budgets)).long() * smaller.budget_tokens // self.policy.budget_tokens
+        )
         self.policy = smaller
         self.has_shrunk = True
         compact_rows([Compact(self, num_computed_tokens, smaller.interval, budgets.clamp(min=protected))])
@@ -228,8 +231,13 @@ class BudgetEvictor:
         self.num_held = num_held
 
     def _num_held_at(self, position: int) -> Ints:
-        """Return the tokens in the slots of each head, [M, G], when so many are computed."""
+        """Return the tokens in the slots of heads of all ranks when so many are computed."""
         return self.num_held + np.int32(position - self.holes_from)
+
+    def _own(self, numbers: Ints) -> Ints:
+        """Return those [M, G] of this rank's heads."""
+        found: Ints = numbers[:, self.policy.kv_heads.own(numbers.shape[1])]
+        return found
 
     # ---- resuming ------------------------------------------------------------------------------------------------
 
@@ -237,11 +245,11 @@ class BudgetEvictor:
         """Return the state of the layers after so many tokens, with the row's own pages. No budget is full then."""
         t = self.tables
         counts = t.counts[self.row, self.layers]
-        num_tokens = np.full_like(counts, num_computed_tokens)
+        num_tokens = np.full_like(self.head_budgets, num_computed_tokens)
         if self.has_holes:
             num_tokens = self._num_held_at(num_computed_tokens)
         else:
-            counts = np.minimum(counts, -(-num_tokens // t.page_size))
+            counts = np.minimum(counts, -(-num_computed_tokens // t.page_size))
         return EvictorState(
             pages=t.pages[self.row, self.layers, :, : int(counts.max())],
             counts=counts,
@@ -258,7 +266,7 @@ class BudgetEvictor:
         """Return the places of the holes that tokens from this position on would fill, int64 [M, G, n]."""
         t = self.tables
         if not self.has_holes:
-            return torch.zeros(*self.head_budgets.shape, 0, dtype=torch.long, device=t.kv.device)
+            return torch.zeros(*self._own(self.head_budgets).shape, 0, dtype=torch.long, device=t.kv.device)
         begin = position - self.holes_from
         end = self.next_eviction - self.holes_from
         if position < self.policy.prompt_len:  # a longer prompt fills a whole chunk
@@ -268,7 +276,7 @@ class BudgetEvictor:
         return is_page.byte().argmax(2) * t.page_size + slots % t.page_size
 
     def resume(self, state: EvictorState, plan: Resumption, slots: Ints) -> None:
-        """Go on from a state whose pages are the row's: the next tokens fill `slots` [M, G] of each head.
+        """Go on from a state whose pages are the row's: the next tokens fill `slots` of each head of all ranks.
 
         The pool has the pages that they lack.
         """
@@ -278,6 +286,7 @@ class BudgetEvictor:
         if state.is_dense:
             return
         wanted = t.counts[self.row].copy()
+        slots = self.policy.kv_heads.largest(slots)
         wanted[self.layers] = np.maximum(-(-slots // t.page_size), wanted[self.layers])
         t.grow(self.row, wanted)
         t.capacity[self.row, self.layers] = 1  # holes replace the slots that the ring's formula gives
@@ -321,11 +330,11 @@ class BudgetEvictor:
     def keep(self, head_budgets: Ints, places: Tensor) -> None:
         """Update the row's tables after its kept tokens were moved together, and free the pages that are left over.
 
-        Heads keep `head_budgets` tokens [M, G], which were at `places` [M, G, n].
+        Heads keep `head_budgets` tokens [M, G], which were at `places` [M, G, n]. The tables of all ranks are as large.
         """
         t = self.tables
-        self.head_budgets = head_budgets
-        counts = -(-(head_budgets + self.policy.interval) // t.page_size)
+        self.head_budgets = self.policy.budgets_of_all(torch.from_numpy(head_budgets)).numpy()
+        counts = -(-(self.policy.kv_heads.largest(self.head_budgets) + self.policy.interval) // t.page_size)
         over = t.owned(self.row)[self.layers] & (np.arange(t.pages.shape[3]) >= counts[..., None])
         t.pool.free(t.pages[self.row, self.layers][over])
         t.counts[self.row, self.layers] = counts

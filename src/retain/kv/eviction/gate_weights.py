@@ -13,7 +13,7 @@ It may have the shares of heads (head_shares.py), or these alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
@@ -24,6 +24,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from retain.files import atomic_write, quote, shorten
+from retain.kernels.ranks import KVHeads
 from retain.kv.eviction.head_shares import BUDGETS, HeadShares
 
 FORMAT = "retain gate 1"
@@ -64,6 +65,11 @@ class GateWeights:
         data = b"".join(getattr(self, f.name).cpu().numpy().tobytes() for f in fields(self))
         return blake2b(data, digest_size=16).digest()
 
+    def of_heads(self, heads: KVHeads) -> GateWeights:
+        """Return the numbers of a rank's heads alone."""
+        own = heads.own(self.bias.shape[1])
+        return GateWeights(*(getattr(self, f.name)[:, own] for f in fields(self)))
+
     def fixed_part(self, k: Tensor, v: Tensor, pos: Tensor, layers: slice) -> Tensor:
         """Return what K and V of slots contribute, [m, G, S]; k, v [m, G, S, D or V] float32, of these layers."""
         key, value, bias = (x[layers].to(k.device) for x in (self.key, self.value, self.bias))
@@ -89,6 +95,15 @@ class Gate:
     replayed: GateWeights | None = None
     shares: HeadShares | None = None
     notes: dict[str, str] = field(default_factory=dict)  # on what they were fitted
+
+    def of_heads(self, heads: KVHeads) -> Gate:
+        """Return the numbers of a rank's heads alone."""
+        return replace(
+            self,
+            attention=self.attention and self.attention.of_heads(heads),
+            replayed=self.replayed and self.replayed.of_heads(heads),
+            shares=self.shares and self.shares.of_heads(heads),
+        )
 
 
 def fixed_logs(k: Tensor, v: Tensor, pos: Tensor) -> Tensor:

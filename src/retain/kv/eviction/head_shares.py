@@ -14,6 +14,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from retain.kernels.ranks import KVHeads
+
 BUDGETS = (0.5, 0.25, 0.125)  # shares of a prompt for which the counts were taken
 
 
@@ -27,6 +29,10 @@ class HeadShares:
     def fingerprint(self) -> bytes:
         """Return a hash of the numbers, equal only for equal ones."""
         return blake2b(self.kept.cpu().numpy().tobytes(), digest_size=16).digest()
+
+    def of_heads(self, heads: KVHeads) -> HeadShares:
+        """Return the shares of a rank's heads alone."""
+        return HeadShares(self.kept[:, :, heads.own(self.kept.shape[2])])
 
     def divide(self, budget: int, num_tokens: int) -> Tensor:
         """Return how many of `num_tokens` each head keeps, int64 [M, G], where the mean is at most `budget`.

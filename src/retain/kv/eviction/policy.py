@@ -71,7 +71,7 @@ class EvictionPolicy:
 
     @property
     def compares_heads(self) -> bool:
-        """Whether what a head keeps depends on other kv heads, or on which one it is."""
+        """Whether what a head keeps depends on other kv heads: ranks exchange what they know of theirs."""
         return False
 
     @property

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from retain.files import shorten
+from retain.kernels.ranks import ALL_HEADS, KVHeads
 from retain.kernels.rope import Rope
 from retain.kv.eviction.view import CacheView
 
@@ -95,11 +96,11 @@ def warn_once(message: str) -> None:
     log.warning(message)
 
 
-def call_press(press: Any, view: CacheView, compression_ratio: float) -> Tensor:
+def call_press(press: Any, view: CacheView, compression_ratio: float, heads: KVHeads = ALL_HEADS) -> Tensor:
     """Return the scores of a press for the slots of a layer, [G, S], as of its `score`; those of holes are 0.
 
-    The view has the queries of the whole prompt. Where the press fails, a warning is logged, and all scores are 0: the
-    oldest tokens go.
+    The view has the queries of the whole prompt, of this rank's `heads`; the press scores those of all ranks together.
+    Where it fails, a warning is logged, and all scores are 0: the oldest tokens go.
     """
     assert view.queries
     queries = view.queries
@@ -116,7 +117,9 @@ def call_press(press: Any, view: CacheView, compression_ratio: float) -> Tensor:
         offset = offset[:, None].to(k.device)
         k = k + (offset if view.key_factors is None else offset / view.key_factors[0])
     unrotated = k if rope is None else rope.shift(k.flatten(0, 1), -queries.pos.repeat(G)).view_as(k)
-    by_token = queries.unrotated[..., order].flatten(0, 1), unrotated[..., order], v
+    q, k, unrotated, v = (heads.gather(x, 0) for x in (queries.unrotated, k, unrotated, v))
+    G = len(k)
+    by_token = q[..., order].flatten(0, 1), unrotated[..., order], v
     hidden_states = torch.cat([x.transpose(0, 1).flatten(1) for x in by_token], 1)[None]
     config = ModuleConfig(G * R, G, D, hidden_states.shape[-1])
     module = AttentionModule(config, queries.layer, queries.params.scale, v.shape[-1], rope)
@@ -132,5 +135,5 @@ def call_press(press: Any, view: CacheView, compression_ratio: float) -> Tensor:
     except Exception as error:  # a press is a user's code, and other requests are computed in the same step
         warn_once(f"{type(press).__name__} cannot score a prompt of {n} tokens: {shorten(error)}")
         return torch.zeros_like(pos, dtype=torch.float32)
-    scores = scores[0].float()
-    return torch.cat((scores, scores.new_zeros(G, 1)), 1).gather(1, torch.where(pos < 0, n, pos))
+    scores = scores[0, heads.own(G)].float()
+    return torch.cat((scores, scores.new_zeros(len(pos), 1)), 1).gather(1, torch.where(pos < 0, n, pos))

@@ -128,5 +128,7 @@ class QueryBlocks:
             lambda: store.read(places.flatten(2)),
             transform=self.transform,
             key_factors=factors,
-            queries=BlockQueries(q, pos, *self.transform.attention[cache], layer=cache),
+            queries=BlockQueries(
+                q, pos, *self.transform.attention[cache], cache, self.policy.kv_heads.num_of_all(len(q))
+            ),
         )

@@ -67,7 +67,9 @@ class QueryScoredPolicy(AttentionScoredPolicy):
     def _shares(self, x: Tensor, in_prompt: Tensor) -> Tensor:
         """Divide numbers of slots [M, G, S] by the sum over the prompt's, of all heads that share a budget."""
         dims = {"layer": (1, 2), "all": (0, 1, 2)}.get(self.share, (2,))
-        return x / x.where(in_prompt, 0).sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
+        prompt = x.where(in_prompt, 0)
+        prompt = self.kv_heads.gather(prompt) if 1 in dims else prompt
+        return x / prompt.sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
 
 
 def divide_into_blocks(num_tokens: int, size: int) -> list[range]:
@@ -106,7 +108,8 @@ def sum_squared_weights(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
 
 def iter_weights(view: CacheView, q: Tensor, pos: Tensor) -> Iterator[Tensor]:
     """Yield the weights [G, R, m, S] of some queries [G, R, n, D] at a time; pos as in `attention_weights`."""
-    num_queries = max(MAX_WEIGHTS // (q.shape[0] * q.shape[1] * view.pos.shape[-1]), MIN_QUERIES)
+    assert view.queries
+    num_queries = max(MAX_WEIGHTS // (view.queries.num_heads * view.pos.shape[-1]), MIN_QUERIES)
     positions = torch.split(pos, num_queries) if len(pos) > 1 else repeat(pos)
     for part, part_pos in zip(torch.split(q, num_queries, dim=2), positions, strict=False):
         yield view.attention_weights(part, part_pos)

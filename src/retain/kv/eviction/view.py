@@ -49,6 +49,13 @@ class BlockQueries:
     params: AttentionParams
     rope: Rope | None  # None for models without rotary positions
     layer: int = 0  # the number of the cache
+    num_kv_heads: int = 0  # of all ranks; 0: G
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of all ranks. Numbers that divide sums follow from them, so that bits are those of one rank."""
+        G, R, _, _ = self.rotated.shape
+        return R * (self.num_kv_heads or G)
 
     @property
     def unrotated(self) -> Tensor:

@@ -66,7 +66,7 @@ class PageStore:
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read K [..., D] and V [..., v_dim] of slots [...] of any shape, float32."""
         k, v = self.backend.read_slots(self.kv, slots.flatten())
-        return k.view(*slots.shape, -1), v.view(*slots.shape, -1)
+        return k.view(*slots.shape, k.shape[-1]), v.view(*slots.shape, v.shape[-1])
 
     def copy_of(self, pages: Pages, end: int | None = None) -> Pages:
         """Return new pages with the content of these, of the same shape. Tokens from `end` on are holes in them.

@@ -140,7 +140,8 @@ class CheckpointKind:
         assert plan
         found = len(checkpoint.own_pages)
         for g, part, slots in zip(checkpoint.groups, checkpoint.evictors, plan.slots, strict=True):
-            found += int(np.maximum(-(-slots // self.groups[g].page_size) - part.counts, 0).sum())
+            own = plan.policy.kv_heads.largest(slots)
+            found += int(np.maximum(-(-own // self.groups[g].page_size) - part.counts, 0).sum())
         return found + (checkpoint.windows.num_own_pages(self.groups, position) if checkpoint.windows else 0)
 
     def due_at(self, position: int, checkpoint: BudgetCheckpoint) -> int:
@@ -195,7 +196,7 @@ class CheckpointKind:
     def _shape(self, policy: BudgetPolicy) -> CheckpointShape:
         """Return what a checkpoint of this policy must fit."""
         windows = [group.windows(policy) for group in self.planner.groups]
-        return CheckpointShape(self.groups, windows)
+        return CheckpointShape(self.groups, windows, policy.kv_heads)
 
 
 def _name(demand: Demand, moment: bytes, key: str) -> bytes:

@@ -18,6 +18,7 @@ from safetensors.numpy import load, save
 from torch import Tensor
 
 from retain.kernels.api import NO_WINDOW
+from retain.kernels.ranks import KVHeads
 from retain.kv.checkpoints.budget.checkpoint import BudgetCheckpoint
 from retain.kv.checkpoints.windows_and_states import WindowsAndStates
 from retain.kv.eviction import policies
@@ -36,7 +37,8 @@ Arrays = Mapping[str, NDArray[Any]]
 class CheckpointShape:
     """What a checkpoint must fit: the tables of each KV cache group, and how far its layers see under a policy."""
 
-    def __init__(self, groups: Sequence[BlockTables], windows: Sequence[Ints]):
+    def __init__(self, groups: Sequence[BlockTables], windows: Sequence[Ints], kv_heads: KVHeads):
+        self.kv_heads = kv_heads
         self.num_kv_heads = [t.counts.shape[2] for t in groups]
         self.page_sizes = [t.page_size for t in groups]
         self.score_columns = [t.kv.mass.shape[1] for t in groups]
@@ -182,13 +184,15 @@ class _Decoder:
     def _evictor(self, i: int, group: int, policy: BudgetPolicy) -> EvictorState:
         shape = self.shape
         heads = (shape.full_layers[group], shape.num_kv_heads[group])
+        all_heads = heads[0], shape.kv_heads.num_of_all(heads[1])
         counts = self._array(f"{i}.counts", np.int32, heads)
-        num_tokens = self._array(f"{i}.num_tokens", np.int32, heads)
+        num_tokens = self._array(f"{i}.num_tokens", np.int32, all_heads)
         places = self._array(f"{i}.hole_places", np.int64, (*heads, None))
         is_dense = self.header["is_dense"][i]
         _check(isinstance(is_dense, bool), "is_dense")
         num_slots = counts.astype(np.int64) * shape.page_sizes[group]
-        _check(bool((num_tokens <= np.minimum(num_slots, self.position)).all()), "tokens without slots")
+        largest = shape.kv_heads.largest(num_tokens)
+        _check(bool((largest <= np.minimum(num_slots, self.position)).all()), "tokens without slots")
         _check(bool((places < num_slots[..., None]).all()), "holes beyond the tables")
         next_eviction = _number(self.header["next_eviction"][i], self.position)
         num_holes = next_eviction - self.position
@@ -201,15 +205,15 @@ class _Decoder:
             pages=self._tables(counts),
             counts=counts,
             num_tokens=num_tokens,
-            head_budgets=self._array(f"{i}.head_budgets", np.int32, heads),
+            head_budgets=self._array(f"{i}.head_budgets", np.int32, all_heads),
             is_dense=is_dense,
             next_eviction=next_eviction,
             hole_places=self._tensor(places),
             scores=(self._tensor(scores), self._tensor(self._array(f"{i}.scored_pos", np.int32, scores.shape, -1))),
-            demoter=self._demoter(f"{i}.demoted", heads) if f"{i}.demoted.counts" in self.arrays else None,
+            demoter=self._demoter(f"{i}.demoted", heads, all_heads) if f"{i}.demoted.counts" in self.arrays else None,
         )
 
-    def _demoter(self, name: str, heads: tuple[int, int]) -> DemoterState:
+    def _demoter(self, name: str, heads: tuple[int, int], all_heads: tuple[int, int]) -> DemoterState:
         counts = self._array(f"{name}.counts", np.int32, heads)
         scores = None
         if f"{name}.scores" in self.arrays:
@@ -217,9 +221,9 @@ class _Decoder:
         return DemoterState(
             pages=self._tables(counts),
             counts=counts,
-            capacities=torch.from_numpy(self._array(f"{name}.capacities", np.int64, heads)),
-            head_budgets=torch.from_numpy(self._array(f"{name}.head_budgets", np.int64, heads)),
-            num_left=torch.from_numpy(self._array(f"{name}.num_left", np.int64, heads)),
+            capacities=torch.from_numpy(self._array(f"{name}.capacities", np.int64, all_heads)),
+            head_budgets=torch.from_numpy(self._array(f"{name}.head_budgets", np.int64, all_heads)),
+            num_left=torch.from_numpy(self._array(f"{name}.num_left", np.int64, all_heads)),
             scores=scores,
         )
 

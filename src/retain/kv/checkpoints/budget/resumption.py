@@ -29,7 +29,7 @@ def plan_resumption(
         if checkpoint.policy.prompt_len != policy.prompt_len:
             return None
         policy = checkpoint.policy
-        slots = [e.num_tokens if is_dense else e.counts * 0 for e in checkpoint.evictors]
+        slots = [e.num_tokens if is_dense else np.zeros_like(e.num_tokens) for e in checkpoint.evictors]
         return Resumption(policy, checkpoint.policy, p, checkpoint.evictors[0].next_eviction, tuple(slots))
     if is_dense:
         slots = [e.num_tokens for e in checkpoint.evictors]

@@ -31,11 +31,7 @@ class Policy(QueryScoredPolicy):
     sinks: NonNegativeInt = 8  # which take no part
     block: NumQueries = 256  # tokens of a chunk
     sketch: Annotated[int, Bounds(1, 256)] = 48  # numbers of a key's sketch
-
-    @property
-    def compares_heads(self) -> bool:
-        """Return True: scores are standardized over all heads of a layer."""
-        return True
+    compares_heads = True  # scores are standardized over all heads of a layer
 
     @property
     def score_key(self) -> tuple[object, ...]:
@@ -65,7 +61,7 @@ class Policy(QueryScoredPolicy):
         is_in_chunk = view.pos[0] >= view.queries.pos[0]
         places = is_in_chunk.byte().argsort(dim=-1, descending=True, stable=True)[:, :n]  # all heads have all n
         columns = view.keys[0].gather(1, places[..., None].expand(G, n, D))[:, None].transpose(-1, -2)
-        parts = torch.split(q, max(MAX_WEIGHTS // (G * R * n), 1), dim=2)
+        parts = torch.split(q, max(MAX_WEIGHTS // (view.queries.num_heads * n), 1), dim=2)
         received = torch.stack([(part @ columns).softmax(-1).sum(2) for part in parts]).sum(0)  # [G, R, n]
         found = received.new_zeros(G, R, view.pos.shape[-1])
         found.scatter_(-1, places[:, None].expand_as(received), received)
@@ -73,23 +69,27 @@ class Policy(QueryScoredPolicy):
 
     def _blend(self, view: CacheView, attention: Tensor) -> Tensor:
         """Return the scores of all slots [G, S], none below 0; those of sinks and holes are 0."""
-        pos = view.pos[0]
-        takes_part = pos >= min(self.sinks, self.prompt_len - 1)
-        smooth = pool_positions(attention.where(takes_part, 0)[:, None], pos, self.prompt_len, POOLED)[:, 0]
-        alone = leverage(view, takes_part, self.sketch)
+        part = view.pos[0] >= min(self.sinks, self.prompt_len - 1)
+        smooth = pool_positions(attention.where(part, 0)[:, None], view.pos[0], self.prompt_len, POOLED)[:, 0]
+        alone, smooth, takes_part = (self.kv_heads.gather(x, 0) for x in (self._leverage(view, part), smooth, part))
         share = max(1 - self.budget_tokens / self.prompt_len, 0)
         score = share * standardize(alone, takes_part) + standardize(smooth, takes_part)
-        return (score - score.where(takes_part, torch.inf).amin()).where(takes_part, 0)
+        score = (score - score.where(takes_part, torch.inf).amin()).where(takes_part, 0)
+        return score[self.kv_heads.own(len(score))]
+
+    def _leverage(self, view: CacheView, takes_part: Tensor) -> Tensor:
+        """Return the leverage of each key among those that take part, [G, S]."""
+        k = view.unrotated_keys[0].where(takes_part[..., None], 0)  # [G, S, D]
+        k = k - k.sum(1, keepdim=True) / takes_part.sum(1)[:, None, None]
+        sizes = self.kv_heads.num_of_all(len(k)), k.shape[-1], self.sketch
+        sketch = torch.randn(*sizes, generator=torch.Generator().manual_seed(0))[self.kv_heads.own(sizes[0])]
+        return leverage(k, sketch.to(k.device) / self.sketch**0.5, takes_part)
 
 
-def leverage(view: CacheView, takes_part: Tensor, size: int) -> Tensor:
-    """Return the leverage of each key among those that take part, [G, S], from sketches of `size` numbers."""
-    k = view.unrotated_keys[0].where(takes_part[..., None], 0)  # [G, S, D]
-    k = k - k.sum(1, keepdim=True) / takes_part.sum(1)[:, None, None]
-    generator = torch.Generator().manual_seed(0)
-    sketch = torch.randn(len(k), k.shape[-1], size, generator=generator).to(k.device) / size**0.5
+def leverage(k: Tensor, sketch: Tensor, takes_part: Tensor) -> Tensor:
+    """Return the leverage of keys [G, S, D] among those that take part, [G, S], from sketches k @ sketch [G, D, n]."""
     x = (k @ sketch).where(takes_part[..., None], 0)
-    gram = x.transpose(1, 2) @ x + RIDGE * torch.eye(size, device=k.device)
+    gram = x.transpose(1, 2) @ x + RIDGE * torch.eye(x.shape[-1], device=k.device)
     return (x * torch.linalg.solve(gram, x.transpose(1, 2)).transpose(1, 2)).sum(-1).clamp(min=0)
 
 

@@ -34,11 +34,6 @@ class Policy(BudgetPolicy):
     weights: GateWeights | None = field(default=None, repr=False, metadata=RESOLVED)  # once it is fitted
 
     @property
-    def compares_heads(self) -> bool:
-        """Return True: each head has numbers of its own."""
-        return True
-
-    @property
     def scores_slots(self) -> bool:
         """The part of the score that K and V give never changes."""
         return True

@@ -36,10 +36,7 @@ class Policy(QueryScoredPolicy):
         if not callable(getattr(self.scorer, "score", None)):
             raise ValueError(f"press: {self.press} has no method `score`")
 
-    @property
-    def compares_heads(self) -> bool:
-        """Return True: one may score the heads of a layer together."""
-        return True
+    compares_heads = True  # a press may score the heads of a layer together
 
     @property
     def score_key(self) -> tuple[object, ...]:
@@ -64,7 +61,7 @@ class Policy(QueryScoredPolicy):
     def score_queries(self, view: CacheView) -> Tensor:
         """Return the scores of the press, less the lowest of the layer."""
         ratio = max(1 - self.budget_tokens / self.prompt_len, 0.0)
-        scores = call_press(self.scorer, view, ratio)  # [G, S]
+        scores = call_press(self.scorer, view, ratio, self.kv_heads)  # [G, S]
         is_used = view.pos[0] >= 0
-        lowest = scores.where(is_used, float("inf")).amin()
+        lowest = self.kv_heads.gather(scores.where(is_used, float("inf")), 0).amin()
         return (scores - lowest).where(is_used, 0)[:, None]

@@ -24,15 +24,12 @@ class Policy(BudgetPolicy):
         super().__post_init__()
         check_choice("keep", self.keep, "any", "prompt")
 
-    @property
-    def compares_heads(self) -> bool:
-        """Return True: numbers are drawn for all heads in turn."""
-        return True
-
     def priority(self, view: CacheView) -> Tensor:
         """Return a random number that depends on layer, head and position only."""
-        L, G, _ = view.pos.shape
+        L, own, _ = view.pos.shape
+        G = self.kv_heads.num_of_all(own)
         table = torch.Generator().manual_seed(self.seed)
-        factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64).to(view.pos.device, non_blocking=True)
+        factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64)[:, self.kv_heads.own(G)]
+        factors = factors.to(view.pos.device, non_blocking=True)
         x = torch.frac(torch.sin((view.pos.double() + 1) * (12.9898 + factors)) * 43758.5453)
         return x.abs() + (view.pos < self.prompt_len) * (self.keep == "prompt")
