@@ -70,10 +70,11 @@ def load_with_tokenizer(
     reader = metadata_reader(checkpoint)
     pooling = choose_pooling(path, c.pooling, reader)
     options = replace(options, pools=pooling is not None)
+    tokenizer = Tokenizer.open(path, reader)  # before the weights: what it takes for a moment is free again then
     loaded = load_model(
         path, backend, pool_dtype(c.dtype), c.weights, progress, device, c.max_model_len, options, checkpoint
     )
-    return loaded, Tokenizer.open(path, reader), pooling
+    return loaded, tokenizer, pooling
 
 
 def load_model(

@@ -36,7 +36,7 @@ KINDS: tuple[Kind, ...] = (torch.float32, torch.bfloat16, Int8, Int4, IQ4, MXFP4
 DTYPE_CODES = {kind: code for code, kind in enumerate(KINDS)}
 # That C++ unpacks: Q4_0 to Q8_0, Q2_K to Q6_K, IQ4_NL, IQ4_XS, MXFP4, NVFP4.
 GGML_TYPES = frozenset((2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39, 40))
-RELEASE_BYTES = 2**25  # of a mapped file, after which its memory is given back
+RELEASE_BYTES = 2**22  # of a mapped file, after which its memory is given back
 
 
 @dataclass(frozen=True, eq=False)

@@ -101,7 +101,9 @@ class StoredWeight:
         def select(read: Callable[..., Any]) -> Callable[..., Any]:
             def read_selected(begin: int, end: int, *kind: Kind) -> Any:
                 first, last = bounds(begin, end)
-                return read(first, last, *kind)[(index[begin:end] - first).numpy()]
+                own = index[begin:end] - first
+                rows = read(first, last, *kind)
+                return rows if torch.equal(own, torch.arange(last - first)) else rows[own.numpy()]
 
             return read_selected
 
