@@ -21,7 +21,6 @@ from retain.config import Config
 from retain.engine.output import StepOutput
 from retain.factory import EngineParts, build_engine
 from retain.formats.lora import read_lora
-from retain.kv.text import Text
 from retain.outputs import RequestOutput, StreamChunk
 from retain.plugins import parse_size
 from retain.processing.input import GenerateRequest, Prompt, list_prompts
@@ -284,7 +283,7 @@ class LLM(EngineParts):
         g = GenerateRequest(prompt, params, "full", salt=salt, lora=lora)
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
-        text = Text(state.request.prompt, salt, state.request.text.extra)
+        text = state.request.text.head(len(state.request.prompt))
         return self.cache.pin(state.request.policy, text, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:

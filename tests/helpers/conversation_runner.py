@@ -282,6 +282,7 @@ class ConversationRun(ScheduleRun):
             planned.params,
             planned.num_system_tokens,
             num_computed,
+            planned.adapter,
         )
 
     def _key(self, request: Request) -> tuple[Any, ...]:
@@ -289,7 +290,7 @@ class ConversationRun(ScheduleRun):
         planned = self.attempts[request].planned
         system = planned.num_system_tokens if request.policy.modes.protect == "system" else 0
         seed = planned.params.seed if request.policy.uses_noise else None
-        return planned.salt, planned.policy, system, seed
+        return planned.salt, planned.adapter, planned.policy, system, seed
 
     def _index(self, request: Request) -> int:
         """Return the place of a request's turn in the schedule."""

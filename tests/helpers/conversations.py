@@ -20,6 +20,7 @@ from tests.helpers.schedules import (
     PlannedRequest,
     PolicyLimits,
     Schedule,
+    draw_adapters,
     draw_params,
     draw_policy,
     draw_schedule,
@@ -78,8 +79,14 @@ def draw_conversations(
         tiers=tiers,
         restarts=restarts,
         kills=tuple(i for i in range(len(restarts)) if rng.random() < 0.5),
-        requests=turns,
+        requests=tuple(without_activation(turn) for turn in draw_adapters(seed, turns)),
     )
+
+
+def without_activation(turn: Turn) -> Turn:
+    """Return a turn whose adapter has no beginning, where it has a budget: states before it are of other adapters."""
+    is_unlike = turn.adapter == "activated" and turn.resolved_policy.has_budget
+    return replace(turn, adapter="") if is_unlike else turn
 
 
 def draw_turns(rng: random.Random, limits: PolicyLimits) -> list[Turn]:

@@ -31,11 +31,13 @@ from retain.kv.row import Row
 from retain.kv.stores.cost_model import LoadCostModel
 from retain.kv.stores.tiers import parse_all
 from retain.model_loader import build_key_transform
+from retain.models.adapter_bank import AdapterBank
 from retain.models.weights import Weights
 from retain.processing.detokenizer import IncrementalDetokenizer
 from retain.processing.output import OutputProcessor, RequestOutputState
 from retain.processing.tokenizer import Tokenizer
 from retain.sampling_params import SamplingParams
+from tests.helpers.adapters import ADAPTER_RANK, ADAPTERS, fill_bank
 from tests.helpers.gates import random_gate
 from tests.helpers.ranks import ThreadRanks, lead_threads
 from tests.helpers.tiny_heads import load_assistant, tiny_eagle3, with_mtp_layer
@@ -85,13 +87,15 @@ def make_engine(
     num_resident: int = 0,
     snapshot_interval: int = 2048,
     prompt_activations: str = "int8",
+    adapters: bool = False,
     num_ranks: int = 1,
     rank: ThreadRanks | None = None,
 ) -> Engine:
     """Build an engine on tiny_model(family), with a pool of `num_pages` pages, of `dtype` or of `kv_dtype`.
 
     Without a `device` it is the first one that the backend computes on. With an `offload_folder` K and V lie in a file
-    there, and `num_resident` slots are resident at most, or all of them. `num_ranks` compute the model in threads;
+    there, and `num_resident` slots are resident at most, or all of them. With `adapters` there are those of
+    `helpers/adapters.py`. `num_ranks` compute the model in threads;
     `rank` is one of them.
     """
     if num_ranks > 1:
@@ -104,16 +108,20 @@ def make_engine(
     needs = drafter.needs if drafter else DrafterNeeds()
     checkpoint = tiny_checkpoint(family)
     head = None
+    bank = AdapterBank(len(ADAPTERS), ADAPTER_RANK, dtype, device) if adapters else None
     if needs.head is None:
-        opened = Weights(checkpoint, dtype, weights).with_passes(group=rank)
+        opened = Weights(checkpoint, dtype, weights).with_passes(bank, rank)
         model = models.build(opened, program, needs.hidden_states)
     else:
         eagle = tiny_eagle3(checkpoint.config, needs.head) if needs.head else None
         own = Weights(eagle, dtype, needs.weights, vector_dtype=program.vector_dtype) if eagle else None
         head_program = kernel.program(dtype, device, program)
         checkpoint = checkpoint if eagle else with_mtp_layer(checkpoint)
-        model, built = models.build_with_head(Weights(checkpoint, dtype, weights), program, head_program, own)
+        opened = Weights(checkpoint, dtype, weights).with_passes(bank)
+        model, built = models.build_with_head(opened, program, head_program, own)
         head = HeadRunner(head_program, built.hidden_size, built.restrict)
+    if bank:
+        fill_bank(bank)
     spec = model.spec.kv_cache
     head_dim = max(g.k_dim for g in spec.groups)
     sizes = page_size, max_running_requests, max_model_len, max_batched_tokens, score_columns

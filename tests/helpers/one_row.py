@@ -23,6 +23,7 @@ from retain.kv.row import Row
 from retain.kv.row_task import RowTask
 from retain.kv.stats.request import RequestMemory
 from retain.sampling_params import SamplingParams
+from tests.helpers.adapters import find_adapter
 from tests.helpers.engines import make_engine
 
 Positions = list[list[list[int]]]
@@ -99,6 +100,7 @@ class Spoken:
     params: SamplingParams
     num_system_tokens: int = 0
     num_computed: int = 0
+    adapter: str = ""
 
     def build(self) -> Request:
         """Make a request whose answer begins with the known one."""
@@ -110,6 +112,7 @@ class Spoken:
                 max_tokens=self.max_tokens,
                 forced_tokens=list(self.answer),
                 num_system_tokens=self.num_system_tokens,
+                adapter=find_adapter(self.adapter, self.prompt),
             )
         )
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from retain.models import load_family
 from retain.models.decoder import ModelSpec
 from retain.options import option_values
 from retain.sampling_params import SamplingParams
+from tests.helpers.adapters import ADAPTERS, find_adapter
 from tests.helpers.backend_variants import ISAS
 from tests.helpers.policy_specs import spec_of
 from tests.helpers.sink_family import SINKS, add_sink_family
@@ -95,6 +96,7 @@ class PlannedRequest:
     needs_prompt_logits: bool = False
     explain_prefix: bool = False
     drafter_name: str = ""
+    adapter: str = ""  # one of ADAPTERS
     engine: int = 0  # counts restarts
     arrives_at: int = 0
     cancelled_at: int | None = None
@@ -113,11 +115,15 @@ class PlannedRequest:
                 salt=self.salt,
                 owner=self.owner,
                 drafter_name=self.drafter_name,
+                adapter=find_adapter(self.adapter, self.prompt),
                 needs_logits=self.needs_logits,
                 needs_prompt_logits=self.needs_prompt_logits,
                 explain_prefix=self.explain_prefix,
             )
         )
+
+
+T = TypeVar("T", bound=PlannedRequest)
 
 
 @dataclass(frozen=True)
@@ -191,6 +197,7 @@ class Schedule:
             "score_columns": columns,
             "demotes": any(p.modes.demote for p in parsed),
             "looks": any(p.looks for p in parsed),
+            "adapters": any(r.adapter for r in self.requests),
         }
 
 
@@ -271,7 +278,15 @@ def draw_schedule(seed: int, backends: Sequence[str] = ("cpu", "reference"), fam
         preemptions=tuple(rng.randint(1, 80) for _ in range(rng.choice([0, 0, 1, 4]))),
         requests=(),
     )
-    return replace(schedule, requests=tuple(draw_requests(rng, policy_limits(schedule), len(restarts))))
+    requests = draw_requests(rng, policy_limits(schedule), len(restarts))
+    return replace(schedule, requests=draw_adapters(seed, requests))
+
+
+def draw_adapters(seed: int, requests: Sequence[T]) -> tuple[T, ...]:
+    """Let the requests of a quarter of all schedules name adapters, or none. Others stay as they are."""
+    rng = random.Random(f"adapters {seed}")
+    names = rng.choice([("",), ("",), ("",), ("", *ADAPTERS, "activated")])
+    return tuple(replace(request, adapter=rng.choice(names)) for request in requests)
 
 
 def policy_limits(schedule: Schedule) -> PolicyLimits:

@@ -95,9 +95,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1977, "cli": 1098, "engine": 2207, "formats": 2986, "kernels": 7795, "models": 4668},
-    **{"processing": 2965, "server": 9020, "top": 1653},
-    **{"kv": 9360, "prefix": 1548, "checkpoints": 813, "stores": 2402, "eviction": 2486, "memory": 840},
+    **{"bench": 1977, "cli": 1098, "engine": 2222, "formats": 2991, "kernels": 7797, "models": 4671},
+    **{"processing": 2965, "server": 9019, "top": 1653},
+    **{"kv": 9398, "prefix": 1562, "checkpoints": 813, "stores": 2401, "eviction": 2486, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

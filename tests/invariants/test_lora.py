@@ -108,6 +108,70 @@ def test_adapters_are_told_apart_by_their_content(tmp_path: Path) -> None:
     assert read_lora(tmp_path / "c").digest == llm.input_processor.adapters.find("y").digest
 
 
+def activated(folder: Path, target: Path, modules: list[str], tokens: list[int], seed: int) -> Path:
+    return write_adapter(folder, target, modules, seed, task_type="CAUSAL_LM", alora_invocation_tokens=tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", *slow("qwen3_5_text", "gemma3_text")])
+def test_logits_of_an_activated_adapter_equal_those_of_peft(family: str, tmp_path: Path) -> None:
+    """It counts from where the prompt has its tokens last; in chunks, and in one step with a plain adapter."""
+    target = write_model(tmp_path / "target", family)
+    tokens = [40, 41, 42]
+    folder = activated(tmp_path / "a", target, FAMILIES[family], tokens, 1)
+    plain = write_adapter(tmp_path / "b", target, FAMILIES[family], 2)
+    llm = make_llm(target, lora=[f"a={folder}", f"b={plain}"], max_batched_tokens=16, max_running_requests=4)
+    ids = [5, *tokens, *range(60, 90), *tokens, 7, 8, *tokens, 40, 41, 9]
+    requests = [GenerateRequest(p, PARAMS, lora=name) for p, name in ((ids, "a"), (ids[:9], "b"), (ids[1:], "a"))]
+    for request, answer in zip(requests, llm.generate_from_requests(requests), strict=True):
+        adapter = folder if request.lora == "a" else plain
+        logprobs = peft_logprobs(target, adapter, [*request.prompt, *answer.token_ids], PARAMS.max_tokens or 0)
+        assert [x.logprob for x in answer.logprobs] == pytest.approx(
+            [float(row[x.token_id]) for x, row in zip(answer.logprobs, logprobs, strict=True)], abs=2e-3
+        )
+    with pytest.raises(ValueError, match="the prompt lacks the tokens that activate this adapter"):
+        llm.generate([1, 2, 3], PARAMS, lora="a")
+
+
+@pytest.mark.parametrize("place", ["pool", "disk"])
+@pytest.mark.parametrize("family", ["llama", *slow("qwen3_5_text", "gemma3_text")])
+def test_an_activated_adapter_computes_no_token_of_the_base_model_again(
+    family: str, place: str, tmp_path: Path
+) -> None:
+    """The base model has computed all that lies before; then its own answer goes on from there, and so does another's.
+
+    Tiers keep whole blocks.
+    """
+    target = write_model(tmp_path / "target", family)
+    tokens = [40, 41, 42]
+    a, b = (activated(tmp_path / name, target, FAMILIES[family], tokens, seed) for seed, name in enumerate("ab"))
+    tier = [f"disk:path={tmp_path / 'tier'},capacity=64MiB"] if place == "disk" else []
+    options: dict[str, Any] = {"lora": [f"a={a}", f"b={b}"], "tier": tier, "snapshot_interval": 16}
+    text = [5, *range(60, 140)]
+    llm = make_llm(target, **options)
+    expected = {
+        name: make_llm(target, **options | {"tier": []}).generate([*text, *tokens, 3], PARAMS, lora=name)[0]
+        for name in ("a", "b", None)
+    }
+
+    def answer(name: str | None) -> int:
+        nonlocal llm
+        if tier:
+            llm.close()
+            llm = make_llm(target, **options)
+        found = llm.generate([*text, *tokens, 3], PARAMS, lora=name)[0]
+        assert found.token_ids == expected[name].token_ids
+        return found.cached_tokens
+
+    llm.generate(text, SamplingParams(max_tokens=1))
+    block = llm.cache.planner.block_size
+    least = len(text) // block * block if tier else len(text)
+    assert answer("a") >= least
+    assert least <= answer("b") <= len(text)
+    assert least <= answer(None) <= len(text)
+    assert answer("a") >= least + (0 if tier else len(tokens))
+    llm.close()
+
+
 def test_an_adapter_in_use_is_not_overwritten(tmp_path: Path) -> None:
     target = write_model(tmp_path / "target", "llama")
     a, b = (write_adapter(tmp_path / name, target, ["q_proj"], seed) for seed, name in enumerate("ab"))
@@ -184,6 +248,8 @@ def test_tiers_tell_adapters_apart_after_a_restart(tmp_path: Path) -> None:
         ({"use_rslora": "false"}, "neither true nor false"),
         ({"init_lora_weights": "pissa_niter_4"}, "only converted adapters"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"alora_invocation_tokens": []}, "not a list of token ids"),
+        ({"alora_invocation_tokens": [1, "2"]}, "not a list of token ids"),
     ],
     ids=str,
 )

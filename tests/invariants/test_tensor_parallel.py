@@ -22,6 +22,7 @@ from retain.kernels.slots.pool_dtypes import INT8
 from retain.kv.eviction import query_scored
 from retain.kv.eviction.policies import compactor
 from retain.kv.journal import Call, DivergedError, JournalReader
+from retain.models.adapter_bank import AdapterBank
 from retain.models.passes.shard import own_query_heads
 from retain.models.weights import Weights
 from tests.helpers.adapters import write_adapter
@@ -172,6 +173,19 @@ COMPARING = [
     "press:budget=40,press=tests.helpers.presses.ExpectedAttention,share=layer",
     "reread:budget=40,first=4",
 ]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", *slow(*models.list_families())])
+def test_all_ranks_know_the_layers_that_take_adapters(family: str) -> None:
+    """Also those all of whose rows others have: an adapter of such a layer is no error."""
+
+    def shapes(ranks: ThreadRanks | None = None) -> dict[str, set[tuple[int, int]]]:
+        bank = AdapterBank(1, 2, torch.float32)
+        build_model(Weights(tiny_checkpoint(family), torch.float32).with_passes(bank, ranks))
+        return {name: {(e.rows.total, e.a.shape[2]) for e in entries} for name, entries in bank.entries.items()}
+
+    alone = shapes()
+    assert run_ranks(4, shapes) == [alone] * 4
 
 
 @needs_cpu

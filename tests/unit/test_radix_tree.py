@@ -18,6 +18,15 @@ from tests.helpers.marks import slow
 S, W = 4, 6  # page size, window of the sliding layer
 
 
+Content = list[int | tuple[int, bytes, int]]
+
+
+def content_of(text: Text) -> Content:
+    """Return what decides the K and V of each token: it, and from a position on what keys it there."""
+    keys = text.extra, text.extra_from
+    return [t if i < text.extra_from or not text.extra else (t, *keys) for i, t in enumerate(text.ids)]
+
+
 class CachedTexts:
     """A tree with the texts that were inserted, and the content of every page: a slot holds its text up to there.
 
@@ -28,11 +37,11 @@ class CachedTexts:
         self.pool, self.sliding = PagePool(num_pages), sliding
         self.tree = RadixTree(self.pool, S)
         self.pool.evict_callback = self.tree.evict
-        self.slots: dict[int, list[tuple[int, ...]]] = {}  # by page
-        self.texts: dict[bytes, list[tuple[int, ...]]] = {}  # by root hash
+        self.slots: dict[int, list[tuple[object, ...]]] = {}  # by page
+        self.texts: dict[bytes, list[Content]] = {}  # by root hash
         self.may_have_evicted = False
 
-    def allocate(self, text: list[int], first_page: int, n: int) -> Ints:
+    def allocate(self, text: Content, first_page: int, n: int) -> Ints:
         """Allocate pages that hold a text from a page on, [1, n]; old content stays behind its end."""
         pages = self.pool.allocate(n)
         for i, page in enumerate(pages):
@@ -42,8 +51,9 @@ class CachedTexts:
             self.slots[int(page)] = [tuple(text[: p + 1]) if p < len(text) else o for p, o in pairs]
         return pages[None]
 
-    def insert(self, root: bytes, text: list[int]) -> None:
+    def insert(self, root: bytes, inserted: Text) -> None:
         """Insert a text whose pages were computed without sharing."""
+        text = content_of(inserted)
         n = -(-len(text) // S)
         first = max(len(text) - W, 0) // S
         if not self.pool.ensure_free(n + (n - first if self.sliding else 0)):
@@ -53,13 +63,14 @@ class CachedTexts:
             resumes_from = first * S + W - 1 if first else 0
             held = self.allocate(text, first, n - first)
             checkpoints[KEY.name] = WindowsAndStates(len(text), (first,), (held,), resumes_from, (0,), (0,))
-        self.tree.insert(root, Text(text), len(text), pages, checkpoints, 0, frozenset(checkpoints))
+        self.tree.insert(root, inserted, len(text), pages, checkpoints, 0, frozenset(checkpoints))
         self.pool.free(pages.ravel())
-        self.texts.setdefault(root, []).append(tuple(text))
+        self.texts.setdefault(root, []).append(text)
 
-    def match(self, root: bytes, text: list[int], limit: int) -> int:
+    def match(self, root: bytes, asked: Text, limit: int) -> int:
         """Match a text, and check that the pages hold it. Returns the length of the match."""
-        match = self.tree.match_prefix(root, Text(text), limit)
+        text = content_of(asked)
+        match = self.tree.match_prefix(root, asked, limit)
         texts = self.texts.get(root, [])
         longest = max((common_length(text[:limit], t) for t in texts), default=0)
         assert match.length <= match.common_length <= min(limit, longest)
@@ -77,26 +88,30 @@ class CachedTexts:
         self.tree.touch(match.nodes, used[:1])
         return found if self.sliding else match.length
 
-    def check_content(self, text: list[int], pages: Ints, first_page: int, places: range) -> None:
+    def check_content(self, text: Content, pages: Ints, first_page: int, places: range) -> None:
         for p in places:
             assert self.slots[int(pages[p // S - first_page])][p % S] == tuple(text[: p + 1])
 
 
-def common_length(a: list[int], b: tuple[int, ...]) -> int:
+def common_length(a: Content, b: Content) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def random_text(rng: random.Random) -> list[int]:
-    return [rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(1, 30))]
+def random_text(rng: random.Random, is_keyed: bool = False) -> Text:
+    tokens = [rng.choice((0, 0, 0, 1)) for _ in range(rng.randint(1, 30))]
+    extra = rng.choice((b"", b"x", b"y")) if is_keyed else b""
+    return Text(tokens, "", extra, rng.randint(1, len(tokens)) if extra else 0)
 
 
 @pytest.mark.parametrize("sliding", [False, True])
 @pytest.mark.parametrize("num_pages", [60, 4000])
+@pytest.mark.parametrize("is_keyed", [False, True])
 @pytest.mark.parametrize("seed", [0, *slow(1, 2, 3, 4)])
-def test_random_operations_match_what_was_inserted(sliding: bool, num_pages: int, seed: int) -> None:
+def test_random_operations_match_what_was_inserted(sliding: bool, num_pages: int, is_keyed: bool, seed: int) -> None:
+    """Also where something keys texts from some position on: then they share what lies before."""
     rng, texts, num_matched = random.Random(seed), CachedTexts(sliding, num_pages), 0
     for _ in range(500):
-        root, text = rng.choice([b"a", b"b"]), random_text(rng)
+        root, text = rng.choice([b"a", b"b"]), random_text(rng, is_keyed)
         if rng.random() < 0.5:
             num_matched += texts.match(root, text, rng.randint(0, len(text)))
         elif rng.random() < 0.9:
@@ -132,15 +147,16 @@ def test_a_text_ends_before_the_page_that_a_row_takes(num_heads: int) -> None:
         pool.check(tree.all_pages)
 
 
-def test_equal_pages_are_cached_once() -> None:
+@pytest.mark.parametrize("is_keyed", [False, True])
+def test_equal_pages_are_cached_once(is_keyed: bool) -> None:
     """Without eviction every inserted text is found, and takes no page that another one has."""
     rng, texts = random.Random(3), CachedTexts(False, 4000)
     for _ in range(150):
-        text = random_text(rng)
+        text = random_text(rng, is_keyed)
         texts.insert(b"a", text)
         texts.match(b"a", text, len(text))
-        texts.match(b"a", [*text, 5], len(text) + 1)
-    inserted = texts.texts[b"a"]
+        texts.match(b"a", Text([*text.ids, 5], "", text.extra, text.extra_from), len(text) + 1)
+    inserted = [tuple(text) for text in texts.texts[b"a"]]
     full_pages = {t[:n] for t in inserted for n in range(S, len(t) + 1, S)}
     partial = {t for t in inserted if len(t) % S}
     tails = {t for t in partial if not any(u[: len(t)] == t for u in inserted if len(u) > len(t))}

@@ -34,6 +34,29 @@ def test_a_text_that_grows_and_shrinks_equals_one_that_is_built_anew(changes: li
             assert text.block_hashes(LINK, size, 4) == hash_blocks(LINK, tokens[:4], size)
 
 
+@given(
+    st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    st.lists(st.tuples(st.sampled_from([b"x", b"y"]), st.integers(1, 12)), min_size=2, max_size=2),
+    st.sampled_from([1, 2, 3, 5]),
+)
+def test_hashes_are_equal_where_tokens_and_their_keys_are(
+    tokens: list[int], keys: list[tuple[bytes, int]], size: int
+) -> None:
+    """A text with a key from some position on, one with another, and one without."""
+    texts = [Text(tokens, "", *key) for key in [*keys, (b"", 0)]]
+    grown = Text(tokens[:1], "", *keys[0])
+    for i in range(1, len(tokens)):
+        grown.block_hashes(LINK, size)
+        grown.ids.append(tokens[i])
+    assert grown.block_hashes(LINK, size) == texts[0].block_hashes(LINK, size)
+    for a in texts:
+        for b in texts:
+            for end in range(size, len(tokens) + 1):
+                active = [(t.extra, t.extra_from) if t.extra_from < end and t.extra else None for t in (a, b)]
+                is_equal = a.end_hash(LINK, size, end) == b.end_hash(LINK, size, end)
+                assert is_equal == (active[0] == active[1])
+
+
 def test_each_block_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     hashed = []
     own = module.hash_key

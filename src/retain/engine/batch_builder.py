@@ -59,10 +59,14 @@ def stack_states(scheduled: Sequence[ScheduledRequest], size: int, device: torch
 
 def build_adapters(scheduled: Sequence[ScheduledRequest]) -> Ints | None:
     """Return the number of the adapter of each fresh token, int32 [T], -1 for none; None where no token has one."""
-    numbers = [-1 if s.request.input.adapter is None else s.request.input.adapter.number for s in scheduled]
-    if max(numbers, default=-1) < 0:
+    if all(s.request.input.adapter is None for s in scheduled):
         return None
-    return np.repeat(np.array(numbers, np.int32), [s.num_tokens for s in scheduled])
+    numbers = []
+    for s in scheduled:
+        adapter = s.request.input.adapter
+        num_before = min(max(s.request.text.extra_from - s.request.next_position, 0), s.num_tokens)
+        numbers += [-1] * num_before + [-1 if adapter is None else adapter.number] * (s.num_tokens - num_before)
+    return np.array(numbers, np.int32)
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:

@@ -18,9 +18,10 @@ class PromptSharing:
 
     def group(self, requests: Sequence[Request]) -> list[Request]:
         """Group equal prompts. Returns the leaders and all requests that share nothing, to be enqueued."""
-        leaders: dict[tuple[str, bytes, *tuple[int, ...]], list[Request]] = {}  # by salt, adapter and prompt
+        leaders: dict[tuple[object, ...], list[Request]] = {}  # by keys of the text, and prompt
         for request in sorted(requests, key=lambda r: not score_key(r)):  # requests without masses can follow any
-            alike = leaders.setdefault((request.input.salt, request.text.extra, *request.prompt), [])
+            text = request.text
+            alike = leaders.setdefault((text.salt, text.extra, text.extra_from, *request.prompt), [])
             leader = next((r for r in alike if can_share_prompt(request, r)), None)
             if leader:
                 self._followers.setdefault(leader, []).append(request)

@@ -50,11 +50,23 @@ SampledTokens = list[tuple[int, Logprob | None]]
 class Adapter:
     """An adapter of the engine's program: its number there, and a digest of its content, which keys cached texts.
 
-    The number stays its own as long as a request refers to this object.
+    The number stays its own as long as a request refers to this object. With `invocation_tokens` it is activated where
+    a prompt has them last: tokens before are computed without it, and shared with other texts.
     """
 
     number: int
     digest: bytes
+    invocation_tokens: tuple[int, ...] = ()
+
+    def find_activation(self, prompt: Sequence[int]) -> int:
+        """Return the position of the first token that is computed with the adapter. Raises ValueError for none."""
+        n = len(self.invocation_tokens)
+        for begin in range(len(prompt) - n, -1, -1) if n else ():
+            if tuple(prompt[begin : begin + n]) == self.invocation_tokens:
+                return begin
+        if n:
+            raise ValueError("the prompt lacks the tokens that activate this adapter: alora_invocation_tokens")
+        return 0
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,7 @@ class RequestInput:
     num_system_tokens: int = 0  # first tokens of the prompt that are a system prompt
     salt: str = ""  # prefixes are shared only with requests of the same salt
     owner: str = ""  # who asks: requests of different owners take turns
-    adapter: Adapter | None = None  # all tokens are computed with it
+    adapter: Adapter | None = None
     drafter_name: str = ""  # one of the engine's named drafters, or "" for its default
     needs_logits: bool = False  # steps return the logits before every token of the answer
     needs_prompt_logits: bool = False  # those before every token of the prompt but the first, too
@@ -99,7 +111,8 @@ class Request:
         self.id = next(self._ids)
         self.policy = input.policy
         extra = input.adapter.digest if input.adapter else b""
-        self.text = Text([*input.prompt, *input.forced_tokens], input.salt, extra)
+        extra_from = input.adapter.find_activation(input.prompt) if input.adapter else 0
+        self.text = Text([*input.prompt, *input.forced_tokens], input.salt, extra, extra_from)
         self.num_computed_tokens = 0
         self.num_pending_tokens = 0  # behind `tokens`, of launched steps: their values are not known yet
         self.needs_token_values = False  # set by the engine: nothing is computed behind a pending token

@@ -30,7 +30,6 @@ UNSUPPORTED = (
     "lora_bias",
     "target_parameters",
     "trainable_token_indices",
-    "alora_invocation_tokens",
 )
 
 
@@ -49,10 +48,15 @@ class LowRankUpdate:
 
 @dataclass(frozen=True)
 class LoRAAdapter:
-    """An adapter: the updates of linear layers by their names in the base model, and a digest of all of them."""
+    """An adapter: the updates of linear layers by their names in the base model, and a digest of all of them.
+
+    With `invocation_tokens` it changes only what follows where a prompt has them last, and these tokens themselves
+    (activated LoRA, arXiv 2504.12397).
+    """
 
     updates: Mapping[str, LowRankUpdate]
     digest: bytes
+    invocation_tokens: tuple[int, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -81,7 +85,7 @@ def read_lora(folder: Path) -> LoRAAdapter:
         updates[layer] = update = read_update(f"{folder}: {quote(layer)}", tensors, config, layer)
         for part in (layer.encode(), update.a.numpy().tobytes(), update.b.numpy().tobytes()):
             digest.update(len(part).to_bytes(8, "little") + part)
-    return LoRAAdapter(updates, digest.digest())
+    return LoRAAdapter(updates, digest.digest(), tuple(config.get("alora_invocation_tokens") or ()))
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:
@@ -96,6 +100,9 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     start = config.get("init_lora_weights")
     if isinstance(start, str) and start.startswith(CHANGED_BASE):  # such an adapter is of another base model
         raise ValueError(f"{path}: init_lora_weights={quote(start)}: only converted adapters are supported")
+    tokens = config.get("alora_invocation_tokens")
+    if tokens is not None and not (isinstance(tokens, list) and tokens and all(is_token(t) for t in tokens)):
+        raise ValueError(f"{path}: alora_invocation_tokens is {quote(tokens)}, not a list of token ids")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias={quote(config['bias'])} is not supported")
     if not isinstance(config.get("use_rslora", False), bool):
@@ -109,6 +116,11 @@ def read_config(folder: Path) -> Mapping[str, Any]:
         if not PATTERN_KEY.fullmatch(key):
             raise ValueError(f"{path}: alpha_pattern has the key {quote(key)}: only names of layers are supported")
     return config
+
+
+def is_token(x: object) -> bool:
+    """Return whether a value of a config may be a token id."""
+    return isinstance(x, int) and not isinstance(x, bool) and 0 <= x < 2**31
 
 
 def is_number(x: object) -> bool:

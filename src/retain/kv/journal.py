@@ -66,6 +66,7 @@ class TextUpdate(NamedTuple):
     tokens: Sequence[int]
     salt: str = ""
     extra: bytes = b""
+    extra_from: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ class CacheJournal:
             self._num_texts += 1
             self._texts[text] = [self._num_texts, len(text)]
             finalize(text, self.released_texts.append, self._num_texts)
-            return TextUpdate(self._num_texts, 0, list(text.ids), text.salt, text.extra)
+            return TextUpdate(self._num_texts, 0, list(text.ids), text.salt, text.extra, text.extra_from)
         number, known = self._texts[text]
         begin = min(known, len(text))
         if known == len(text):
@@ -255,7 +256,7 @@ class JournalReader:
     def _update(self, part: TextUpdate) -> None:
         text = self._texts.get(part.number)
         if text is None:
-            self._texts[part.number] = Text(part.tokens, part.salt, part.extra)
+            self._texts[part.number] = Text(part.tokens, part.salt, part.extra, part.extra_from)
             return
         text.drop(len(text) - part.begin)
         text.ids += part.tokens

@@ -390,7 +390,7 @@ class Row:
         self._leave(Moment(position, self.num_computed, is_running, shares))
 
     def _leave(self, moment: Moment) -> None:
-        if not self.task:
+        if not self.task or moment.position > len(self.task.text):  # accepted drafts may lie behind the answer's end
             return
         cache = self.parts.prefix_cache
         num_stored = cache.store(self, self.task.text, moment, self.begun_at)

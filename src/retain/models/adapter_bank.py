@@ -31,7 +31,7 @@ class BankEntry:
         """Put an update into place `number`; None for an adapter that adds nothing here."""
         self.a[number].zero_()
         self.b[number].zero_()
-        if update is not None:
+        if update is not None and self.rows.num_rows:
             b = update.b if self.rows.index is None else update.b[self.rows.index]
             self.a[number, : update.rank] = update.a.to(self.a)
             self.b[number, : update.rank] = b.T.to(self.b)
@@ -54,13 +54,16 @@ class AdapterBank:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", torch.zeros(self.size, dtype=torch.int32, device=self.device))
 
-    def make_operation(self, op: MatMul, rows: NamedRows, first: int) -> LowRank:
-        """Return the operation that adds to what a product has given, from column `first` on, and make room for it."""
-        shape = self.size, self.max_rank
+    def make_operation(self, op: MatMul, rows: NamedRows, first: int) -> LowRank | None:
+        """Return the operation that adds to what a product has given, from column `first` on, and make room for it.
+
+        None where other ranks have all rows of the layer.
+        """
+        shape = self.size, self.max_rank if rows.num_rows else 0
         a = torch.zeros(*shape, op.x.width, dtype=self.dtype, device=self.device)
         b = torch.zeros(*shape, rows.num_rows, dtype=self.dtype, device=self.device)
         self.entries.setdefault(layer_key(rows.name), []).append(BankEntry(rows, a, b))
-        return LowRank(op.x, op.out, a, b, self.ranks, first)
+        return LowRank(op.x, op.out, a, b, self.ranks, first) if rows.num_rows else None
 
     def check(self, adapter: LoRAAdapter) -> None:
         """Raise ValueError for an adapter of another model, or of a larger rank."""

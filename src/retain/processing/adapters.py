@@ -35,7 +35,7 @@ class Adapters:
         self.bank.write(number, adapter)
         if self.on_write:
             self.on_write(number, adapter)
-        self.named[name] = self._places[number] = Adapter(number, adapter.digest)
+        self.named[name] = self._places[number] = Adapter(number, adapter.digest, adapter.invocation_tokens)
 
     def remove(self, name: str) -> None:
         """Let no further request name an adapter; others go on with it. Raises ValueError."""

@@ -19,7 +19,6 @@ from typing import TypeVar
 
 from retain.engine.request import Request
 from retain.kernels.ranks import RankError
-from retain.kv.text import Text
 from retain.llm import LLM
 from retain.server.metric_families import render_page
 from retain.server.observers import CreateObserver, Observer
@@ -235,7 +234,7 @@ class EngineThread:
             prefix = request.prompt[: pin.num_tokens]
             num_pinned = 0
             if cache.prefix_cache.enabled:
-                text = Text(prefix, request.input.salt, request.text.extra)
+                text = request.text.head(len(prefix))
                 num_pinned = cache.pin(request.policy, text, pin.seconds, group.key_name)
             group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
 

@@ -196,8 +196,7 @@ class PrefixCache:
         after = max(start.position, best.position if best else 0)
         for kind, key in needs.standing:
             last = min(key.last, demand.max_length)
-            whole = hashes[: last // self.layout.block_size]
-            if found := next(self.tiers.spans.find(key.name, whole, start.text.tokens[:last], after), None):
+            if found := next(self.tiers.spans.find(key.name, start.text, link, last, after), None):
                 after, place = found
                 best = Start(start.text, demand, after, stored=[StoredCheckpoint(kind, key.name, place)])
         return best
@@ -418,8 +417,7 @@ class PrefixCache:
         self.tree.insert(link, text, checkpoint.position, None, {key: checkpoint}, begun_at, required)
         del captured[key]
         if self.tiers:
-            hashes = text.block_hashes(link, self.layout.block_size, checkpoint.position)
-            self.tiers.on_captured(hashes, text, key, checkpoint)
+            self.tiers.on_captured(link, text, key, checkpoint)
 
     def _store_pages(self, link: bytes, row: CheckpointedRow, text: Text, end: int) -> None:
         """Keep the pages of the first `end` tokens of a text."""

@@ -16,7 +16,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.start import NO_TOKENS, MissReason, PrefixDiagnosis, Start
-from retain.kv.text import hash_block, hash_blocks, iter_end_hashes
+from retain.kv.text import hash_block, hash_blocks
 
 
 def _max_skipped(start: Start) -> int:
@@ -118,9 +118,7 @@ def _find_states(
     B = cache.layout.block_size
     for key in _standing_keys(cache, start):
         last = min(key.last, start.demand.max_length)
-        hashes = start.text.block_hashes(link, B, last)
-        tokens = start.text.tokens[:last]
-        ends = (x for n in range(len(hashes), 0, -1) for x in iter_end_hashes(hashes, tokens, B, n))
+        ends = (x for n in range(last // B, 0, -1) for x in start.text.iter_end_hashes(link, B, n, last))
         names = ((end, checkpoint_name(h, key.name)) for end, h in ends)
         if last_evicted := next(((end, evicted[name]) for end, name in names if name in evicted), None):
             end, time = last_evicted
@@ -160,7 +158,7 @@ def _find_elsewhere(
     if cache.offloader:
         for model, page_size, detail in cache.offloader.other_formats():
             other = cache.first_link(start.text, start.demand.policy, model)
-            ranges = cache.offloader.find_spans(hash_blocks(other, prompt, page_size))
+            ranges = cache.offloader.find_spans(start.text.block_hashes(other, page_size, len(prompt)))
             length = sum(r.end - r.begin for r in ranges) * page_size
             yield replace(begun, reason=MissReason.OTHER_FORMAT, known_length=length, detail=detail)
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from retain.kv.checkpoints import TextCheckpoint
+from retain.kv.text import NO_KEYING, Keying
 from retain.types import Ints
 
 NO_PAGES: Ints = np.zeros(0, np.int32)
@@ -41,6 +42,7 @@ class Node:
     checkpoints: dict[bytes, TextCheckpoint] = field(default_factory=dict)  # at its end, by key
     checkpoint_used: dict[bytes, int] = field(default_factory=dict)  # on the tree's clock: the last use of each
     required: frozenset[bytes] = frozenset()  # of a root: keys of the checkpoints without which no text goes on
+    keying: Keying = NO_KEYING  # of its tokens
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first block hash
     last_used: int = 0  # on the tree's clock

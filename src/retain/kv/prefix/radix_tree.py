@@ -32,7 +32,7 @@ from retain.kv.prefix.eviction_order import EvictionCandidate, candidates, leaf_
 from retain.kv.prefix.history import PrefixHistory
 from retain.kv.prefix.node import NO_BLOCKS, NO_MATCH, NO_PAGES, EvictionRecord, Node, NodeEnd, PrefixMatch
 from retain.kv.prefix.pins import Pins
-from retain.kv.text import Text, common_prefix_length, hash_block
+from retain.kv.text import Keying, Text, common_prefix_length
 from retain.types import Ints
 
 # Called with a node, the number of its first blocks that keep their pages, and checkpoints that it loses.
@@ -77,15 +77,17 @@ class RadixTree:
         B = self.block_size
         tokens = text.tokens[:max_length]
         path, num_full = self._walk(root, text.block_hashes(link, B, max_length))
-        partial = self._partial_matches(path, num_full, tokens)
+        partial = self._partial_matches(path, num_full, tokens, text.keying)
         common = num_full * B + (partial[0][1] if partial else 0)
         ends = [NodeEnd(n, min(num_full * B, self._end_position(n))) for n, _ in path if n.checkpoints]
         ends += [NodeEnd(n, min(num_full * B + k, self._end_position(n))) for n, k in partial if n.checkpoints]
-        ends += [NodeEnd(n, self._end_position(n)) for n in self._passed_ends(path, tokens) if n.checkpoints]
+        ends += [
+            NodeEnd(n, self._end_position(n)) for n in self._passed_ends(path, tokens, text.keying) if n.checkpoints
+        ]
         with_pages = [(node, n) for node, n in path if node.has_pages]
         num_blocks = sum(n for _, n in with_pages)
         if len(with_pages) < len(path):
-            partial = self._partial_matches(with_pages, num_blocks, tokens)
+            partial = self._partial_matches(with_pages, num_blocks, tokens, text.keying)
         tail, num_equal = next(((n, k) for n, k in partial if n.has_pages), (None, 0))
         if tail is with_pages[-1][0]:
             with_pages[-1] = tail, with_pages[-1][1] + 1
@@ -117,7 +119,8 @@ class RadixTree:
         path, _ = self._walk(root, text.block_hashes(link, self.block_size))
         path = [(node, n) for node, n in path if node is root or _is_text(node, key)]
         num_full = sum(n for _, n in path)
-        longest = [x for x in self._partial_matches(path, num_full, text.tokens) if _is_text(x[0], key)][:1]
+        partial = self._partial_matches(path, num_full, text.tokens, text.keying)
+        longest = [x for x in partial if _is_text(x[0], key)][:1]
         node, num_equal = longest[0] if longest else (path[-1][0], 0)
         spans = [n.tokens for n, _ in path if n is not node] + [node.tokens]
         while children := [child for child in _children(node) if _is_text(child, key)]:
@@ -138,26 +141,30 @@ class RadixTree:
         return path, at
 
     def _partial_matches(
-        self, path: Sequence[tuple[Node, int]], num_blocks: int, tokens: Ints
+        self, path: Sequence[tuple[Node, int]], num_blocks: int, tokens: Ints, keying: Keying
     ) -> list[tuple[Node, int]]:
         """Return the nodes that have a beginning of the block after a path, and its length; the longest first."""
         B = self.block_size
         node, n = path[-1]
-        rest = tokens[num_blocks * B :]
+        begin = num_blocks * B
+        rest = tokens[begin:]
         is_inside = n < len(node.block_hashes)
         blocks = (
             [(node, node.tokens[n * B : (n + 1) * B])] if is_inside else [(c, c.tokens[:B]) for c in _children(node)]
         )
-        found = [(c, num_equal) for c, block in blocks if (num_equal := common_prefix_length(block, rest))]
+        equal = [(c, n) for c, block in blocks if (n := common_prefix_length(block, rest))]
+        found = [(c, num_shared) for c, n in equal if (num_shared := keying.count_shared(c.keying, begin, n))]
         return sorted(found, key=lambda x: (-x[1], not x[0].checkpoints))
 
-    def _passed_ends(self, path: Sequence[tuple[Node, int]], tokens: Ints) -> Iterator[Node]:
+    def _passed_ends(self, path: Sequence[tuple[Node, int]], tokens: Ints, keying: Keying) -> Iterator[Node]:
         """Yield the tails that lie on a path: texts that a longer one has repeated."""
         for parent, n in path:
             begin = self._end_position(parent)
             for node in _children(parent) if n == len(parent.block_hashes) else ():
-                end = begin + len(node.tokens)
-                if end % self.block_size and end <= len(tokens) and np.array_equal(node.tokens, tokens[begin:end]):
+                n = len(node.tokens)
+                is_tail = n % self.block_size and begin + n <= len(tokens)
+                is_equal = is_tail and np.array_equal(node.tokens, tokens[begin : begin + n])
+                if is_equal and keying.count_shared(node.keying, begin, n) == n:
                     yield node
 
     def _end_position(self, node: Node) -> int:
@@ -191,16 +198,18 @@ class RadixTree:
         now = next(self.clock)
         for node, _ in path:
             node.last_used = now
-        if not checkpoints and self._has_pages_of(path, num_full, text.tokens[:length]):
+        if not checkpoints and self._has_pages_of(path, num_full, text.tokens[:length], text.keying):
             return Inserted(path[-1][0], None)
         node, n = path[-1]
         if n < len(node.block_hashes):
             node = self._split(node, n)
         if num_full < len(hashes):
-            node = self._add_child(node, num_full, text.tokens[num_full * B : len(hashes) * B], hashes[num_full:])
+            tokens = text.tokens[num_full * B : len(hashes) * B]
+            node = self._add_child(node, num_full, tokens, hashes[num_full:], text.keying)
         if len(rest := text.tokens[len(hashes) * B : length]):
-            tail_hash = hash_block(hashes[-1] if hashes else link, rest)
-            node = node.children.get(tail_hash) or self._add_child(node, len(hashes), rest, [tail_hash])
+            tail_hash = text.end_hash(link, B, length)
+            tail = node.children.get(tail_hash)
+            node = tail or self._add_child(node, len(hashes), rest, [tail_hash], text.keying)
         stored = self._give_pages(node, pages) if pages is not None else None
         for key, checkpoint in (checkpoints or {}).items():
             self._set_checkpoint(node, key, checkpoint)
@@ -208,11 +217,11 @@ class RadixTree:
             self._drop_outgrown(node, length, begun_at, list(checkpoints))
         return Inserted(node, stored)
 
-    def _has_pages_of(self, path: Sequence[tuple[Node, int]], num_full: int, tokens: Ints) -> bool:
+    def _has_pages_of(self, path: Sequence[tuple[Node, int]], num_full: int, tokens: Ints, keying: Keying) -> bool:
         """Return whether the tree has pages of all these tokens, whose whole blocks are on a path."""
         if not path[-1][0].has_pages:
             return False
-        partial = self._partial_matches(path, num_full, tokens)
+        partial = self._partial_matches(path, num_full, tokens, keying)
         longest = max((k for node, k in partial if node.has_pages), default=0)
         return num_full * self.block_size + longest == len(tokens)
 
@@ -241,7 +250,7 @@ class RadixTree:
         """Remove tails that a node with pages repeats, and that have no checkpoints: their block is cached twice."""
         assert node.parent
         for sibling in _children(node.parent):
-            if sibling is not node and not sibling.checkpoints and self._is_repeated(sibling, node.tokens):
+            if sibling is not node and not sibling.checkpoints and self._is_repeated(sibling, node):
                 self.pins.inherit(node, sibling)
                 self._drop_pages(sibling)
 
@@ -268,7 +277,7 @@ class RadixTree:
         """
         while parent := node.parent:
             if len(parent.children) > 1:
-                repeated = [c for c in _children(parent) if c is not node and self._is_repeated(c, node.tokens)]
+                repeated = [c for c in _children(parent) if c is not node and self._is_repeated(c, node)]
                 parent.is_branch = parent.is_branch or len(parent.children) > 1 + len(repeated)
                 for child in repeated:
                     self._drop_outgrown_checkpoints(child, length, begun_at, keys)
@@ -292,13 +301,19 @@ class RadixTree:
                     self.on_outgrown(node, key)
                 self._drop_checkpoint(node, key)
 
-    def _is_repeated(self, node: Node, tokens: Ints) -> bool:
-        """Return whether a node is the first part of a block that a sibling with these tokens has, too."""
+    def _is_repeated(self, node: Node, sibling: Node) -> bool:
+        """Return whether a node is the first part of a block that a sibling has, too."""
         n = len(node.tokens)
-        return n < min(self.block_size, len(tokens)) and common_prefix_length(node.tokens, tokens) == n
+        if n >= min(self.block_size, len(sibling.tokens)):
+            return False
+        num_equal = common_prefix_length(node.tokens, sibling.tokens)
+        return node.keying.count_shared(sibling.keying, node.start_block * self.block_size, num_equal) == n
 
-    def _add_child(self, parent: Node, start_block: int, tokens: Ints, block_hashes: list[bytes]) -> Node:
-        node = Node(start_block, tokens.copy(), block_hashes, parent=parent, last_used=next(self.clock))
+    def _add_child(
+        self, parent: Node, start_block: int, tokens: Ints, block_hashes: list[bytes], keying: Keying
+    ) -> Node:
+        now = next(self.clock)
+        node = Node(start_block, tokens.copy(), block_hashes, keying=keying, parent=parent, last_used=now)
         parent.children[block_hashes[0]] = node
         return node
 
@@ -312,6 +327,7 @@ class RadixTree:
             block_hashes=node.block_hashes[:num_blocks],
             has_pages=node.has_pages,
             pages=node.pages[:, :num_blocks],
+            keying=node.keying,
             parent=node.parent,
             last_used=node.last_used,
             created_at=node.created_at,

@@ -17,7 +17,7 @@ from retain.kv.stores.checkpoint_spans import CheckpointSpans
 from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.span import CorruptionError
 from retain.kv.stores.store import ReadJob, SpanRange, Store
-from retain.kv.text import Text, hash_block
+from retain.kv.text import Text
 
 
 class Tiers:
@@ -38,12 +38,12 @@ class Tiers:
 
     # ---- storing -------------------------------------------------------------------------------------------------
 
-    def on_captured(self, block_hashes: Sequence[bytes], text: Text, key: bytes, checkpoint: TextCheckpoint) -> None:
-        """Put a checkpoint into the stores that keep what is computed; `block_hashes` are those before its position."""
+    def on_captured(self, first_link: bytes, text: Text, key: bytes, checkpoint: TextCheckpoint) -> None:
+        """Put a checkpoint into the stores that keep what is computed."""
         stores = [store for store in self.offloader.stores if store.write_through]
+        block_hashes = text.block_hashes(first_link, self.block_size, checkpoint.position)
         if block_hashes and stores:
-            rest = text.tokens[len(block_hashes) * self.block_size : checkpoint.position]
-            text_hash = hash_block(block_hashes[-1], rest) if len(rest) else block_hashes[-1]
+            text_hash = text.end_hash(first_link, self.block_size, checkpoint.position)
             self._put(stores, text_hash, block_hashes[-1], len(block_hashes), key, checkpoint)
 
     def on_evicted(self, node: Node, num_kept_blocks: int, checkpoints: Mapping[bytes, TextCheckpoint]) -> None:

@@ -17,7 +17,7 @@ from retain.kv.memory.block_tables import BlockTables
 from retain.kv.stores.loader import write_pages
 from retain.kv.stores.offloader import Offloader, describe_span
 from retain.kv.stores.store import ReadJob, SpanRange, Store
-from retain.kv.text import hash_key, iter_end_hashes
+from retain.kv.text import Text, hash_key
 from retain.types import Bytes, Ints
 
 Found = TypeVar("Found")
@@ -83,17 +83,16 @@ class CheckpointSpans:
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
-    def find(
-        self, key: bytes, block_hashes: Sequence[bytes], tokens: Ints, after: int
-    ) -> Iterator[tuple[int, SpanRange]]:
+    def find(self, key: bytes, text: Text, first_link: bytes, last: int, after: int) -> Iterator[tuple[int, SpanRange]]:
         """Yield the checkpoints of a text after more than `after` tokens, the latest first, with their positions.
 
-        `block_hashes` are those of the text's whole blocks.
+        They are after at most `last` tokens.
         """
         B = self.block_size
+        block_hashes = text.block_hashes(first_link, B, last)
         for n in range(len(block_hashes), max(after // B, 1) - 1, -1):
             if self.offloader.find_key(self.name_of_block(block_hashes[n - 1], key)):
-                for end, text_hash in iter_end_hashes(block_hashes, tokens, B, n):
+                for end, text_hash in text.iter_end_hashes(first_link, B, n, last):
                     if end > after and (place := self.find_at(key, text_hash)):
                         yield end, place
 

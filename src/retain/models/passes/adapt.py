@@ -20,6 +20,7 @@ def adapt(operations: Iterable[Operation], bank: AdapterBank) -> Iterator[Operat
         if isinstance(op, MatMul) and not is_gathered:
             first = 0
             for rows in op.rows:
-                yield bank.make_operation(op, rows, first)
+                if added := bank.make_operation(op, rows, first):
+                    yield added
                 first += rows.num_rows
         del op

@@ -276,10 +276,12 @@ def select_parts(weight: Weight, index: Tensor) -> Weight:
 
 
 def select_names(rows: tuple[NamedRows, ...], index: Tensor) -> tuple[NamedRows, ...]:
-    """Return what a checkpoint calls these rows of a product."""
+    """Return what a checkpoint calls these rows of a product; where it has none of a layer here, no rows of it."""
     if not rows:
         return ()
-    return tuple(rows[i].select(own) for i, own in split_index([x.num_rows for x in rows], index))
+    found = list(split_index([x.num_rows for x in rows], index))
+    missing = sorted(set(range(len(rows))) - {i for i, _ in found})
+    return tuple(rows[i].select(own) for i, own in [*found, *((i, index[:0]) for i in missing)])
 
 
 def split_index(sizes: Sequence[int], index: Tensor) -> Iterator[tuple[int, Tensor]]:
