@@ -51,6 +51,32 @@ class Node:
     hits: int = 0
     is_branch: bool = False  # whether texts parted at its end, since then
 
+    def split(self, num_blocks: int, block_size: int) -> Node:
+        """Give the first blocks to a new parent, which takes this node's place. Returns it."""
+        assert self.parent
+        cut = num_blocks * block_size
+        upper = Node(
+            start_block=self.start_block,
+            tokens=self.tokens[:cut],
+            block_hashes=self.block_hashes[:num_blocks],
+            has_pages=self.has_pages,
+            pages=self.pages[:, :num_blocks],
+            keying=self.keying,
+            parent=self.parent,
+            last_used=self.last_used,
+            created_at=self.created_at,
+            last_hit_at=self.last_hit_at,
+            hits=self.hits,
+        )
+        self.parent.children[self.block_hashes[0]] = upper
+        self.start_block += num_blocks
+        self.tokens = self.tokens[cut:]
+        self.block_hashes = self.block_hashes[num_blocks:]
+        self.pages = self.pages[:, num_blocks:]
+        self.parent = upper
+        upper.children[self.block_hashes[0]] = self
+        return upper
+
     def record_hit(self) -> None:
         """Count a request that begins with this node."""
         self.hits = self.hits + 1

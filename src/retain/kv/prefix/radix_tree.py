@@ -319,29 +319,8 @@ class RadixTree:
 
     def _split(self, node: Node, num_blocks: int) -> Node:
         """Split a node after its first blocks. Returns the new parent, which has these."""
-        assert node.parent
-        cut = num_blocks * self.block_size
-        upper = Node(
-            start_block=node.start_block,
-            tokens=node.tokens[:cut],
-            block_hashes=node.block_hashes[:num_blocks],
-            has_pages=node.has_pages,
-            pages=node.pages[:, :num_blocks],
-            keying=node.keying,
-            parent=node.parent,
-            last_used=node.last_used,
-            created_at=node.created_at,
-            last_hit_at=node.last_hit_at,
-            hits=node.hits,
-        )
+        upper = node.split(num_blocks, self.block_size)
         self.pins.inherit(upper, node)
-        node.parent.children[node.block_hashes[0]] = upper
-        node.start_block = node.start_block + num_blocks
-        node.tokens = node.tokens[cut:]
-        node.block_hashes = node.block_hashes[num_blocks:]
-        node.pages = node.pages[:, num_blocks:]
-        node.parent = upper
-        upper.children[node.block_hashes[0]] = node
         return upper
 
     # ---- pinning -------------------------------------------------------------------------------------------------
