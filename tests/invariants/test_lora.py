@@ -14,8 +14,11 @@ from retain.formats.lora import LoRAAdapter, LowRankUpdate, read_lora
 from retain.kernels import import_backend
 from retain.processing.input import GenerateRequest
 from tests.helpers.adapters import write_adapter
+from tests.helpers.attention_case import torch_threads
+from tests.helpers.engines import make_engine
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.marks import slow
+from tests.helpers.schedules import PlannedRequest
 
 PROMPTS = ["Rings of the sea are", "Rings of the sea are many and", "A key", "x"]
 PARAMS = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True, logprobs=3)
@@ -219,6 +222,29 @@ def test_answers_in_company_are_those_alone(options: dict[str, Any], tmp_path: P
     plain = {name: value for name, value in options.items() if name != "speculate"}
     alone = LLM(str(target), lora=loras[::-1], **plain)
     assert together == [alone.generate_from_requests([request])[0].token_ids for request in requests]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+def test_rows_of_adapters_that_are_computed_together_are_those_alone(num_threads: int) -> None:
+    """More rows than are grouped at a time, of all adapters and of none, in turn and in runs."""
+    if reason := import_backend("cpu").unavailable_reason():
+        pytest.skip(reason)
+    params = SamplingParams(temperature=0, ignore_eos=True, logprobs=2)
+    names = [("", "a", "b", "activated")[i % 4 if i < 40 else i % 3 // 2] for i in range(75)]
+    prompts = [[i + 1, i // 2 + 3, 7] for i in range(len(names))]
+
+    def answer(chosen: list[int]) -> list[Any]:
+        options = {"num_pages": 2000, "max_running_requests": 80, "max_batched_tokens": 300}
+        engine = make_engine("llama", backend="cpu", adapters=True, **options)
+        planned = [PlannedRequest(tuple(prompts[i]), 4, "full", params, adapter=names[i]) for i in chosen]
+        requests = [p.build() for p in planned]
+        engine.add(*requests)
+        while engine.has_unfinished_requests:
+            engine.step()
+        return [(r.output_tokens, r.logprobs) for r in requests]
+
+    with torch_threads(num_threads):
+        assert answer(list(range(75))) == [answer([i])[0] for i in range(75)]
 
 
 def test_tiers_tell_adapters_apart_after_a_restart(tmp_path: Path) -> None:

@@ -135,6 +135,7 @@ struct NormParams {
 };
 
 constexpr int MAX_LOW_RANK = 256;
+constexpr int MAX_LOW_RANK_ROWS = 4;  // that an adapter is added to at a time
 
 // Matrices of adapters. Only the first ranks[i] rows of adapter i count.
 struct LowRank {
@@ -389,8 +390,8 @@ struct IsaKernels {
   bool (*pack_blocks)(const BlockRows& rows, int begin, int end, const PackedWeight& w, char* tile, int lane);
   // Normalizes one row of n numbers; `add` adds the result to `out`.
   void (*normalize)(const NormParams&, const float* x, int n, bool add, float* out);
-  // Adds to a row of outputs what an adapter makes of a row of inputs.
-  void (*add_low_rank)(const LowRank&, int adapter, const float* x, float* out);
+  // Adds to some rows of outputs what an adapter makes of rows of inputs.
+  void (*add_low_rank)(const LowRank&, int adapter, const float* const* x, float* const* out, int rows);
   // Applies an activation to n numbers, then multiplies by `gate` if that is not null.
   void (*activate)(Activation, const float* x, const float* gate, int n, float* out);
   // Rotates the n pairs of a head by their angles: cos [n], then sin [n]. Pairs are (2i, 2i + 1) if interleaved, else

@@ -29,41 +29,64 @@ INLINE void normalize_row(const NormParams& norm, const float* x, int n, bool ad
   }
 }
 
-// Returns n numbers of x, times those of each of N rows of `a`.
-template <int N, class T>
-INLINE void multiply_rows(const float* x, const T* a, int n, float* out) {
-  F sums[N] = {};
+// Sets out[r][k] to the product of n numbers of x[r] and of row k of `a`. Each is one chain of sums, whatever R and K are.
+template <int R, int K, class T>
+INLINE void multiply_rows(const float* const* x, const T* a, int n, float (*out)[MAX_LOW_RANK]) {
+  F sums[R][K] = {};
   int i = 0;
   for (; i + WIDTH <= n; i += WIDTH) {
-    const F y = load<WIDTH>(x + i);
-    for (int k = 0; k < N; ++k) sums[k] += y * load<WIDTH>(a + int64_t(k) * n + i);
+    F factors[K];
+    for (int k = 0; k < K; ++k) factors[k] = load<WIDTH>(a + int64_t(k) * n + i);
+    for (int r = 0; r < R; ++r) {
+      const F y = load<WIDTH>(x[r] + i);
+      for (int k = 0; k < K; ++k) sums[r][k] += y * factors[k];
+    }
   }
-  for (int k = 0; k < N; ++k) {
-    out[k] = reduce_sum<WIDTH>(sums[k]);
-    for (int j = i; j < n; ++j) out[k] += x[j] * to_float(a[int64_t(k) * n + j]);
-  }
+  for (int r = 0; r < R; ++r)
+    for (int k = 0; k < K; ++k) {
+      out[r][k] = reduce_sum<WIDTH>(sums[r][k]);
+      for (int l = i; l < n; ++l) out[r][k] += x[r][l] * to_float(a[int64_t(k) * n + l]);
+    }
 }
 
-template <class T>
-INLINE void low_rank_row(const LowRank& p, int adapter, const float* x, float* out) {
+// Adds what an adapter gives to R rows, which share what is loaded of its matrices.
+template <int R, class T>
+INLINE void low_rank_rows(const LowRank& p, int adapter, const float* const* x, float* const* out) {
   const T* const a = reinterpret_cast<const T*>(p.a) + int64_t(adapter) * p.rank * p.in;
   const T* const b = reinterpret_cast<const T*>(p.b) + int64_t(adapter) * p.rank * p.columns;
   const int rank = std::min(p.ranks[adapter], p.rank), n = p.columns;
-  float low[MAX_LOW_RANK];
+  float low[R][MAX_LOW_RANK];
   int k = 0;
-  for (; k + 4 <= rank; k += 4) multiply_rows<4>(x, a + int64_t(k) * p.in, p.in, low + k);
-  for (; k < rank; ++k) multiply_rows<1>(x, a + int64_t(k) * p.in, p.in, low + k);
+  for (; k + 4 <= rank; k += 4)
+    multiply_rows<R, 4>(x, a + int64_t(k) * p.in, p.in, reinterpret_cast<float(*)[MAX_LOW_RANK]>(&low[0][k]));
+  for (; k < rank; ++k)
+    multiply_rows<R, 1>(x, a + int64_t(k) * p.in, p.in, reinterpret_cast<float(*)[MAX_LOW_RANK]>(&low[0][k]));
   constexpr int N = 4;
   int j = 0;
   for (; j + N * WIDTH <= n; j += N * WIDTH) {
-    F sums[N];
-    for (int l = 0; l < N; ++l) sums[l] = load<WIDTH>(out + j + l * WIDTH);
-    for (k = 0; k < rank; ++k)
-      for (int l = 0; l < N; ++l) sums[l] += low[k] * load<WIDTH>(b + int64_t(k) * n + j + l * WIDTH);
-    for (int l = 0; l < N; ++l) store<WIDTH>(out + j + l * WIDTH, sums[l]);
+    F sums[R][N];
+    for (int r = 0; r < R; ++r)
+      for (int l = 0; l < N; ++l) sums[r][l] = load<WIDTH>(out[r] + j + l * WIDTH);
+    for (k = 0; k < rank; ++k) {
+      F factors[N];
+      for (int l = 0; l < N; ++l) factors[l] = load<WIDTH>(b + int64_t(k) * n + j + l * WIDTH);
+      for (int r = 0; r < R; ++r)
+        for (int l = 0; l < N; ++l) sums[r][l] += low[r][k] * factors[l];
+    }
+    for (int r = 0; r < R; ++r)
+      for (int l = 0; l < N; ++l) store<WIDTH>(out[r] + j + l * WIDTH, sums[r][l]);
   }
   for (; j < n; ++j)
-    for (k = 0; k < rank; ++k) out[j] += low[k] * to_float(b[int64_t(k) * n + j]);
+    for (int r = 0; r < R; ++r)
+      for (k = 0; k < rank; ++k) out[r][j] += low[r][k] * to_float(b[int64_t(k) * n + j]);
+}
+
+template <class T>
+INLINE void low_rank_rows(const LowRank& p, int adapter, const float* const* x, float* const* out, int rows) {
+  constexpr int R = FEW_REGISTERS ? 2 : MAX_LOW_RANK_ROWS;
+  int r = 0;
+  for (; r + R <= rows; r += R) low_rank_rows<R, T>(p, adapter, x + r, out + r);
+  for (; r < rows; ++r) low_rank_rows<1, T>(p, adapter, x + r, out + r);
 }
 
 INLINE void rope_row(float* x, const float* angles, int n, bool interleaved) {

@@ -33,7 +33,7 @@ namespace retain {
   void unpack_row(const PackedWeight&, int64_t index, float factor, bool add, float* out);                            \
   bool pack_blocks(const BlockRows&, int begin, int end, const PackedWeight&, char* tile, int lane);                  \
   void normalize(const NormParams&, const float* x, int n, bool add, float* out);                                     \
-  void add_low_rank(const LowRank&, int adapter, const float* x, float* out);                                         \
+  void add_low_rank(const LowRank&, int adapter, const float* const* x, float* const* out, int rows);                 \
   void activate(Activation, const float* x, const float* gate, int n, float* out);                                    \
   void rope(float* x, const float* angles, int n, bool interleaved);                                                  \
   void convolve(const ConvolutionArgs&, int block);                                                                   \

@@ -43,8 +43,8 @@ void normalize(const NormParams& norm, const float* x, int n, bool add, float* o
   normalize_row(norm, x, n, add, out);
 }
 
-void add_low_rank(const LowRank& p, int adapter, const float* x, float* out) {
-  p.is_bfloat16 ? low_rank_row<bf16>(p, adapter, x, out) : low_rank_row<float>(p, adapter, x, out);
+void add_low_rank(const LowRank& p, int adapter, const float* const* x, float* const* out, int rows) {
+  p.is_bfloat16 ? low_rank_rows<bf16>(p, adapter, x, out, rows) : low_rank_rows<float>(p, adapter, x, out, rows);
 }
 
 void rope(float* x, const float* angles, int n, bool interleaved) { rope_row(x, angles, n, interleaved); }

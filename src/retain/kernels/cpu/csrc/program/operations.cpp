@@ -96,12 +96,64 @@ struct LowRankOp {
   LowRank adapters;
   int n, first;
 
+  static constexpr bool NEEDS_NO_BARRIER = true;  // those behind one product add to other columns
+
+  // Rows of one adapter, which share what is loaded of it.
+  struct Group {
+    const float* x[MAX_LOW_RANK_ROWS];
+    float* y[MAX_LOW_RANK_ROWS];
+    int adapter, rows;
+  };
+
+  bool is_idle(const State& state) const { return !state.step.adapters; }
+
   void run_rows(const State& state, int begin, int end) const {
+    if (!is_idle(state)) for_groups(state, begin, end, MAX_LOW_RANK_ROWS, [&](const Group& group) { add(group); });
+  }
+
+  void run(State& state, ThreadTeam::Member& member) const {
+    const int size = std::clamp((state.rows + member.size - 1) / member.size, 1, MAX_LOW_RANK_ROWS);
+    int i = 0, last = -1;
+    for_groups(state, 0, state.rows, size, [&](const Group& group) {
+      if (i++ % member.size != member.id) return;
+      if (std::exchange(last, group.adapter) != group.adapter) {
+        prefetch(adapters.a, group.adapter, adapters.in);
+        prefetch(adapters.b, group.adapter, adapters.columns);
+      }
+      add(group);
+    });
+  }
+
+  // Reads ahead: the matrices of an adapter are too short for the processor to see streams.
+  void prefetch(const char* matrices, int adapter, int columns) const {
+    const int64_t bytes = int64_t(adapters.rank) * columns * (adapters.is_bfloat16 ? 2 : 4);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(matrices + adapter * bytes + i);
+  }
+
+  void add(const Group& group) const {
+    selected_isa().add_low_rank(adapters, group.adapter, group.x, group.y, group.rows);
+  }
+
+  // Calls f with groups of at most `size` rows. Rows of a group are near to each other.
+  template <class F>
+  void for_groups(const State& state, int begin, int end, int size, F f) const {
+    constexpr int WINDOW = 64;
     const int32_t* const chosen = state.step.adapters;
-    for (int t = begin; chosen && t < end; ++t)
-      if (chosen[t] >= 0)
-        selected_isa().add_low_rank(adapters, chosen[t], state.data(in) + int64_t(t) * state.width(in),
-                                    state.data(out) + int64_t(t) * state.width(out) + first);
+    for (; begin < end; begin += WINDOW) {
+      uint64_t taken = 0;
+      const int last = std::min(end, begin + WINDOW);
+      for (int t = begin; t < last; ++t) {
+        if (chosen[t] < 0 || taken >> (t - begin) & 1) continue;
+        Group group = {{}, {}, chosen[t], 0};
+        for (int other = t; other < last && group.rows < size; ++other) {
+          if (chosen[other] != chosen[t] || taken >> (other - begin) & 1) continue;
+          taken |= uint64_t(1) << (other - begin);
+          group.x[group.rows] = state.data(in) + int64_t(other) * state.width(in);
+          group.y[group.rows++] = state.data(out) + int64_t(other) * state.width(out) + first;
+        }
+        f(group);
+      }
+    }
   }
 
   void check(const State& state) const {

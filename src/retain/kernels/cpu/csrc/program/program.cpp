@@ -96,7 +96,10 @@ bool Program::run(const StepArgs& step, int begin, int end) {
         run_row_blocks(state, i, next, member);
         i = next;
       } else {
-        ops_[i++].run(state, member);
+        const Operation& op = ops_[i++];
+        if (op.is_idle && op.is_idle(state)) continue;
+        op.run(state, member);
+        if (op.joins_next && i < end) continue;
       }
       member.barrier();
     }

@@ -59,7 +59,7 @@ struct RowParts {
   explicit RowParts(const StepArgs&);
 };
 
-// Whether an operation has `run`, `run_rows` or `check`.
+// Whether an operation has `run`, `run_rows`, `is_idle` or `check`.
 template <class T, class = void>
 constexpr bool has_run = false;
 template <class T>
@@ -68,6 +68,17 @@ template <class T, class = void>
 constexpr bool has_run_rows = false;
 template <class T>
 constexpr bool has_run_rows<T, std::void_t<decltype(&T::run_rows)>> = true;
+
+template <class T, class = void>
+constexpr bool has_is_idle = false;
+template <class T>
+constexpr bool has_is_idle<T, std::void_t<decltype(&T::is_idle)>> = true;
+
+// Whether no thread must wait for others between two adjacent operations of this kind.
+template <class T, class = void>
+constexpr bool needs_no_barrier = false;
+template <class T>
+constexpr bool needs_no_barrier<T, std::void_t<decltype(T::NEEDS_NO_BARRIER)>> = true;
 
 template <class T, class = void>
 constexpr bool has_check = false;
@@ -149,6 +160,9 @@ class Program {
   struct Operation {
     std::function<void(StepState&, ThreadTeam::Member&)> run;
     std::function<void(const StepState&, int begin, int end)> run_rows;  // empty if rows need others
+    std::function<bool(const StepState&)> is_idle;                       // in a step; empty if it never is
+    bool joins_next = false;                                             // no barrier behind it
+    bool joins_alike = false;
   };
 
   void reserve(const StepArgs&);
@@ -185,6 +199,9 @@ void Program::push(const T& op) {
       member.parallel_for(state.rows, [&](int begin, int end) { op.run_rows(state, begin, end); });
     };
   }
+  if constexpr (has_is_idle<T>) to.is_idle = [op](const StepState& state) { return op.is_idle(state); };
+  to.joins_alike = needs_no_barrier<T>;
+  if (to.joins_alike && !ops_.empty()) ops_.back().joins_next = ops_.back().joins_alike;
   if constexpr (has_check<T>) checks_.push_back([op](const StepState& state) { op.check(state); });
   ops_.push_back(std::move(to));
 }
