@@ -3,6 +3,7 @@
 The text is this project's licence. `tools/equal.py` compares as many prompts as needed.
 """
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from retain import LLM, SamplingParams
 from retain.models.resolve import resolve_model
+from retain.processing.input import GenerateRequest
 from tests.helpers.transformers_gguf import load_transformers_model
 
 TEXT = (Path(__file__).parents[2] / "LICENSE").read_text()
@@ -24,6 +26,30 @@ def greedy_tokens(model, prompt, answer):
     """
     ids = torch.tensor([prompt + answer[:-1]])
     return model(ids, logits_to_keep=len(answer)).logits[0].argmax(-1).tolist()
+
+
+@pytest.mark.slow
+def test_a_bundled_model_with_an_adapter_answers_as_peft_does(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    peer = load_transformers_model(resolve_model("smollm2"))
+    torch.manual_seed(0)
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    peer = get_peft_model(peer, LoraConfig(r=16, lora_alpha=4, target_modules=layers, init_lora_weights=False))
+    peer.save_pretrained(tmp_path)
+    llm = LLM("smollm2", dtype="float32", kv_memory="256MiB", lora=f"a={tmp_path}", max_loras=4)
+    params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True, logprobs=3)
+    requests = [GenerateRequest(llm.encode(TEXT)[:n], params, lora=name) for n, name in ((60, "a"), (80, None))]
+    with_adapter, without = llm.generate_from_requests(requests)
+    for request, answer in zip(requests, (with_adapter, without), strict=True):
+        ids = [*request.prompt, *answer.token_ids[:-1]]
+        with torch.inference_mode(), nullcontext() if request.lora else peer.disable_adapter():
+            logprobs = peer(torch.tensor([ids]), logits_to_keep=NUM_TOKENS).logits[0].log_softmax(-1)
+        assert logprobs.argmax(-1).tolist() == answer.token_ids
+        found = [x.logprob for x in answer.logprobs]
+        expected = [float(row[x.token_id]) for x, row in zip(answer.logprobs, logprobs, strict=True)]
+        assert found == pytest.approx(expected, abs=0.05)  # products of the cpu backend are of 8 bits
+    assert with_adapter.token_ids != without.token_ids
 
 
 @pytest.mark.slow
