@@ -122,3 +122,11 @@ def test_a_replica_imports_torch_only_when_it_is_built():
     code = "import sys, retain.cluster.replica; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"
+
+
+def test_each_rank_of_a_replica_has_a_gpu_or_none_has():
+    config = Config("random:tiny", tensor_parallel=2)
+    for gpus in (0, 2, 4):
+        ClusterSettings(config, ServerConfig(), ClusterConfig(gpus=gpus))
+    with pytest.raises(ValueError, match="2 ranks of a replica take a GPU each: raise --gpus"):
+        ClusterSettings(config, ServerConfig(), ClusterConfig(gpus=1))

@@ -45,6 +45,8 @@ class ClusterSettings:
     def __post_init__(self) -> None:
         if self.server.port == 0:
             raise ValueError("Ray's proxy needs a port: --port 0 is for retain serve")
+        if 0 < self.cluster.gpus < self.engine.tensor_parallel:  # of one actor, so they are of one machine
+            raise ValueError(f"{self.engine.tensor_parallel} ranks of a replica take a GPU each: raise --gpus")
         if self.cluster.replicas == 1:
             return
         if self.server.enable_inspector:
