@@ -2,6 +2,7 @@
 
 import json
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -9,6 +10,7 @@ from cachecheck.config import CachecheckConfig
 from cachecheck.results import Outcome
 from cachecheck.runner import RunEnvironment, run_checks
 from retain.server.auth import ApiKeys
+from tests.helpers.adapters import write_adapter
 from tests.helpers.cli import run_cli
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.tiers import disk_spec
@@ -63,6 +65,19 @@ def test_tiers_survive_a_restart_and_keep_weights_apart(tmp_path, tiny_smollm2):
         checks = ("rounds", "restart", "reload")
         commands = {"restart_command": "restart", "reload_command": "reload"}
         found = outcomes(server.url, checks, environment=RunEnvironment(run_command=run_command), **commands)
+    assert set(found.values()) == {Outcome.PASSED}
+
+
+def test_adapters_images_and_tiers_are_right(tmp_path, tiny_smollm2):
+    """Two adapters of one name, images that are refused, and a tier that serves what left a small pool."""
+    folders = tuple(
+        str(write_adapter(tmp_path / name, Path(tiny_smollm2), ["k_proj", "down_proj"], seed))
+        for seed, name in enumerate(("one", "other"))
+    )
+    options = {**ENGINE, "kv_memory": "4MiB", "max_running_requests": 8, "max_loras": 1, "tier": ["ram:capacity=64MiB"]}
+    with run_server(tiny_smollm2, options, allow_lora_updates=True) as server:
+        checks = ("adapters", "images", "tiers")
+        found = outcomes(server.url, checks, adapters=folders, pressure=20_000)
     assert set(found.values()) == {Outcome.PASSED}
 
 

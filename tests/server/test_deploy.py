@@ -19,6 +19,21 @@ def test_deployed_commands_parse():
         assert args.command == "serve" and args.tier[0].startswith("disk:")
 
 
+def test_the_checks_of_caches_that_others_run_parse():
+    from cachecheck.checks import check_names
+    from cachecheck.command import OneLineParser, add_arguments
+
+    parser = OneLineParser()
+    add_arguments(parser)
+    action = yaml.safe_load((DEPLOY_FOLDER / "cachecheck" / "action.yml").read_text())
+    install, run = (step["run"] for step in action["runs"]["steps"])
+    assert (DEPLOY_FOLDER / "cachecheck" / install.split("PATH/")[1].strip('"') / "pyproject.toml").is_file()
+    assert parser.parse_args(run.splitlines()[-1].split()[1:-1]).junit
+    pod = yaml.safe_load((DEPLOY_FOLDER / "cachecheck" / "helm-test.yaml").read_text())
+    args = parser.parse_args(pod["spec"]["containers"][0]["command"][1:])
+    assert set(args.checks) <= set(check_names())
+
+
 def check_serve_config(config: dict, environment: dict[str, str], monkeypatch) -> ClusterSettings:
     """Check a Ray Serve config by Ray's schema, build its application, and return what its arguments mean."""
     from ray.serve.schema import ServeDeploySchema  # only the worker that runs this imports Ray

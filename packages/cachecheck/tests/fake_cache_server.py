@@ -30,17 +30,26 @@ class FakeRequest:
     salt: str
     key: str
     weights: str
+    adapter: str = ""  # its name
+    is_chat: bool = False
 
 
 @dataclass
 class FakeServer:
-    """A server without faults. `offers` names what it has besides texts and chats."""
+    """A server without faults. `offers` names what it has besides texts and chats.
 
-    offers: frozenset[str] = frozenset({"logprobs", "usage", "salts", "keys"})
+    A cache of `max_blocks` blocks has a tier below it.
+    """
+
+    offers: frozenset[str] = frozenset({"logprobs", "usage", "salts", "keys", "reasoning", "images"})
     weights: str = "one"
     noise: float = 0.0  # of log-probabilities
     now: float = 0.0  # its clock
     blocks: dict = field(default_factory=dict)
+    max_blocks: int = 500
+    tier: dict = field(default_factory=dict)
+    num_stored: int = 0
+    adapters: dict = field(default_factory=dict)  # folders, by name
     lock: threading.RLock = field(default_factory=threading.RLock)
     num_requests: int = 0
     bodies: list = field(default_factory=list)  # of requests for answers, as they came
@@ -59,11 +68,15 @@ class FakeServer:
         """Return the slots of the longest cached beginning, without the last token: it must be computed."""
         slots = []
         for end in range(BLOCK, len(request.tokens), BLOCK):
-            block = self.blocks.get((self.root(request), self.block_key(request.tokens, end)))
+            block = self.lookup((self.root(request), self.block_key(request.tokens, end)))
             if block is None:
                 break
             slots += block
         return slots
+
+    def lookup(self, key):
+        """Return the slots of a block, in the cache or the tier."""
+        return self.blocks.get(key) or self.tier.get(key)
 
     def first_position(self, num_cached):
         """Return the position of the first token that is computed."""
@@ -74,10 +87,19 @@ class FakeServer:
         for end in range(BLOCK, len(slots) + 1, BLOCK):
             key = (self.root(request), self.block_key(request.tokens, end))
             self.blocks.setdefault(key, slots[end - BLOCK : end])
+        while len(self.blocks) > self.max_blocks:
+            key = next(iter(self.blocks))
+            self.tier[key] = self.blocks.pop(key)
+            self.num_stored += 1
 
     def flush(self):
         """Empty the cache."""
         self.blocks.clear()
+
+    def reset(self):
+        """Empty the cache and the tier."""
+        self.blocks.clear()
+        self.tier.clear()
 
     def reload(self):
         """Load other weights; the cache stays, and its blocks are not found."""
@@ -136,8 +158,16 @@ class FakeServer:
         """Answer a request, as a transport of httpx does."""
         if http_request.url.path.endswith("/models"):
             return httpx.Response(200, json={"data": [{"id": "toy"}]})
+        if http_request.url.path == "/metrics":
+            name = 'retain_tier_transferred_bytes_total{direction="written"}'
+            return httpx.Response(200, text=f"# TYPE x counter\nx 1\n{name} {self.num_stored}\n")
         self.bodies.append(http_request.content)
         body = json.loads(http_request.content)
+        if http_request.url.path.endswith("load_lora_adapter"):
+            self.adapters.pop(body["lora_name"], None)
+            if "lora_path" in body:
+                self.adapters[body["lora_name"]] = body["lora_path"]
+            return httpx.Response(200, text="Success")
         is_chat = http_request.url.path.endswith("/chat/completions")
         salt = body.get("cache_salt", "") if "salts" in self.offers else ""
         if "opt out" in self.offers and body.get("cache_prompt") is False:
@@ -146,11 +176,15 @@ class FakeServer:
             return httpx.Response(400, json={"error": {"message": "cache_salt is no text"}})
         if "no texts" in self.offers and not is_chat:
             return httpx.Response(404, json={"error": {"message": "no such path"}})
+        if "images" not in self.offers and "image_url" in str(body.get("messages")):
+            return httpx.Response(400, json={"error": {"message": "no images"}})
         tokens = self.tokenize(body, is_chat)
         key = http_request.headers.get("authorization", "") if "keys" in self.offers else ""
         with self.lock:
             self.num_requests += 1
-            request = FakeRequest(tokens, salt, key, self.weights)
+            adapter = body.get("model", "")
+            weights = f"{self.weights} {self.adapters[adapter]}" if adapter in self.adapters else self.weights
+            request = FakeRequest(tokens, salt, key, weights, adapter, is_chat)
             pieces, cached = self.complete(request, body.get("max_tokens", 4))
         pieces = self.deliver(pieces)
         usage = {"prompt_tokens": len(tokens), "completion_tokens": len(pieces)}
@@ -172,13 +206,23 @@ class FakeServer:
     def tokenize(self, body, is_chat):
         if not is_chat:
             return ("<s>", *body["prompt"].split())
-        turns = ((f"<{m['role']}>", *m["content"].split(), "</>") for m in body["messages"])
+        turns = ((f"<{m['role']}>", *self.words_of(m["content"]), "</>") for m in body["messages"])
         return ("<s>", *itertools.chain.from_iterable(turns), "<assistant>")
+
+    def words_of(self, content):
+        """Return the words of a turn; an image is one word."""
+        if isinstance(content, str):
+            return content.split()
+        image, text = content
+        return [f"<image {image['image_url']['url'][-60:]}>", *text["text"].split()]
 
     def piece(self, is_chat, pieces, name):
         """Return a choice's fields of a part of an answer."""
         text = "".join(f" {word}" for word, _ in pieces)
         fields = {name: {"content": text}} if is_chat else {"text": text}
+        if is_chat and name == "message" and "reasoning" in self.offers:
+            thought, _, rest = text[1:].partition(" ")
+            fields[name] = {"reasoning_content": f" {thought}", "content": f" {rest}" if rest else ""}
         if "logprobs" not in self.offers:
             return fields
         tops = [[(f" {word}", p), (" other", p - 5)] for word, p in pieces]
@@ -338,3 +382,51 @@ class OtherLogprobsOnHit(FakeServer):
 
     def logprob(self, digest, num_cached):
         return super().logprob(digest, num_cached) - 0.3 * (num_cached > 0)
+
+
+class ResetForgetsTier(FakeServer):
+    """A reset empties the cache, and not the tier that has a copy of each block."""
+
+    def store(self, request, slots):
+        super().store(request, slots)
+        self.tier.update(self.blocks)
+
+    def reset(self):
+        self.blocks.clear()
+
+
+class StoresWithoutServing(FakeServer):
+    """Blocks that leave the cache are stored, and never found."""
+
+    def lookup(self, key):
+        return self.blocks.get(key)
+
+
+class AdaptersByName(FakeServer):
+    """What an adapter computes is found by its name."""
+
+    def root(self, request):
+        return (request.salt, request.key, request.weights.split()[0], request.adapter)
+
+
+class AdaptersShareTheModel(FakeServer):
+    """What the model has computed is found with adapters, and the other way round."""
+
+    def root(self, request):
+        return (request.salt, request.key, request.weights.split()[0])
+
+
+class ReasoningIsHistory(FakeServer):
+    """A chat is found only as a whole, with what was thought, or by the same prompt."""
+
+    def find(self, request):
+        slots = super().find(request)
+        has_turns = request.tokens.count("</>") > 1
+        return [] if request.is_chat and has_turns else slots
+
+
+class ImagesShareKeys(FakeServer):
+    """A block is found whatever its images are."""
+
+    def block_key(self, tokens, end):
+        return tuple("<image>" if token.startswith("<image ") else token for token in tokens[:end])

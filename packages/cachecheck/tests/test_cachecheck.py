@@ -18,7 +18,8 @@ from cachecheck.runner import RunEnvironment, run_checks
 from cachecheck.texts import Prompt
 
 KEYS = ("sk-one", "sk-two")
-COMMANDS = {"restart_command": "restart", "reload_command": "reload"}
+COMMANDS = {"restart_command": "restart", "reload_command": "reload", "reset_command": "reset"}
+OPTIONS = {**COMMANDS, "adapters": ("/a", "/b"), "pressure": 12_000}
 GUIDE = Path(__file__).parents[3] / "docs" / "guide" / "cachecheck.md"
 FAULTS = {
     "a stale block after an edit": fake.StaleAfterEdit,
@@ -34,6 +35,12 @@ FAULTS = {
     "the cache survives other weights": fake.SurvivesReload,
     "a branch gets the tail of its sibling": fake.SiblingTail,
     "other log-probabilities on a hit": fake.OtherLogprobsOnHit,
+    "a reset leaves a tier": fake.ResetForgetsTier,
+    "a tier stores and never serves": fake.StoresWithoutServing,
+    "adapters are told apart by name": fake.AdaptersByName,
+    "adapters find what the model has computed": fake.AdaptersShareTheModel,
+    "a turn behind reasoning is computed anew": fake.ReasoningIsHistory,
+    "images are not in the key": fake.ImagesShareKeys,
 }
 
 
@@ -54,10 +61,11 @@ def check(server, url="http://fake/v1", keys=KEYS, **options):
     """Run checks against a fake server."""
 
     def run_command(command, timeout):
-        {"flush": server.flush, "restart": server.flush, "reload": server.reload}[command]()
+        run = {"flush": server.flush, "reset": server.reset, "restart": server.flush, "reload": server.reload}
+        run[command]()
 
     transport = Transport(httpx.MockTransport(server.handle), lambda: server.now)
-    config = CachecheckConfig(**{"seed": 7, **COMMANDS, **options})
+    config = CachecheckConfig(**{"seed": 7, **OPTIONS, **options})
     return run_checks(url, config, keys, RunEnvironment(transport, run_command))
 
 

@@ -85,10 +85,14 @@ def test_an_address_is_enough():
         "salts",
         "keys",
         "usage",
+        "adapters",
+        "reasoning",
+        "tiers",
+        "reset",
         "restart",
         "reload",
     }
-    assert len(verdicts) == 12
+    assert len(verdicts) == 17
 
 
 def test_a_fault_is_exit_code_1_and_reported_in_every_form(tmp_path):

@@ -31,6 +31,7 @@ class Answer:
     prompt_tokens: int | None = None
     cached: int | None = None
     seconds: float = 0.0
+    reasoning: str = ""  # with which the text begins
 
     @property
     def num_cached(self) -> int:
@@ -51,6 +52,7 @@ def read_answer(body: Json, seconds: float) -> Answer:
             prompt_tokens=_read_count(usage, "prompt_tokens"),
             cached=_read_count(details, "cached_tokens"),
             seconds=seconds,
+            reasoning=_read_reasoning(choice),
         )
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError):
         raise ValueError(NOT_OPENAI) from None
@@ -81,8 +83,12 @@ def _read_text(choice: Json) -> str:
     if "text" in choice:
         return "" + (choice["text"] or "")  # a TypeError for another type
     message = choice.get("message") or choice.get("delta") or {}
-    reasoning = message.get("reasoning_content") or message.get("reasoning") or ""
-    return reasoning + (message.get("content") or "")
+    return _read_reasoning(choice) + (message.get("content") or "")
+
+
+def _read_reasoning(choice: Json) -> str:
+    message = choice.get("message") or choice.get("delta") or {}
+    return "" + (message.get("reasoning_content") or message.get("reasoning") or "")  # a TypeError for another type
 
 
 def _read_tokens(logprobs: Json) -> Iterator[Token]:

@@ -38,10 +38,18 @@ class ServerClient:
         except (LookupError, TypeError):
             raise ValueError(f"{self._http.url} lists no model: name one by --model") from None
 
+    def post(self, path: str, body: Mapping[str, Any]) -> None:
+        """Send a body to a path of the API, whatever it answers. Raises RefusedError, ValueError."""
+        self._http.send("POST", path, dict(body))
+
+    def read_metrics(self) -> str:
+        """Return the metrics beside the API, in Prometheus' text format. Raises RefusedError, ValueError."""
+        return self._http.send("GET", "/../metrics").decode(errors="replace")
+
     def ask(self, prompt: Prompt, fields: Mapping[str, Any]) -> Answer:
         """Return the greedy answer to a prompt; `fields` are further fields of the body. Raises ValueError."""
         path = prompt.endpoint.path
-        body = {**prompt.endpoint.to_body(prompt.turns), "temperature": 0, **fields}
+        body = {**prompt.endpoint.to_body(prompt.turns, prompt.image), "temperature": 0, **fields}
         start = self._clock()
         if body.get("stream"):
             response = join_events(self._http.stream(path, body))

@@ -34,6 +34,10 @@ class Commands:
         """Run the command that empties the server's cache."""
         self._run_and_wait(self._config.flush_command)
 
+    def reset(self) -> None:
+        """Run the command that empties all levels of the server's cache."""
+        self._run_and_wait(self._config.reset_command)
+
     def restart(self) -> None:
         """Run the command that restarts the server, and wait until it answers."""
         self._run_and_wait(self._config.restart_command)

@@ -75,9 +75,23 @@ class CachecheckConfig:
     max_tokens: int = option("tokens of an answer", 8, Number(int, 1))
     concurrency: int = option("requests at once, in the check `concurrency`", 8, Number(int, 1))
     flush_command: str | None = option("shell command that empties the cache, for servers without salts")
+    reset_command: str | None = option("shell command that empties all levels of the cache, for the check `reset`")
     restart_command: str | None = option("shell command that restarts the server, for the check `restart`")
     reload_command: str | None = option(
         "shell command that loads other weights behind the same address, for the check `reload`"
+    )
+    adapters: tuple[str, ...] = option(
+        "two folders of adapters (LoRA) on the server, comma-separated, which may be loaded: for the check `adapters`",
+        (),
+        parse_names,
+    )
+    pressure: int = option(
+        "words of other texts that fill the cache, for the check `tiers` (default: 0, it is left out)",
+        0,
+        Number(int, 0),
+    )
+    stored_metric: str | None = option(
+        "metric that counts what is stored below the cache, for the check `tiers` (default: those that are known)"
     )
     timeout: float = option("seconds that an answer or a command may take", 120.0, Number(float, 0, above=True))
 
@@ -87,5 +101,7 @@ class CachecheckConfig:
             value = getattr(self, field.name)
             if isinstance(kind, Number) and value is not None and (problem := kind.find_problem(value)):
                 raise ValueError(f"{field.name} {problem}")
+        if self.adapters and len(self.adapters) != 2:
+            raise ValueError(f"--adapters takes two folders, not {len(self.adapters)}")
         if self.reference not in REFERENCES:
             raise ValueError(f"--reference is {' or '.join(REFERENCES)}, not {self.reference!r}")

@@ -28,8 +28,12 @@ class Endpoint(StrEnum):
         chat: Json = {"logprobs": True, "top_logprobs": TOP_LOGPROBS}
         return {Endpoint.CHAT: chat, Endpoint.TEXT: {"logprobs": TOP_LOGPROBS}}[self]
 
-    def to_body(self, turns: Sequence[str]) -> Json:
-        """Return turns of user and assistant as fields of a body."""
+    def to_body(self, turns: Sequence[str], image: str = "") -> Json:
+        """Return turns of user and assistant as fields of a body; a chat may begin with an image, a data URL."""
         if self is Endpoint.TEXT:
             return {"prompt": "".join(turns)}
-        return {"messages": [{"role": ROLES[i % 2], "content": turn} for i, turn in enumerate(turns)]}
+        messages: list[Json] = [{"role": ROLES[i % 2], "content": turn} for i, turn in enumerate(turns)]
+        if image:
+            text = {"type": "text", "text": turns[0]}
+            messages[0]["content"] = [{"type": "image_url", "image_url": {"url": image}}, text]
+        return {"messages": messages}

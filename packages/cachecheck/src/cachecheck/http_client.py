@@ -37,6 +37,11 @@ class HttpClient:
         with self._open(method, path, body) as response:
             return self._parse(self._read(response))
 
+    def send(self, method: str, path: str, body: Json | None = None) -> bytes:
+        """Return the answer to a request as it came. `/..` begins a path beside the API. Raises ValueError."""
+        with self._open(method, path, body) as response:
+            return self._read(response)
+
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """Yield the events of an answer as they come. Raises ValueError, also for the event of an error."""
         with self._open("POST", path, body) as response:
@@ -52,7 +57,8 @@ class HttpClient:
     @contextmanager
     def _open(self, method: str, path: str, body: Json | None) -> Iterator[httpx.Response]:
         try:
-            with self._http.stream(method, self.url + path, json=body) as response:
+            base = self.url.rpartition("/")[0] if path.startswith("/..") else self.url
+            with self._http.stream(method, base + path.removeprefix("/.."), json=body) as response:
                 if not response.is_success:
                     kind = RefusedError if response.status_code in REFUSALS else ValueError
                     raise kind(f"{self.url}: {self._describe_error(response)}")

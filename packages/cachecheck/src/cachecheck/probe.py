@@ -36,6 +36,10 @@ class Probe:
             fields["stream_options"] = {"include_usage": True}
         return self.server.ask(prompt, fields)
 
+    def send(self, path: str, **body: Any) -> None:
+        """Send a body to a path of the API, for its effect. Raises RefusedError."""
+        self.server.clients[0].post(path, body)
+
     def ask_together(self, prompts: Sequence[Prompt]) -> list[Answer]:
         """Ask all prompts at once."""
         with ThreadPoolExecutor(len(prompts)) as executor:

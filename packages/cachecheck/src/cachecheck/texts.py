@@ -33,10 +33,14 @@ WORDS = tuple(WORD_LIST.split())
 
 @dataclass(frozen=True)
 class Prompt:
-    """A conversation: turns of user and assistant, the last one of the user. Outside of a chat they are one text."""
+    """A conversation: turns of user and assistant, the last one of the user. Outside of a chat they are one text.
+
+    A chat may begin with an image, a data URL.
+    """
 
     turns: tuple[str, ...]
     endpoint: Endpoint = Endpoint.TEXT
+    image: str = ""
 
     @property
     def words(self) -> list[str]:

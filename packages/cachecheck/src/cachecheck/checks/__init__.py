@@ -15,7 +15,7 @@ from collections.abc import Collection
 from types import ModuleType
 
 ORDER = ("lengths", "logprobs", "edits", "branches", "rounds", "concurrency", "streams", "salts", "keys", "usage")
-LAST = ("restart", "reload")  # what they leave behind is not what the others expect
+LAST = ("reset", "restart", "reload")  # what they leave behind is not what the others expect
 
 
 def check_names() -> list[str]:
