@@ -41,6 +41,7 @@ from retain.threads import keep_on_cores, openmp_environment, process_cores, sha
 LOOPBACK = "127.0.0.1"
 EXCHANGE_TIMEOUT = timedelta(minutes=10)  # a first step compiles kernels
 CONNECT_TIMEOUT = timedelta(seconds=30)  # for other ranks, which have loaded their parts
+POLL_TIME = 20e-6  # seconds, between two looks whether an exchange is over, or all are
 NAME_TIMEOUT = 1.0  # seconds, for a rank that no longer answers to have an exit status
 END_TIMEOUT = 60.0  # seconds, for other ranks to write what is on its way to their tiers
 log = logging.getLogger(__name__)
@@ -82,7 +83,12 @@ class ProcessRanks:
         out = x.new_empty(self.size, *x.shape)
         try:
             group = self._gloo if x.device.type == "cpu" else self._nccl
-            group.allgather([list(out.unbind())], [x.contiguous()]).wait()
+            work = group.allgather([list(out.unbind())], [x.contiguous()])
+            while x.device.type == "cpu" and not work.is_completed() and not self._memory[0]:
+                sleep(POLL_TIME)
+            if self._memory[0]:
+                raise RankError(self.name_ended())
+            work.wait()
         except RuntimeError as error:
             raise RankError(self.name_ended()) from error
         return out

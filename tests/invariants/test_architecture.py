@@ -95,9 +95,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1977, "cli": 1098, "engine": 2222, "formats": 2991, "kernels": 7797, "models": 4671},
-    **{"processing": 2965, "server": 9019, "top": 1653},
-    **{"kv": 9401, "prefix": 1565, "checkpoints": 813, "stores": 2401, "eviction": 2486, "memory": 840},
+    **{"bench": 1977, "cli": 1098, "engine": 2224, "formats": 2991, "kernels": 7797, "models": 4671},
+    **{"processing": 2965, "server": 9019, "top": 1659},
+    **{"kv": 9421, "prefix": 1570, "checkpoints": 813, "stores": 2401, "eviction": 2492, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

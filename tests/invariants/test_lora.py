@@ -131,7 +131,7 @@ def test_logits_of_an_activated_adapter_equal_those_of_peft(family: str, tmp_pat
         assert [x.logprob for x in answer.logprobs] == pytest.approx(
             [float(row[x.token_id]) for x, row in zip(answer.logprobs, logprobs, strict=True)], abs=2e-3
         )
-    with pytest.raises(ValueError, match="the prompt lacks the tokens that activate this adapter"):
+    with pytest.raises(ValueError, match=r"the prompt lacks the tokens that activate the adapter .*: 40, 41, 42"):
         llm.generate([1, 2, 3], PARAMS, lora="a")
 
 
@@ -173,6 +173,18 @@ def test_an_activated_adapter_computes_no_token_of_the_base_model_again(
     assert least <= answer(None) <= len(text)
     assert answer("a") >= least + (0 if tier else len(tokens))
     llm.close()
+
+
+def test_a_diagnosis_knows_where_an_adapter_begins(tmp_path: Path) -> None:
+    """Behind that place the model's text is another one: nothing of it was evicted."""
+    target = write_model(tmp_path / "target", "llama")
+    folder = activated(tmp_path / "a", target, ["k_proj"], [40], 1)
+    llm = make_llm(target, lora=f"a={folder}")
+    ids = [*range(60, 120), 40, *range(60, 99)]
+    for name in (None, "a"):
+        request = GenerateRequest(ids, PARAMS, lora=name, explain_prefix=True)
+        prefix = llm.generate_from_requests([request])[0].prefix
+    assert prefix and prefix["cached_tokens"] == 60 and prefix["cause"] in ("diverged", "new_text"), prefix
 
 
 def test_an_adapter_in_use_is_not_overwritten(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from retain.engine.request import Logprob
 from retain.kernels import cpu
 from retain.kernels.ranks import RankError
 from retain.kernels.slots.pool_dtypes import INT8
-from retain.kv.eviction import query_scored
+from retain.kv.eviction import evictor, query_scored
 from retain.kv.eviction.policies import compactor
 from retain.kv.journal import Call, DivergedError, JournalReader
 from retain.models.adapter_bank import AdapterBank
@@ -163,7 +163,6 @@ COMPARING = [
     "snapkv:budget=40,share=layer",
     "knorm:budget=30%,share=all,resume=on",
     "h2o:budget=32,share=fitted",
-    "h2o:budget=24,share=layer,demote=int4:50%",
     "random:budget=40",
     "gate:budget=40",
     "gate_replay:budget=40,share=none",
@@ -198,6 +197,33 @@ def test_policies_that_compare_heads_keep_on_ranks_what_they_keep_on_one(family:
             together, _ = answer(family, size, policy, demotes=True)
             assert together == alone
             gc.collect()  # ends the ranks
+
+
+def test_heads_that_divide_a_budget_demote_on_one_rank_alone() -> None:
+    policy = "h2o:budget=24,share=layer,demote=int4:50%"
+    with pytest.raises(ValueError, match="demote goes with heads that divide a budget on one rank alone"):
+        answer("llama", 2, policy, demotes=True)
+    answer("gemma3_text", 2, policy, demotes=True)  # each rank has all heads
+
+
+@needs_cpu
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_while_heads_are_compared_ends_all(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = evictor.compact
+
+    def fail(tables: Any, *args: Any) -> Any:
+        if tables.rows[0].policy.kv_heads.group.rank == rank:
+            raise ZeroDivisionError("planted")
+        return inner(tables, *args)
+
+    monkeypatch.setattr(evictor, "compact", fail)
+    engine = make_engine("llama", backend="cpu", num_ranks=2)
+    engine.add(make_request(random_prompts(1)[0] * 3, 20, "h2o:budget=24,share=layer", PARAMS))
+    with pytest.raises((RankError, ZeroDivisionError), match="planted"):
+        while engine.has_unfinished_requests:
+            engine.step()
+    with pytest.raises(BaseException):  # noqa: B017  # whatever the group raises: nothing goes on
+        engine.step()
 
 
 @needs_cpu

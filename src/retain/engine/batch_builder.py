@@ -59,14 +59,14 @@ def stack_states(scheduled: Sequence[ScheduledRequest], size: int, device: torch
 
 def build_adapters(scheduled: Sequence[ScheduledRequest]) -> Ints | None:
     """Return the number of the adapter of each fresh token, int32 [T], -1 for none; None where no token has one."""
-    if all(s.request.input.adapter is None for s in scheduled):
-        return None
-    numbers = []
+    found = np.full(sum(s.num_tokens for s in scheduled), -1, np.int32)
+    end = 0
     for s in scheduled:
-        adapter = s.request.input.adapter
-        num_before = min(max(s.request.text.extra_from - s.request.next_position, 0), s.num_tokens)
-        numbers += [-1] * num_before + [-1 if adapter is None else adapter.number] * (s.num_tokens - num_before)
-    return np.array(numbers, np.int32)
+        end += s.num_tokens
+        if adapter := s.request.input.adapter:
+            num_activated = s.request.next_position + s.num_tokens - s.request.text.extra_from
+            found[end - min(max(num_activated, 0), s.num_tokens) : end] = adapter.number
+    return found if (found >= 0).any() else None
 
 
 def prompt_rows(scheduled: Sequence[ScheduledRequest]) -> list[tuple[int, int]]:

@@ -65,7 +65,10 @@ class Adapter:
             if tuple(prompt[begin : begin + n]) == self.invocation_tokens:
                 return begin
         if n:
-            raise ValueError("the prompt lacks the tokens that activate this adapter: alora_invocation_tokens")
+            tokens = ", ".join(map(str, self.invocation_tokens[:16]))
+            raise ValueError(
+                f"the prompt lacks the tokens that activate the adapter (alora_invocation_tokens): {tokens}"
+            )
         return 0
 
 

@@ -80,9 +80,8 @@ class Driver(CacheJournal):
         return journal if isinstance(journal, Driver) else None
 
     def is_sent_ahead(self, name: str, owner: Any) -> bool:
-        """Return whether ranks compare heads in this call, or ask what all have in stores, or have loaded."""
-        loads = name == "start" or (name == "finish_load" and owner.load is not None)
-        return (self._has_tiers and loads) or super().is_sent_ahead(name, owner)
+        """Return whether ranks ask in this call what all of them have in stores, or have loaded."""
+        return self._has_tiers and (name == "start" or (name == "finish_load" and owner.load is not None))
 
     def expire(self) -> None:
         """Drop the pins whose time is over."""

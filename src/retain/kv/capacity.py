@@ -220,6 +220,10 @@ class CapacityPlanner:
             raise ValueError(f"share=all, share=fitted and scope=shared need {alike}")
         if isinstance(policy, BudgetPolicy):
             policy = replace(policy, kv_heads=self.config.kv_heads)
+            if policy.ragged and policy.modes.demote and policy.kv_heads is not ALL_HEADS:
+                # A head has pages for the most that any rank's keeps and for the most that one demotes: too many.
+                alone = "demote goes with heads that divide a budget on one rank alone: use tensor_parallel=1"
+                raise ValueError(f"{policies.to_spec(policy)}: {alone}")
             if self.spec.has_shared_caches and policy.modes.refit:
                 policy = replace(policy, modes=replace(policy.modes, refit=0))  # several layers read such values
         return policy.fit(self.config.max_model_len, self.load_gate)

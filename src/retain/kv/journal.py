@@ -13,6 +13,7 @@ from time import monotonic
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 from weakref import WeakKeyDictionary, finalize
 
+from retain.kernels.ranks import RankError
 from retain.kv.capacity import CapacityPlanner
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.start import Begun, Start
@@ -83,6 +84,7 @@ class Call:
     time: float  # seconds, of the first rank's monotonic clock
     texts: Sequence[TextUpdate] = ()
     num_scored: Sequence[int] = ()
+    exchanges: bool = False  # ranks compare heads in it: none may leave it early
 
 
 class TextRef(NamedTuple):
@@ -113,16 +115,20 @@ class CacheJournal:
         self.time = monotonic()
         self.expire()
         result: Any = ERROR
-        is_ahead = self.is_sent_ahead(method.__name__, owner)
+        exchanges = bool(owner.may_exchange(method.__name__))
+        is_ahead = exchanges or self.is_sent_ahead(method.__name__, owner)
         if is_ahead:  # the others agree on something while they repeat it
-            self.calls.append(Call(method.__name__, row, given, UNKNOWN, self.time, texts, num_scored))
+            self.calls.append(Call(method.__name__, row, given, UNKNOWN, self.time, texts, num_scored, exchanges))
             self.flush()
         self.is_calling = True
         try:
             returned = method(owner, *args)
             result = summarize(returned)
             return returned
-        except Exception:
+        except Exception as error:
+            if exchanges and not isinstance(error, RankError):  # the others wait for what this rank would have given
+                self.abort()
+                raise RankError(f"the first rank failed ({type(error).__name__}: {error}), and") from error
             raise
         except BaseException:  # such as KeyboardInterrupt, which the others do not have
             self.abort()
@@ -133,8 +139,8 @@ class CacheJournal:
                 self.calls.append(Call(method.__name__, row, given, result, self.time, texts, num_scored))
 
     def is_sent_ahead(self, name: str, owner: Any) -> bool:
-        """Return whether all ranks make a call at once, as they agree on something in it, or compare heads."""
-        return bool(owner.may_exchange(name))
+        """Return whether all ranks make a call at once, as they agree on something in it."""
+        return False
 
     def expire(self) -> None:
         """Do what is due by the clock before a call, as the others do before they repeat it."""
@@ -247,7 +253,7 @@ class JournalReader:
         try:
             result = summarize(getattr(owner, call.name)(*args))
         except Exception:
-            if call.result not in (ERROR, UNKNOWN):
+            if call.result not in (ERROR, UNKNOWN) or call.exchanges:
                 raise
             result = ERROR
         if result != call.result and call.result != UNKNOWN:

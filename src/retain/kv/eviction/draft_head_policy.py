@@ -11,6 +11,7 @@ from typing import Self
 
 from torch import Tensor
 
+from retain.kernels.ranks import ALL_HEADS
 from retain.kv.eviction.budget import BudgetPolicy, PositionPolicy
 from retain.kv.eviction.plan import RowPlan
 from retain.kv.eviction.view import CacheView
@@ -28,7 +29,8 @@ class DraftHeadPolicy(PositionPolicy):
         """Return the policy of a head's layer in a row under this resolved policy."""
         same = {f.name: getattr(policy, f.name) for f in fields(BudgetPolicy)}
         modes = replace(policy.modes, refit=0)  # which queries fit
-        return cls(**same | {"share": "none", "head_shares": None, "modes": modes}, followed=policy)
+        own = {"share": "none", "head_shares": None, "modes": modes, "kv_heads": ALL_HEADS}
+        return cls(**same | own, followed=policy)
 
     @cached_property
     def plan(self) -> RowPlan:

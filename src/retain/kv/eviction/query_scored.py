@@ -69,7 +69,12 @@ class QueryScoredPolicy(AttentionScoredPolicy):
         dims = {"layer": (1, 2), "all": (0, 1, 2)}.get(self.share, (2,))
         prompt = x.where(in_prompt, 0)
         prompt = self.kv_heads.gather(prompt) if 1 in dims else prompt
-        return x / prompt.sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
+        return x / sum_by_row(prompt).sum(dims, keepdim=True).clamp(min=SMALLEST_SUM)
+
+
+def sum_by_row(x: Tensor) -> Tensor:
+    """Sum the last dimension [..., 1]. Sums of few rows are then the same on any number of threads."""
+    return x.sum(-1, keepdim=True)
 
 
 def divide_into_blocks(num_tokens: int, size: int) -> list[range]:

@@ -490,7 +490,8 @@ class PrefixCache:
         """Remember a text that a row begins to compute, where there is a history."""
         if not self.tree.history:
             return None
-        seen = SeenText(self.first_link(text, policy), text.group, policy, text.tokens.copy(), is_running=True)
+        link = self.first_link(text, policy)
+        seen = SeenText(link, text.group, policy, text.tokens.copy(), text.keying, is_running=True)
         self.tree.history.add(seen)
         return seen
 

@@ -16,7 +16,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.start import NO_TOKENS, MissReason, PrefixDiagnosis, Start
-from retain.kv.text import hash_block, hash_blocks
+from retain.kv.text import NO_KEYING, Text
 
 
 def _max_skipped(start: Start) -> int:
@@ -63,7 +63,7 @@ def explain_prefix(cache: PrefixCache, start: Start, num_cached_tokens: int, own
     if begun is state_text and usable > num_cached_tokens:
         return replace(begun, reason=MissReason.NO_STATE)
     if num_cached_tokens > begun.common_length:  # it is in a tier
-        near = history.nearest_text(start.text.group, begun.prompt, [own] if own else ())
+        near = history.nearest_text(start.text, begun.prompt, [own] if own else ())
         if near:
             begun = replace(begun, nearest=near[0].tokens, common_length=near[1], known_length=near[1])
     return _explain_end(cache, start, begun)
@@ -146,7 +146,7 @@ def _find_elsewhere(
     if times:
         length = (first + len(times)) * B
         yield replace(begun, reason=MissReason.EVICTED, known_length=length, age=monotonic() - max(times))
-    if near := history.nearest_text(start.text.group, prompt, besides=[own] if own else ()):
+    if near := history.nearest_text(start.text, prompt, besides=[own] if own else ()):
         text, known = near
         seen = _explain_seen(replace(begun, known_length=known), text, link, start.demand.policy)
         if seen.reason is MissReason.EVICTED:
@@ -199,8 +199,10 @@ def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> 
     """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
     B = cache.layout.block_size
     n = text.num_stored_tokens
-    hashes = hash_blocks(text.link, text.tokens[:n], B)
-    if rest := n % B:
-        hashes.append(hash_block(hashes[-1] if hashes else text.link, text.tokens[n - rest : n]))
+    keys = text.keying if text.keying != NO_KEYING else ()
+    seen = Text(text.tokens[:n].tolist(), "", *keys)
+    hashes = seen.block_hashes(text.link, B)
+    if n % B:
+        hashes = [*hashes, seen.end_hash(text.link, B, n)]
     times = [time for h in hashes[-2:] if (time := history.evicted_at(h)) is not None]
     return monotonic() - max(times) if times else None

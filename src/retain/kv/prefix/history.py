@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from retain.kv.eviction.policy import EvictionPolicy
-from retain.kv.text import common_prefix_length
+from retain.kv.text import NO_KEYING, Keying, Text, common_prefix_length
 from retain.types import Ints
 
 MAX_TEXTS = 256
@@ -28,6 +28,7 @@ class SeenText:
     group: str  # see `Text.group`
     policy: EvictionPolicy
     tokens: Ints
+    keying: Keying = NO_KEYING
     num_stored_tokens: int = 0
     is_running: bool = False
 
@@ -69,9 +70,10 @@ class PrefixHistory:
 
     # ---- asking --------------------------------------------------------------------------------------------------
 
-    def nearest_text(self, group: str, tokens: Ints, besides: Collection[SeenText] = ()) -> tuple[SeenText, int] | None:
-        """Return the text of this group that shares the most first tokens, the newest of equals, and their number."""
-        found = [(t, common_prefix_length(t.tokens, tokens)) for t in self.of_group(group) if t not in besides]
+    def nearest_text(self, text: Text, tokens: Ints, besides: Collection[SeenText] = ()) -> tuple[SeenText, int] | None:
+        """Return the text that shares the most first `tokens` of a text, the newest of equals, and their number."""
+        others = [t for t in self.of_group(text.group) if t not in besides]
+        found = [(t, text.keying.count_shared(t.keying, 0, common_prefix_length(t.tokens, tokens))) for t in others]
         return max(reversed(found), key=lambda x: x[1], default=None)
 
     def of_group(self, group: str) -> list[SeenText]:

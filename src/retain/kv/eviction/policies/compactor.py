@@ -15,7 +15,7 @@ from typing import Annotated
 import torch
 from torch import Tensor
 
-from retain.kv.eviction.query_scored import MAX_WEIGHTS, NumQueries, QueryScoredPolicy, pool_positions
+from retain.kv.eviction.query_scored import MAX_WEIGHTS, NumQueries, QueryScoredPolicy, pool_positions, sum_by_row
 from retain.kv.eviction.view import CacheView
 from retain.options import Bounds, NonNegativeInt
 
@@ -74,8 +74,8 @@ class Policy(QueryScoredPolicy):
         alone, smooth, takes_part = (self.kv_heads.gather(x, 0) for x in (self._leverage(view, part), smooth, part))
         share = max(1 - self.budget_tokens / self.prompt_len, 0)
         score = share * standardize(alone, takes_part) + standardize(smooth, takes_part)
-        score = (score - score.where(takes_part, torch.inf).amin()).where(takes_part, 0)
-        return score[self.kv_heads.own(len(score))]
+        score -= score.where(takes_part, torch.inf).amin()
+        return score.where(takes_part, 0)[self.kv_heads.own(len(score))]
 
     def _leverage(self, view: CacheView, takes_part: Tensor) -> Tensor:
         """Return the leverage of each key among those that take part, [G, S]."""
@@ -95,6 +95,6 @@ def leverage(k: Tensor, sketch: Tensor, takes_part: Tensor) -> Tensor:
 
 def standardize(x: Tensor, takes_part: Tensor) -> Tensor:
     """Return numbers with the mean 0 and the deviation 1 over all of a layer that take part; one alone gets 0."""
-    known = x[takes_part]
-    deviation = known.std(correction=min(known.numel() - 1, 1))
-    return (x - known.mean()) / deviation.clamp(min=SMALLEST_DEVIATION)
+    x = x - sum_by_row(x.where(takes_part, 0)).sum() / takes_part.sum()
+    variance = sum_by_row(x.square().where(takes_part, 0)).sum() / (takes_part.sum() - 1).clamp(min=1)
+    return x / variance.sqrt().clamp(min=SMALLEST_DEVIATION)

@@ -126,8 +126,9 @@ struct LowRankOp {
 
   // Reads ahead: the matrices of an adapter are too short for the processor to see streams.
   void prefetch(const char* matrices, int adapter, int columns) const {
-    const int64_t bytes = int64_t(adapters.rank) * columns * (adapters.is_bfloat16 ? 2 : 4);
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(matrices + adapter * bytes + i);
+    const int64_t row = int64_t(columns) * (adapters.is_bfloat16 ? 2 : 4);
+    const char* const own = matrices + adapter * adapters.rank * row;
+    for (int64_t i = 0; i < std::min(adapters.ranks[adapter], adapters.rank) * row; i += 64) __builtin_prefetch(own + i);
   }
 
   void add(const Group& group) const {
