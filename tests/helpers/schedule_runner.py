@@ -263,7 +263,7 @@ class ScheduleRun:
             read = join_logits(self.logits[request])[: num_prompt_logits + n]
             if ended and n == len(request.output_tokens) and len(read) != len(alone.logits):
                 yield Difference(i, f"read {len(read)} of {len(alone.logits)} logits")
-            elif not torch.allclose(read, alone.logits[: len(read)], rtol=0, atol=0 if self._has_equal_bits else 1e-2):
+            elif not torch.allclose(read, alone.logits[: len(read)], rtol=0, atol=self._largest_gap(1e-2)):
                 yield Difference(i, "logits differ")
 
     @property
@@ -272,11 +272,19 @@ class ScheduleRun:
         sums_by_rank = self.schedule.num_ranks > 1 and has_experts(self.schedule.family)
         return self.schedule.backend != "reference" and not sums_by_rank
 
+    def _largest_gap(self, alone: float) -> float:
+        """Return by how much numbers may differ; `alone`: where one rank computes them, and not to the same bits.
+
+        Sums of other parts may be rounded to other numbers of few bits, and a fit of few slots multiplies a last bit.
+        """
+        if self._has_equal_bits:
+            return 0
+        return alone if self.schedule.num_ranks == 1 else 0.1
+
     def _agree(self, found: Sequence[Logprob], expected: Sequence[Logprob]) -> bool:
         if self._has_equal_bits:
             return found == expected
-        # Sums of other parts may be rounded to other numbers of few bits, and a fit of few slots multiplies a last bit.
-        most = 1e-3 if self.schedule.num_ranks == 1 else 0.1
+        most = self._largest_gap(1e-3)
         return all(abs(a.logprob - b.logprob) < most for a, b in zip(found, expected, strict=True))
 
 

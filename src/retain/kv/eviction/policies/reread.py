@@ -95,8 +95,6 @@ class Policy(AttentionScoredPolicy):
 
     def scored_priority(self, view: CacheView, mass: Tensor, scores: Tensor) -> Tensor:
         """With `first`, return the larger share of the second reading's mass and of the answer's."""
-        in_prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
+        prompt = (view.pos >= 0) & (view.pos < self.prompt_len)
         each = scores, (mass - scores).relu()
-        return torch.maximum(
-            *(x / self.kv_heads.gather(x.where(in_prompt, 0)).sum(-1).sum().clamp(1e-30) for x in each)
-        )
+        return torch.maximum(*(x / self.kv_heads.gather(x.where(prompt, 0)).sum(-1).sum().clamp(1e-30) for x in each))
