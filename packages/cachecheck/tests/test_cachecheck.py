@@ -257,6 +257,14 @@ def test_texts_may_hold_what_python_calls_an_end_of_a_line():
     assert client.ask(Prompt(("hello",)), {"stream": True}).text == text
 
 
+@pytest.mark.parametrize("url", ["http://fake/v1", "http://fake"])
+def test_metrics_are_beside_the_api(url):
+    asked = []
+    transport = httpx.MockTransport(lambda request: asked.append(str(request.url)) or httpx.Response(200, text="x 1"))
+    assert ServerClient(url, None, 1.0, Transport(transport)).read_metrics() == "x 1"
+    assert asked == ["http://fake/metrics"]
+
+
 class BusyOnce(fake.HitIgnoresSalt):
     """Refuses a probe for what it offers, because it is busy."""
 

@@ -40,11 +40,11 @@ class ServerClient:
 
     def post(self, path: str, body: Mapping[str, Any]) -> None:
         """Send a body to a path of the API, whatever it answers. Raises RefusedError, ValueError."""
-        self._http.send("POST", path, dict(body))
+        self._http.send("POST", self._http.url + path, dict(body))
 
     def read_metrics(self) -> str:
         """Return the metrics beside the API, in Prometheus' text format. Raises RefusedError, ValueError."""
-        return self._http.send("GET", "/../metrics").decode(errors="replace")
+        return self._http.send("GET", f"{self._http.url.removesuffix('/v1')}/metrics").decode(errors="replace")
 
     def ask(self, prompt: Prompt, fields: Mapping[str, Any]) -> Answer:
         """Return the greedy answer to a prompt; `fields` are further fields of the body. Raises ValueError."""

@@ -34,17 +34,16 @@ class HttpClient:
 
     def request(self, method: str, path: str, body: Json | None = None) -> Json:
         """Return the answer to a request. Raises ValueError."""
-        with self._open(method, path, body) as response:
-            return self._parse(self._read(response))
+        return self._parse(self.send(method, self.url + path, body))
 
-    def send(self, method: str, path: str, body: Json | None = None) -> bytes:
-        """Return the answer to a request as it came. `/..` begins a path beside the API. Raises ValueError."""
-        with self._open(method, path, body) as response:
+    def send(self, method: str, address: str, body: Json | None = None) -> bytes:
+        """Return the answer to a request to any address, as it came. Raises ValueError."""
+        with self._open(method, address, body) as response:
             return self._read(response)
 
     def stream(self, path: str, body: Json) -> Iterator[Json]:
         """Yield the events of an answer as they come. Raises ValueError, also for the event of an error."""
-        with self._open("POST", path, body) as response:
+        with self._open("POST", self.url + path, body) as response:
             data = (line[5:].strip() for line in self._lines(response) if line.startswith(b"data:"))
             for number, text in enumerate(text for text in data if text != b"[DONE]"):
                 if number == MAX_EVENTS:
@@ -55,10 +54,9 @@ class HttpClient:
                 yield event
 
     @contextmanager
-    def _open(self, method: str, path: str, body: Json | None) -> Iterator[httpx.Response]:
+    def _open(self, method: str, address: str, body: Json | None) -> Iterator[httpx.Response]:
         try:
-            base = self.url.rpartition("/")[0] if path.startswith("/..") else self.url
-            with self._http.stream(method, base + path.removeprefix("/.."), json=body) as response:
+            with self._http.stream(method, address, json=body) as response:
                 if not response.is_success:
                     kind = RefusedError if response.status_code in REFUSALS else ValueError
                     raise kind(f"{self.url}: {self._describe_error(response)}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from cachecheck.comparison import compare
 from cachecheck.probe import Probe
 
@@ -16,13 +14,11 @@ def run(probe: Probe) -> None:
     """Texts of the model are new to an adapter, and its texts are new to the next adapter of its name."""
     probe.skip_unless(probe.config.adapters, "no --adapters")
     texts = [probe.texts.prompt(NUM_WORDS + 3 * i) for i in range(NUM_TEXTS)]
-    asks = {"the model": probe.ask}
     found = {"the model": [probe.ask(text) for text in texts]}
     for which, folder in zip(("one adapter", "the other adapter"), probe.config.adapters, strict=True):
         probe.send("/load_lora_adapter", lora_name=NAME, lora_path=folder)
         try:
-            ask = asks[which] = partial(probe.ask, model=NAME)
-            found[which] = [ask(text) for text in texts]
+            found[which] = [probe.ask(text, model=NAME) for text in texts]
         finally:
             probe.send("/unload_lora_adapter", lora_name=NAME)
         for i, answer in enumerate(found[which]):

@@ -17,7 +17,7 @@ KNOWN = (
     ("lmcache:num_remote_write_bytes_total", ""),
     ("lmcache:local_storage_usage", ""),
 )
-SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
+SAMPLE = re.compile(r"(?P<name>[\w:]+)(?:\{(?P<labels>.*)\})? (?P<value>-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\b")
 
 
 def run(probe: Probe) -> None:
@@ -47,12 +47,10 @@ def read_stored(probe: Probe) -> float | None:
         lines = probe.server.clients[0].read_metrics().splitlines()
     except RefusedError:
         return None
-    found = []
-    for line in lines:
-        match = SAMPLE.match(line)
-        if match and any(match["name"] == name and part in (match["labels"] or "") for name, part in wanted):
-            try:
-                found.append(float(match["value"]))
-            except ValueError:
-                return None
+    samples = [match for line in lines if (match := SAMPLE.match(line))]
+    found = [
+        float(s["value"])
+        for s in samples
+        if any(s["name"] == name and part in (s["labels"] or "") for name, part in wanted)
+    ]
     return sum(found) if found else None
