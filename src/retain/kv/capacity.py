@@ -30,8 +30,8 @@ class CacheConfig:
     head of a kv head, or one for all. `demoted_page_size`: slots of a page of demoted tokens; 0 where no policy may
     demote. `snapshot_interval`: tokens between the rungs of a long text, where checkpoints stay; 0: none.
     `has_sketches`: whether pages have what policies need that look at few slots. `offload_folder`: of a file with
-    `offload_bytes` of K and V; empty where they lie in memory. `kv_heads`: those of attention that
-    this rank has.
+    `offload_bytes` of K and V; empty where they lie in memory. `kv_heads`: those of attention that this rank
+    has.
     """
 
     page_size: int

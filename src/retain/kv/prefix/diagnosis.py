@@ -16,7 +16,7 @@ from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.prefix.cache import PrefixCache
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.start import NO_TOKENS, MissReason, PrefixDiagnosis, Start
-from retain.kv.text import NO_KEYING, Text
+from retain.kv.text import Text
 
 
 def _max_skipped(start: Start) -> int:
@@ -199,8 +199,7 @@ def _evicted_age(cache: PrefixCache, history: PrefixHistory, text: SeenText) -> 
     """Return how many seconds ago the last page of a text was evicted; None where that is not known."""
     B = cache.layout.block_size
     n = text.num_stored_tokens
-    keys = text.keying if text.keying != NO_KEYING else ()
-    seen = Text(text.tokens[:n].tolist(), "", *keys)
+    seen = Text(text.tokens[:n].tolist(), "", *text.keying)
     hashes = seen.block_hashes(text.link, B)
     if n % B:
         hashes = [*hashes, seen.end_hash(text.link, B, n)]

@@ -26,6 +26,7 @@ class Policy(QueryScoredPolicy):
     """Rank by the scores of a press."""
 
     press: str  # module.Class or module.object
+    compares_heads = True  # a press may score the heads of a layer together
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -35,8 +36,6 @@ class Policy(QueryScoredPolicy):
             raise ValueError("press: scores of a press are of a kv head: they go with heads=kv-sum and value=none")
         if not callable(getattr(self.scorer, "score", None)):
             raise ValueError(f"press: {self.press} has no method `score`")
-
-    compares_heads = True  # a press may score the heads of a layer together
 
     @property
     def score_key(self) -> tuple[object, ...]:
