@@ -95,9 +95,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1977, "cli": 1098, "engine": 2224, "formats": 2991, "kernels": 7797, "models": 4671},
+    **{"bench": 1977, "cli": 1098, "engine": 2224, "formats": 2991, "kernels": 7800, "models": 4671},
     **{"processing": 2965, "server": 9019, "top": 1659},
-    **{"kv": 9419, "prefix": 1570, "checkpoints": 813, "stores": 2401, "eviction": 2490, "memory": 840},
+    **{"kv": 9413, "prefix": 1569, "checkpoints": 813, "stores": 2401, "eviction": 2485, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

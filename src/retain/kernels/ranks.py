@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from mmap import mmap
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from retain.types import Ints
 
+T = TypeVar("T", Tensor, Ints)
 CHUNK_BYTES = 4 * 2**20  # that a rank writes before it waits for others; no row is longer
 LINE_BYTES = 64
 
@@ -56,9 +57,9 @@ class KVHeads:
         """Return how many heads a layer has on all ranks, where this one has so many."""
         return num_own
 
-    def own(self, num_of_all: int) -> slice | Ints:
-        """Return an index of this rank's heads, of so many of all ranks."""
-        return slice(None)
+    def select(self, x: T, dim: int = 1) -> T:
+        """Return of what all heads have, along a dimension, what this rank's have."""
+        return x
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return for all heads, along a dimension, what ranks have for their own. All ranks call it."""
@@ -91,9 +92,11 @@ class RankHeads(KVHeads):
         """Return how many heads a layer has on all ranks: as many query heads read each."""
         return self.num_query_heads * num_own // self.num_own
 
-    def own(self, num_of_all: int) -> Ints:
-        """Return the numbers of this rank's heads."""
-        return self._places(num_of_all)[self.group.rank]
+    def select(self, x: T, dim: int = 1) -> T:
+        """Return what this rank's heads have."""
+        own = self._places(x.shape[dim])[self.group.rank]
+        found: T = x[(slice(None),) * dim + (own,)]
+        return found
 
     def gather(self, x: Tensor, dim: int = 1) -> Tensor:
         """Return what all ranks have, without the heads that are repeated."""

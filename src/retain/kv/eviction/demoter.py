@@ -73,10 +73,6 @@ class Demoter:
         # float32 [M, G, S], where the policy scores slots
         self.scores = torch.zeros(len(layers), G, 0, device=tables.kv.device) if policy.scores_slots else None
 
-    def own(self, numbers: Tensor) -> Tensor:
-        """Return those [M, G] of this rank's heads."""
-        return numbers[:, self.policy.kv_heads.own(numbers.shape[1])]
-
     @property
     def num_tokens(self) -> int:
         """Tokens of all heads that are demoted now. The host waits for the device."""
@@ -158,9 +154,9 @@ class Demoter:
         device = victims.pos.device
         self._grow(row.query_position + 1)
         after = self.num_left
-        head, i = number_tokens(self.own(torch.minimum(after - before, self.capacities)), device)
+        head, i = number_tokens(self.policy.kv_heads.select(torch.minimum(after - before, self.capacities)), device)
         if bool((after <= self.capacities).all()):
-            to = to_device(self.own(before).flatten(), device)[head] + i
+            to = to_device(self.policy.kv_heads.select(before).flatten(), device)[head] + i
         else:
             to = self._lowest_places(victims.pos.shape[-1], row.query_position)[head, i]
         slots, pos, places = (x.flip(-1).flatten(0, 1)[head, i] for x in (victims.slots, victims.pos, victims.places))
@@ -175,7 +171,7 @@ class Demoter:
         pages = self._pages()
         row = EvictingRow(self.policy, query_position, pages.shape[-1], self.scores)
         key = rank_slots(RowTables(self.tables.store, pages[None], [row], self.key_factors)).keys[0]
-        held = to_device(self.own(self._num_demoted(query_position + 1)), key.device)[..., None]
+        held = to_device(self.policy.kv_heads.select(self._num_demoted(query_position + 1)), key.device)[..., None]
         key.masked_fill_(torch.arange(key.shape[-1], device=key.device) >= held, 2**63 - 1)
         return key.topk(min(n, key.shape[-1]), largest=False).indices.flatten(0, 1)
 

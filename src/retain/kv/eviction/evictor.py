@@ -191,7 +191,7 @@ class BudgetEvictor:
 
         The last tokens of the prompt are demoted as those before them were.
         """
-        compaction = Compact(self, position, self.policy.interval, demoter.own(demoter.head_budgets))
+        compaction = Compact(self, position, self.policy.interval, self.policy.kv_heads.select(demoter.head_budgets))
         if self.policy.plan.is_streamed:
             return [self._plan_chunk(position), compaction]
         filled = self._num_held_at(position)  # the first slots of each head
@@ -236,8 +236,7 @@ class BudgetEvictor:
 
     def _own(self, numbers: Ints) -> Ints:
         """Return those [M, G] of this rank's heads."""
-        found: Ints = numbers[:, self.policy.kv_heads.own(numbers.shape[1])]
-        return found
+        return self.policy.kv_heads.select(numbers)
 
     # ---- resuming ------------------------------------------------------------------------------------------------
 

@@ -67,8 +67,7 @@ class GateWeights:
 
     def of_heads(self, heads: KVHeads) -> GateWeights:
         """Return the numbers of a rank's heads alone."""
-        own = heads.own(self.bias.shape[1])
-        return GateWeights(*(getattr(self, f.name)[:, own] for f in fields(self)))
+        return GateWeights(*(heads.select(getattr(self, f.name)) for f in fields(self)))
 
     def fixed_part(self, k: Tensor, v: Tensor, pos: Tensor, layers: slice) -> Tensor:
         """Return what K and V of slots contribute, [m, G, S]; k, v [m, G, S, D or V] float32, of these layers."""

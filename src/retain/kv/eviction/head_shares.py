@@ -32,7 +32,7 @@ class HeadShares:
 
     def of_heads(self, heads: KVHeads) -> HeadShares:
         """Return the shares of a rank's heads alone."""
-        return HeadShares(self.kept[:, :, heads.own(self.kept.shape[2])])
+        return HeadShares(heads.select(self.kept, 2))
 
     def divide(self, budget: int, num_tokens: int) -> Tensor:
         """Return how many of `num_tokens` each head keeps, int64 [M, G], where the mean is at most `budget`.

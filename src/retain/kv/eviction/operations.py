@@ -219,6 +219,5 @@ def write_values(store: PageStore, pages: Tensor, num_kept: Ints, values: Sequen
 def choose_budgets(policy: BudgetPolicy, rank: Tensor, view: CacheView, budget: int) -> Tensor:
     """Return the tokens that each head of one row keeps where their budget is so many, int64 [M, G]."""
     if policy.share in ("layer", "all"):
-        budgets = allocate_budgets(policy.kv_heads.gather(rank), budget, policy.share)
-        return budgets[:, policy.kv_heads.own(budgets.shape[1])]
+        return policy.kv_heads.select(allocate_budgets(policy.kv_heads.gather(rank), budget, policy.share))
     return policy.head_budgets(view, budget)

@@ -135,5 +135,5 @@ def call_press(press: Any, view: CacheView, compression_ratio: float, heads: KVH
     except Exception as error:  # a press is a user's code, and other requests are computed in the same step
         warn_once(f"{type(press).__name__} cannot score a prompt of {n} tokens: {shorten(error)}")
         return torch.zeros_like(pos, dtype=torch.float32)
-    scores = scores[0, heads.own(G)].float()
+    scores = heads.select(scores[0], 0).float()
     return torch.cat((scores, scores.new_zeros(len(pos), 1)), 1).gather(1, torch.where(pos < 0, n, pos))

@@ -75,14 +75,14 @@ class Policy(QueryScoredPolicy):
         share = max(1 - self.budget_tokens / self.prompt_len, 0)
         score = share * standardize(alone, takes_part) + standardize(smooth, takes_part)
         score -= score.where(takes_part, torch.inf).amin()
-        return score.where(takes_part, 0)[self.kv_heads.own(len(score))]
+        return self.kv_heads.select(score.where(takes_part, 0), 0)
 
     def _leverage(self, view: CacheView, takes_part: Tensor) -> Tensor:
         """Return the leverage of each key among those that take part, [G, S]."""
         k = view.unrotated_keys[0].where(takes_part[..., None], 0)  # [G, S, D]
         k = k - k.sum(1, keepdim=True) / takes_part.sum(1)[:, None, None]
         sizes = self.kv_heads.num_of_all(len(k)), k.shape[-1], self.sketch
-        sketch = torch.randn(*sizes, generator=torch.Generator().manual_seed(0))[self.kv_heads.own(sizes[0])]
+        sketch = self.kv_heads.select(torch.randn(*sizes, generator=torch.Generator().manual_seed(0)), 0)
         return leverage(k, sketch.to(k.device) / self.sketch**0.5, takes_part)
 
 

@@ -29,7 +29,7 @@ class Policy(BudgetPolicy):
         L, own, _ = view.pos.shape
         G = self.kv_heads.num_of_all(own)
         table = torch.Generator().manual_seed(self.seed)
-        factors = torch.rand(L, G, 1, generator=table, dtype=torch.float64)[:, self.kv_heads.own(G)]
+        factors = self.kv_heads.select(torch.rand(L, G, 1, generator=table, dtype=torch.float64))
         factors = factors.to(view.pos.device, non_blocking=True)
         x = torch.frac(torch.sin((view.pos.double() + 1) * (12.9898 + factors)) * 43758.5453)
         return x.abs() + (view.pos < self.prompt_len) * (self.keep == "prompt")
