@@ -284,7 +284,7 @@ class LLM(EngineParts):
         (state,) = self.input_processor.process(g)
         self._run_to_completion([state])
         text = state.request.text.head(len(state.request.prompt))
-        return self.cache.pin(state.request.policy, text, seconds)
+        return self.cache.hints.retain(state.request.policy, text, seconds)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

@@ -46,7 +46,7 @@ LAYERS = [
     {"outputs", "gates"},
     {"engine"},
     {"kv.manager"},
-    {"kv.draft_tables"},
+    {"kv.draft_tables", "kv.hints"},
     {"kv.row"},
     {"kv.journal"},
     {"kv.prefix"},

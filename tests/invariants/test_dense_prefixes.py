@@ -138,7 +138,7 @@ def test_a_prompt_that_fits_alone_fits_beside_what_is_cached_of_it(family: str, 
         for length in (32, 100):
             run_checked(engine, [make_request(text[:length], 1)])
         if is_pinned:
-            assert engine.cache.prefix_cache.pin(request.policy, Text(text), 100.0)
+            assert engine.cache.hints.retain(request.policy, Text(text), 100.0)
         again = make_request(text, 40, policy)
         assert run_checked(engine, [again]) == expected
         assert not again.stats.num_preemptions

@@ -133,7 +133,7 @@ def test_equal_prompts_of_two_salts_share_no_page() -> None:
 
 
 def pin(engine: Engine, prompt: Sequence[int], seconds: float) -> int:
-    return prefix_cache_of(engine).pin(make_request(prompt).policy, Text(prompt), seconds)
+    return engine.cache.hints.retain(make_request(prompt).policy, Text(prompt), seconds)
 
 
 def test_pins_outlive_drafts_and_other_requests() -> None:
@@ -177,13 +177,13 @@ def test_pins_hold_half_of_the_pool_at_most_and_leave_room_to_other_owners(owner
         prompt = [i + 1] * 64  # 4 pages of each head, of which there are 6
         run_to_completion_with_pins(engine, make_request(prompt, 1))
         policy, before = make_request(prompt).policy, sum(pinned.values())
-        kept = prefix_cache_of(engine).pin(policy, Text(prompt), 1000.0, owner)
+        kept = engine.cache.hints.retain(policy, Text(prompt), 1000.0, owner)
         has_room = pinned.get(owner, 0) + 24 <= 2 * (max_pages - before - 24)
         assert kept == 64 * has_room
         pinned[owner] = pinned.get(owner, 0) + 24 * has_room
         assert sum(node.all_pages.size for node in tree.pins) == sum(pinned.values()) <= max_pages
     assert set(pinned.values()) != {0} and pinned[owners[4]] > 0
-    assert prefix_cache_of(engine).pin(policy, Text([1] * 64), 1000.0, owners[0]) == 64, (
+    assert engine.cache.hints.retain(policy, Text([1] * 64), 1000.0, owners[0]) == 64, (
         "a second time takes nothing more"
     )
 

@@ -187,7 +187,7 @@ def test_a_pin_and_a_place_where_texts_parted_keep_their_snapshot(keeps: str) ->
 
     chat = run(system)
     if keeps == "a pin":
-        assert engine.cache.prefix_cache.pin(chat.policy, Text(system), 1000) == 96
+        assert engine.cache.hints.retain(chat.policy, Text(system), 1000) == 96
     else:
         others = [run(system + random_tokens(rng, 40)) for _ in range(2)]
         assert others

@@ -81,7 +81,10 @@ class Driver(CacheJournal):
 
     def is_sent_ahead(self, name: str, owner: Any) -> bool:
         """Return whether ranks ask in this call what all of them have in stores, or have loaded."""
-        return self._has_tiers and (name == "start" or (name == "finish_load" and owner.load is not None))
+        asks = name in ("start", "prefetch", "finish_prefetch", "demote") or (
+            name == "finish_load" and owner.load is not None
+        )
+        return self._has_tiers and asks
 
     def expire(self) -> None:
         """Drop the pins whose time is over."""

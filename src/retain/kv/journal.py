@@ -72,7 +72,7 @@ class TextUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a method of the cache, or of the row of this index, and what it returned: see `summarize`.
+    """A call of a method of the cache, of the row of this index or of HINTS, and what it returned: see `summarize`.
 
     `texts` and `num_scored` are of the row's task: parts that are new, and how far its scoring passes are.
     """
@@ -182,6 +182,7 @@ class CacheJournal:
         return None if isinstance(value, Start) else value
 
 
+HINTS = -1  # in place of a row's index: those of the cache
 ERROR = "an error"
 UNKNOWN = "unknown yet"  # what a call returns that all ranks make at once
 
@@ -215,8 +216,9 @@ class RepeatedCache(Protocol):
     def prefix_cache(self) -> Any:
         """The cache of the prefixes of earlier texts."""
 
-    def find(self, policy: Any, task: RowTask) -> Start:
-        """Return where a row may begin that computes a task under this policy."""
+    @property
+    def hints(self) -> Any:
+        """What callers say about texts."""
 
 
 class DivergedError(RuntimeError):
@@ -243,10 +245,11 @@ class JournalReader:
         self.cache.prefix_cache.expire_pins()
         for part in call.texts:
             self._update(part)
-        owner: Any = self.cache if call.row is None else self.cache.rows[call.row]
+        owner: Any = self.cache if call.row is None else self.cache.hints
+        owner = self.cache.rows[call.row] if call.row not in (None, HINTS) else owner
         args = [self._to_objects(x) for x in call.args]
         if call.name == "start":
-            args[1] = self.cache.find(owner.policy, args[0])
+            args[1] = self.cache.prefix_cache.find(args[0].text, args[0].demand(owner.policy))
         task = task_of(owner, args)
         for progress, num_done in zip(task.scoring_passes if task else (), call.num_scored, strict=False):
             progress.num_done = num_done

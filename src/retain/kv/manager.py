@@ -22,6 +22,7 @@ from retain.kv.eviction.demotion import DEMOTED_DTYPE
 from retain.kv.eviction.evictor import evict_rows
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.eviction.view import KeyTransform
+from retain.kv.hints import CacheHints
 from retain.kv.journal import journaled
 from retain.kv.memory.block_layout import BlockLayout, block_layout
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
@@ -37,7 +38,6 @@ from retain.kv.row import CacheParts, Row
 from retain.kv.row_task import RowTask
 from retain.kv.stats.pool import PageStates, PoolStats, classify_pages, count_slots
 from retain.kv.stats.request import RequestMemory, request_memory_stats
-from retain.kv.text import Text
 from retain.types import Ints
 
 
@@ -72,6 +72,7 @@ class KVCacheManager:
         self.copies = QuantizedCopies(self.tables, self._ensure_unused)  # of rows that a drafter copies
         prefix_cache = PrefixCache(self.slots.tables, planner, prefix_config)
         self.parts = CacheParts(planner, self.slots, prefix_cache, self.copies, key_transform or KeyTransform())
+        self.hints = CacheHints(self.parts)
         self.pool.evict_callback = self._free_unneeded
 
     @property
@@ -115,8 +116,9 @@ class KVCacheManager:
 
     @property
     def free_pages(self) -> int:
-        """Pages that a request can get now: free, or held by the prefix cache or a quantized copy only."""
-        return self.pool.num_free + self.prefix_cache.tree.num_evictable_pages + self.copies.num_pages
+        """Pages that a request can get now: free, or held by the prefix cache, a hint or a quantized copy only."""
+        num_unneeded = self.prefix_cache.tree.num_evictable_pages + self.hints.num_pages
+        return self.pool.num_free + num_unneeded + self.copies.num_pages
 
     @property
     def total_pages(self) -> int:
@@ -126,7 +128,7 @@ class KVCacheManager:
     @property
     def free_rows(self) -> int:
         """Requests that can still be opened."""
-        return len(self.tables.free_rows)
+        return len(self.tables.free_rows) + len(self.hints.loading)
 
     @contextmanager
     def limit_pages(self, num_pages: int) -> Iterator[None]:
@@ -162,12 +164,8 @@ class KVCacheManager:
 
     def find(self, policy: EvictionPolicy, task: RowTask) -> Start:
         """Return where a row that computes a task under this policy may begin, and what it shares with others then."""
+        self.hints.end_loads(task.text)
         return self.prefix_cache.find(task.text, task.demand(policy))
-
-    @journaled
-    def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
-        """Keep what is cached of a text for `seconds`; see `PrefixCache.pin`. Returns the number of tokens."""
-        return self.prefix_cache.pin(policy, text, seconds, owner)
 
     @journaled
     def unpin_all(self) -> bool:
@@ -179,6 +177,8 @@ class KVCacheManager:
     @journaled
     def open(self, policy: EvictionPolicy, num_uncomputed_tokens: int) -> Row:
         """Open a row for a request with so many uncomputed tokens and this resolved policy. It owns no pages yet."""
+        if not self.tables.free_rows:
+            self.hints.discard_loads()
         return Row(self.parts, policy, num_uncomputed_tokens)
 
     def open_draft_tables(self, dtype: torch.dtype | None) -> DraftTables:
@@ -369,8 +369,10 @@ class KVCacheManager:
         return self.pool.ensure_free(n)
 
     def _free_unneeded(self, num_pages: int) -> None:
-        """Free pages that no request needs: cached prefixes, and quantized copies where these are too few."""
+        """Free pages that no request needs: cached prefixes, and loads and quantized copies where these are too few."""
         wanted = self.pool.num_free + num_pages
+        if self.pool.num_free + self.prefix_cache.tree.num_evictable_pages < wanted:
+            self.hints.discard_loads()
         for _, row in sorted(self.rows.items()):
             if self.pool.num_free + self.prefix_cache.tree.num_evictable_pages < wanted:
                 row.drop_copy()

@@ -134,6 +134,15 @@ class Row:
             return self.found
         return replace(self.found, diagnosis=explain_prefix(cache, found, self.num_computed, self.found.seen))
 
+    def start_ahead(self, task: RowTask, found: Start) -> None:
+        """Begin with what tiers have of a text that a request will ask for. The row is closed when that is loaded."""
+        self.task = task
+        with self._closed_on_error():
+            self.found = self.parts.prefix_cache.load_ahead(self, found)
+        self.load = self.found.load
+        self._begin_at(self.found.position)
+        self.begun_at = self.num_computed
+
     @journaled
     def fork(self, policy: EvictionPolicy, num_computed_tokens: int, task: RowTask | None = None) -> Row | None:
         """Open and start a row that continues the text of this one under its own policy.

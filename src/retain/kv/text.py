@@ -128,6 +128,16 @@ class Text:
         return hash_key(parent + extra + begin.to_bytes(8, "little"))
 
 
+def salt_digest(salt: str) -> bytes:
+    """Return what names a salt where its texts are kept, KEY_BYTES. Their first half names the part before a slash.
+
+    A server's salts are an API key's part, a slash, and what a client adds.
+    """
+    tenant = salt.partition("/")[0]
+    parts = (x.encode(errors="surrogatepass") for x in (tenant, salt))
+    return b"".join(blake2b(part, digest_size=KEY_BYTES // 2, person=b"salt").digest() for part in parts)
+
+
 def hash_key(key: bytes) -> bytes:
     """Return a hash of KEY_BYTES bytes."""
     return blake2b(key, digest_size=KEY_BYTES).digest()

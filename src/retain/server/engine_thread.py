@@ -235,7 +235,7 @@ class EngineThread:
             num_pinned = 0
             if cache.prefix_cache.enabled:
                 text = request.text.head(len(prefix))
-                num_pinned = cache.pin(request.policy, text, pin.seconds, group.key_name)
+                num_pinned = cache.hints.retain(request.policy, text, pin.seconds, group.key_name)
             group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:

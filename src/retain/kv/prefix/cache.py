@@ -39,13 +39,14 @@ from retain.kv.prefix.events import PrefixObserver
 from retain.kv.prefix.history import PrefixHistory, SeenText
 from retain.kv.prefix.node import NO_PAGES, EvictionRecord, PrefixMatch
 from retain.kv.prefix.radix_tree import RadixTree
+from retain.kv.prefix.returns import ReturnTimes
 from retain.kv.prefix.start import Begun, HeldCheckpoint, Start, StoredCheckpoint
 from retain.kv.prefix.tiers import Tiers
 from retain.kv.stats.request import LoadStats
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.store import ReadJob
-from retain.kv.text import Text
+from retain.kv.text import Text, salt_digest
 from retain.types import Ints
 
 KindNeeds = tuple[AnyKind, Sequence[Key], Reach]  # with the keys of a policy, and where rows begin without any
@@ -87,6 +88,7 @@ class PrefixCache:
         self.needs = lru_cache(maxsize=256)(self._find_needs)
         self.tiers: Tiers | None = None
         self.agreement: Agreement = Alone()
+        self.returns = ReturnTimes()
         self.num_queried_tokens = 0  # of all texts that were looked up
         self.num_reused_tokens = 0
 
@@ -264,10 +266,13 @@ class PrefixCache:
             return Begun()
         self.num_queried_tokens += len(start.text)
         seen = self._record_text(start.text, start.demand.policy)
+        link = self.first_link(start.text, start.demand.policy)
+        self.returns.come_back(start.text.block_hashes(link, self.layout.block_size), self.tree.pins.clock())
         begun: Begun | None = None
         further = start.further
         with self.pool.held(start.page_list):  # to make room for what stores have, they may be evicted
-            if self.tiers and self._agrees_to_load(start, was_preempted):
+            wants = further is not None and not (was_preempted and further.is_selective)
+            if self.agrees_to_load(start, wants and (self.agreement.rank > 0 or self._should_load(start))):
                 assert further
                 with self.pool.held(further.page_list):
                     begun = self._attach_further(row, further)
@@ -276,11 +281,20 @@ class PrefixCache:
         branch_point = start.branch_point if start.branch_point > begun.position else 0
         return replace(begun, branch_point=branch_point, seen=seen)
 
-    def _agrees_to_load(self, start: Start, was_preempted: bool) -> bool:
-        """Return whether all ranks have the same in stores, and the first one estimates that loading it is faster."""
+    def load_ahead(self, row: CheckpointedRow, start: Start) -> Begun:
+        """Begin an empty row with what stores have of a text that a request will ask for.
+
+        It is loaded also where computing is faster: nobody waits for it yet.
+        """
+        assert start.further
+        with self.pool.held(start.page_list), self.pool.held(start.further.page_list):
+            return self._attach_further(row, start.further) or Begun()
+
+    def agrees_to_load(self, start: Start, wants: bool) -> bool:
+        """Return whether this rank wants to load what stores have further, and all ranks have the same there."""
+        if not self.tiers:
+            return False
         further = start.further
-        wants = further is not None and not (was_preempted and further.is_selective)
-        wants = wants and (self._should_load(start) or self.agreement.rank > 0)
         found = (further.position, further.blocks.shape[-1], [c.key for c in further.stored]) if further else ()
         return self.agreement.is_shared(found if wants else ()) and wants
 
@@ -428,7 +442,7 @@ class PrefixCache:
             self.tree.observer.on_stored(stored, text.group)
         if self.tiers:
             hashes = text.block_hashes(link, self.layout.block_size, end)
-            self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)])
+            self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)], salt_digest(text.salt))
 
     def set_clock(self, clock: Callable[[], float]) -> None:
         """Let pins expire by a clock, in seconds, that all ranks have."""
@@ -441,15 +455,6 @@ class PrefixCache:
     def expire_pins(self) -> None:
         """Drop the pins whose time is over."""
         self.tree.pins.expire()
-
-    def pin(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
-        """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens.
-
-        Raises ValueError where nothing is kept.
-        """
-        if not self.enabled:
-            raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
-        return self.tree.pin(self.first_link(text, policy), text, seconds, owner)
 
     # ---- statistics and the accountant ---------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from retain.kv.checkpoints import TextCheckpoint
+from retain.kv.prefix.returns import ExpectedReturn
 from retain.kv.text import NO_KEYING, Keying
 from retain.types import Ints
 
@@ -43,6 +44,8 @@ class Node:
     checkpoint_used: dict[bytes, int] = field(default_factory=dict)  # on the tree's clock: the last use of each
     required: frozenset[bytes] = frozenset()  # of a root: keys of the checkpoints without which no text goes on
     keying: Keying = NO_KEYING  # of its tokens
+    salt_digest: bytes = b""  # of a root: see `text.salt_digest`
+    expected: ExpectedReturn | None = None  # when its text is asked for again, where that is known
     parent: Node | None = None
     children: dict[bytes, Node] = field(default_factory=dict)  # by their first block hash
     last_used: int = 0  # on the tree's clock
@@ -67,6 +70,7 @@ class Node:
             created_at=self.created_at,
             last_hit_at=self.last_hit_at,
             hits=self.hits,
+            expected=self.expected,
         )
         self.parent.children[self.block_hashes[0]] = upper
         self.start_block += num_blocks
@@ -87,6 +91,14 @@ class Node:
         now = monotonic()
         used_at = self.last_hit_at or self.created_at
         return EvictionRecord(self.num_pages, now - self.created_at, now - used_at, self.hits)
+
+    @property
+    def root(self) -> Node:
+        """The root of the node's tree."""
+        node = self
+        while node.parent:
+            node = node.parent
+        return node
 
     @property
     def is_pages_leaf(self) -> bool:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -28,11 +27,12 @@ from retain.kv.checkpoints import TextCheckpoint, checkpoint_name
 from retain.kv.memory.pool import PagePool
 from retain.kv.prefix.checkpoint_ladder import CheckpointLadder
 from retain.kv.prefix.events import PrefixObserver, StoredPages
-from retain.kv.prefix.eviction_order import EvictionCandidate, candidates, leaf_value
+from retain.kv.prefix.eviction_order import Ages, EvictionCandidate, candidates, leaf_value
 from retain.kv.prefix.history import PrefixHistory
-from retain.kv.prefix.node import NO_BLOCKS, NO_MATCH, NO_PAGES, EvictionRecord, Node, NodeEnd, PrefixMatch
+from retain.kv.prefix.node import NO_BLOCKS, NO_MATCH, NO_PAGES, EvictionRecord, Node, PrefixMatch
 from retain.kv.prefix.pins import Pins
-from retain.kv.text import Keying, Text, common_prefix_length
+from retain.kv.prefix.tree_search import TreeSearch, children_of, nodes_below
+from retain.kv.text import Keying, Text, common_prefix_length, salt_digest
 from retain.types import Ints
 
 # Called with a node, the number of its first blocks that keep their pages, and checkpoints that it loses.
@@ -56,10 +56,12 @@ class RadixTree:
     def __init__(self, pool: PagePool, block_size: int, ladder: CheckpointLadder | None = None):
         self.pool = pool
         self.block_size = block_size
+        self.search = TreeSearch(block_size)
         self.roots: dict[bytes, Node] = {}
         self.ladder = ladder or CheckpointLadder(0)
         self.num_holders = np.zeros(pool.num_pages, np.int32)  # nodes and checkpoints that hold each page
         self.clock = itertools.count(1)
+        self.uses: deque[tuple[int, float]] = deque(maxlen=64)  # ticks and seconds of the latest
         self.pins = Pins()
         self.on_evict: OnEvict | None = None
         self.on_outgrown: Callable[[Node, bytes], None] | None = None
@@ -72,41 +74,7 @@ class RadixTree:
     def match_prefix(self, link: bytes, text: Text, max_length: int) -> PrefixMatch:
         """Return what the tree has of the first `max_length` tokens of a text. Counts as no use."""
         root = self.roots.get(link)
-        if root is None or max_length < 1:
-            return NO_MATCH
-        B = self.block_size
-        tokens = text.tokens[:max_length]
-        path, num_full = self._walk(root, text.block_hashes(link, B, max_length))
-        partial = self._partial_matches(path, num_full, tokens, text.keying)
-        common = num_full * B + (partial[0][1] if partial else 0)
-        ends = [NodeEnd(n, min(num_full * B, self._end_position(n))) for n, _ in path if n.checkpoints]
-        ends += [NodeEnd(n, min(num_full * B + k, self._end_position(n))) for n, k in partial if n.checkpoints]
-        ends += [
-            NodeEnd(n, self._end_position(n)) for n in self._passed_ends(path, tokens, text.keying) if n.checkpoints
-        ]
-        with_pages = [(node, n) for node, n in path if node.has_pages]
-        num_blocks = sum(n for _, n in with_pages)
-        if len(with_pages) < len(path):
-            partial = self._partial_matches(with_pages, num_blocks, tokens, text.keying)
-        tail, num_equal = next(((n, k) for n, k in partial if n.has_pages), (None, 0))
-        if tail is with_pages[-1][0]:
-            with_pages[-1] = tail, with_pages[-1][1] + 1
-        elif tail:
-            with_pages.append((tail, 1))
-        nodes = [node for node, _ in with_pages]
-        pages = [node.pages[:, :n] for node, n in with_pages if node.parent]
-        blocks = np.concatenate(pages, -1) if pages else NO_BLOCKS
-        return PrefixMatch(num_blocks * B + num_equal, blocks, nodes, ends, common)
-
-    def touch(self, nodes: Sequence[Node], keys: Sequence[tuple[Node, bytes]] = ()) -> None:
-        """Record that a request begins with the pages of nodes, and with checkpoints, each by its node and key."""
-        for node, key in keys:
-            node.checkpoint_used[key] = next(self.clock)
-        now = next(self.clock)
-        for node in (*nodes, *(node for node, _ in keys)):
-            node.last_used = now
-        for node in nodes:
-            node.record_hit()
+        return NO_MATCH if root is None or max_length < 1 else self.search.match(root, link, text, max_length)
 
     def nearest_text(self, link: bytes, text: Text, key: bytes = b"") -> tuple[Ints, int] | None:
         """Return the cached text that shares the most first tokens, and their number. Counts as no use.
@@ -114,62 +82,38 @@ class RadixTree:
         Only texts that have pages count, or, where a key is given, a checkpoint of that key at their end.
         """
         root = self.roots.get(link)
-        if root is None or not _is_text(root, key):
-            return None
-        path, _ = self._walk(root, text.block_hashes(link, self.block_size))
-        path = [(node, n) for node, n in path if node is root or _is_text(node, key)]
-        num_full = sum(n for _, n in path)
-        partial = self._partial_matches(path, num_full, text.tokens, text.keying)
-        longest = [x for x in partial if _is_text(x[0], key)][:1]
-        node, num_equal = longest[0] if longest else (path[-1][0], 0)
-        spans = [n.tokens for n, _ in path if n is not node] + [node.tokens]
-        while children := [child for child in _children(node) if _is_text(child, key)]:
-            node = max(children, key=lambda n: n.last_used)
-            spans.append(node.tokens)
-        return np.concatenate(spans), num_full * self.block_size + num_equal
+        return None if root is None else self.search.nearest_text(root, link, text, key)
 
-    def _walk(self, root: Node, block_hashes: Sequence[bytes]) -> tuple[list[tuple[Node, int]], int]:
-        """Follow block hashes from the root. Returns each node with its number of matched blocks, and their sum."""
-        path = [(root, 0)]
-        at = 0
-        while at < len(block_hashes) and (child := path[-1][0].children.get(block_hashes[at])):
-            n = _num_equal(child.block_hashes, block_hashes[at : at + len(child.block_hashes)])
-            path.append((child, n))
-            at += n
-            if n < len(child.block_hashes):
-                break
-        return path, at
+    def own_end(self, link: bytes, text: Text) -> list[Node]:
+        """Return the nodes that this text alone needs, its end first. See `TreeSearch.own_end`."""
+        root = self.roots.get(link)
+        return [] if root is None else self.search.own_end(root, link, text)
 
-    def _partial_matches(
-        self, path: Sequence[tuple[Node, int]], num_blocks: int, tokens: Ints, keying: Keying
-    ) -> list[tuple[Node, int]]:
-        """Return the nodes that have a beginning of the block after a path, and its length; the longest first."""
-        B = self.block_size
-        node, n = path[-1]
-        begin = num_blocks * B
-        rest = tokens[begin:]
-        is_inside = n < len(node.block_hashes)
-        blocks = (
-            [(node, node.tokens[n * B : (n + 1) * B])] if is_inside else [(c, c.tokens[:B]) for c in _children(node)]
-        )
-        equal = [(c, n) for c, block in blocks if (n := common_prefix_length(block, rest))]
-        found = [(c, num_shared) for c, n in equal if (num_shared := keying.count_shared(c.keying, begin, n))]
-        return sorted(found, key=lambda x: (-x[1], not x[0].checkpoints))
+    def touch(self, nodes: Sequence[Node], keys: Sequence[tuple[Node, bytes]] = ()) -> None:
+        """Record that a request begins with the pages of nodes, and with checkpoints, each by its node and key."""
+        for node, key in keys:
+            node.checkpoint_used[key] = next(self.clock)
+        now = self._tick()
+        for node in (*nodes, *(node for node, _ in keys)):
+            node.last_used = now
+            node.expected = None
+        for node in nodes:
+            node.record_hit()
 
-    def _passed_ends(self, path: Sequence[tuple[Node, int]], tokens: Ints, keying: Keying) -> Iterator[Node]:
-        """Yield the tails that lie on a path: texts that a longer one has repeated."""
-        for parent, n in path:
-            begin = self._end_position(parent)
-            for node in _children(parent) if n == len(parent.block_hashes) else ():
-                n = len(node.tokens)
-                is_tail = n % self.block_size and begin + n <= len(tokens)
-                is_equal = is_tail and np.array_equal(node.tokens, tokens[begin : begin + n])
-                if is_equal and keying.count_shared(node.keying, begin, n) == n:
-                    yield node
+    def _tick(self) -> int:
+        """Return the time of a use."""
+        now = next(self.clock)
+        self.uses.append((now, self.pins.clock()))
+        return now
 
-    def _end_position(self, node: Node) -> int:
-        """Return the number of tokens of the text up to the node's end."""
-        return node.start_block * self.block_size + len(node.tokens)
+    @property
+    def _ages(self) -> Ages:
+        """How old uses are now. Without two of them at different times a tick is a second."""
+        seconds = self.pins.clock()
+        ticks, since = self.uses[0] if self.uses else (0, seconds)
+        now = next(self.clock)
+        rate = (self.uses[-1][0] - ticks) / (self.uses[-1][1] - since) if self.uses and self.uses[-1][1] > since else 1
+        return Ages(now, seconds, rate)
 
     # ---- inserting -----------------------------------------------------------------------------------------------
 
@@ -192,10 +136,14 @@ class RadixTree:
         Returns the node that holds the last of these tokens; with checkpoints, one that ends there.
         """
         B = self.block_size
-        root = self.roots.setdefault(link, Node(0, text.tokens[:0], [], has_pages=True, required=required))
+        if link not in self.roots:
+            self.roots[link] = Node(
+                0, text.tokens[:0], [], has_pages=True, required=required, salt_digest=salt_digest(text.salt)
+            )
+        root = self.roots[link]
         hashes = text.block_hashes(link, B, length)
-        path, num_full = self._walk(root, hashes)
-        now = next(self.clock)
+        path, num_full = self.search.walk(root, hashes)
+        now = self._tick()
         for node, _ in path:
             node.last_used = now
         if not checkpoints and self._has_pages_of(path, num_full, text.tokens[:length], text.keying):
@@ -221,7 +169,7 @@ class RadixTree:
         """Return whether the tree has pages of all these tokens, whose whole blocks are on a path."""
         if not path[-1][0].has_pages:
             return False
-        partial = self._partial_matches(path, num_full, tokens, keying)
+        partial = self.search.partial_matches(path, num_full, tokens, keying)
         longest = max((k for node, k in partial if node.has_pages), default=0)
         return num_full * self.block_size + longest == len(tokens)
 
@@ -249,7 +197,7 @@ class RadixTree:
     def _drop_repeated(self, node: Node) -> None:
         """Remove tails that a node with pages repeats, and that have no checkpoints: their block is cached twice."""
         assert node.parent
-        for sibling in _children(node.parent):
+        for sibling in children_of(node.parent):
             if sibling is not node and not sibling.checkpoints and self._is_repeated(sibling, node):
                 self.pins.inherit(node, sibling)
                 self._drop_pages(sibling)
@@ -277,7 +225,7 @@ class RadixTree:
         """
         while parent := node.parent:
             if len(parent.children) > 1:
-                repeated = [c for c in _children(parent) if c is not node and self._is_repeated(c, node)]
+                repeated = [c for c in children_of(parent) if c is not node and self._is_repeated(c, node)]
                 parent.is_branch = parent.is_branch or len(parent.children) > 1 + len(repeated)
                 for child in repeated:
                     self._drop_outgrown_checkpoints(child, length, begun_at, keys)
@@ -291,7 +239,7 @@ class RadixTree:
         """Drop those of a node which a text of `length` tokens, that began at `begun_at`, does not need."""
         if node in self.pins:
             return
-        position = self._end_position(node)
+        position = self.search.end_position(node)
         for key in keys:
             checkpoint = node.checkpoints.get(key)
             reach = checkpoint.ladder_reach if checkpoint else 0
@@ -334,8 +282,13 @@ class RadixTree:
         match = self.match_prefix(link, text, len(text))
         self.pins.expire()
         nodes = [node for node in match.nodes if node.parent]
-        num_nodes = self.pins.add(nodes, seconds, owner, self.pool.num_pages // 2)
+        num_nodes = self.pins.add(nodes, seconds, owner, self.max_pinned_pages)
         return min(sum(len(node.tokens) for node in nodes[:num_nodes]), match.length)
+
+    @property
+    def max_pinned_pages(self) -> int:
+        """Pages that all pins hold at most."""
+        return self.pool.num_pages // 2
 
     def unpin_all(self) -> bool:
         """Drop all pins. Returns whether there were any."""
@@ -370,8 +323,8 @@ class RadixTree:
     def _evict_least(self, num_pages: int, in_use: bool) -> int:
         """Evict pages and checkpoints, with those `in_use` or without. Returns the number of freed pages."""
         num_free = self.pool.num_free
-        now = next(self.clock)
-        heap = candidates(self.roots.values(), self.block_size, now)
+        ages = self._ages
+        heap = candidates(self.roots.values(), self.block_size, ages)
         order = itertools.count(len(heap))
         heapq.heapify(heap)
         while (missing := num_free + num_pages - self.pool.num_free) > 0 and heap:
@@ -388,9 +341,8 @@ class RadixTree:
             parent = node.parent
             self._evict_end(node, missing, in_use)
             if parent and parent.parent and parent.is_pages_leaf and parent not in self.pins:
-                heapq.heappush(
-                    heap, EvictionCandidate(leaf_value(parent, self.block_size, now), next(order), parent, b"")
-                )
+                value = leaf_value(parent, self.block_size, ages)
+                heapq.heappush(heap, EvictionCandidate(value, next(order), parent, b""))
         return self.pool.num_free - num_free
 
     def _evict_end(self, node: Node, num_pages: int, in_use: bool) -> None:
@@ -426,7 +378,7 @@ class RadixTree:
 
     def _evict_behind(self, node: Node) -> None:
         """Evict the pages that continue a node, but for pinned texts."""
-        for child in _children(node):
+        for child in children_of(node):
             if child.has_pages:
                 self._evict_behind(child)
                 if child.is_pages_leaf and child not in self.pins:
@@ -468,7 +420,7 @@ class RadixTree:
         """Drop the checkpoints that need the pages of a node, also those behind it."""
         for key in node.dependents:
             self._drop_checkpoint(node, key)
-        for child in _children(node):
+        for child in children_of(node):
             self._drop_dependents(child)
             self._prune(child)
 
@@ -488,14 +440,53 @@ class RadixTree:
 
     def clear(self) -> None:
         """Drop all texts and pins, without `on_evict`."""
-        for node in list(self.iter_nodes()):
+        self._drop_nodes(list(self.iter_nodes()))
+        self.roots.clear()
+        if self.observer:
+            self.observer.on_cleared()
+
+    def delete_salt(self, digest: bytes) -> int:
+        """Drop the texts of a salt, also pinned ones, or of all salts whose digests begin so. Returns their tokens."""
+        roots = {link: root for link, root in self.roots.items() if root.salt_digest.startswith(digest)}
+        nodes = [node for root in roots.values() for node in nodes_below(root)]
+        for node in nodes if self.observer else ():
+            if node.has_pages and self.observer:
+                self.observer.on_removed(node.block_hashes)
+        self._drop_nodes(nodes)
+        for link in roots:
+            del self.roots[link]
+        return sum(len(node.tokens) for node in nodes if node.has_pages)
+
+    def _drop_nodes(self, nodes: Sequence[Node]) -> None:
+        """Free what nodes hold, whose trees go with them."""
+        for node in nodes:
             for key in list(node.checkpoints):
                 self._drop_checkpoint(node, key)
             self._free_pages(node.page_list)
-        self.roots.clear()
-        self.pins.clear()
-        if self.observer:
-            self.observer.on_cleared()
+            self.pins.discard(node)
+
+    # ---- the ends of texts, for hints ----------------------------------------------------------------------------
+
+    def remove(self, node: Node, num_blocks: int) -> None:
+        """Drop what a node holds behind its first blocks, with checkpoints, and behind which there is nothing."""
+        if num_blocks:
+            self._split(node, num_blocks)
+        if self.observer and node.has_pages:
+            self.observer.on_removed(node.block_hashes)
+        if self.history:
+            self.history.evict(node.block_hashes)
+        for key in list(node.checkpoints):
+            if self.on_outgrown:
+                self.on_outgrown(node, key)
+            self._drop_checkpoint(node, key)
+        self._drop_pages(node)
+
+    def demote(self, node: Node) -> None:
+        """Evict all that a node holds, behind which there is nothing."""
+        for key in list(node.checkpoints):
+            self._evict_checkpoint(node, key)
+        if node.has_pages:
+            self._evict_pages(node, 0)
 
     def _free_pages(self, pages: Ints) -> None:
         self.num_holders[pages] -= 1
@@ -505,11 +496,8 @@ class RadixTree:
 
     def iter_nodes(self) -> Iterator[Node]:
         """Iterate over all nodes but the roots."""
-        stack = [child for root in self.roots.values() for child in _children(root)]
-        while stack:
-            node = stack.pop()
-            yield node
-            stack += _children(node)
+        for root in self.roots.values():
+            yield from nodes_below(root)
 
     @property
     def all_pages(self) -> Ints:
@@ -522,20 +510,3 @@ class RadixTree:
             assert node.parent and (node.parent.has_pages or not node.has_pages), "pages follow no pages"
             assert node.has_pages or node.checkpoints or node.children, "a node holds nothing"
             assert node.has_pages or not node.pages.size, "pages of a node that has none"
-
-
-def _children(node: Node) -> list[Node]:
-    return list(node.children.values())
-
-
-def _num_equal(a: Sequence[bytes], b: Sequence[bytes]) -> int:
-    """Return how many of the first hashes are equal. Hashes are chained: those before an equal one are equal, too."""
-    n = min(len(a), len(b))
-    return n if n and a[n - 1] == b[n - 1] else bisect_left(range(n), 1, key=lambda i: int(a[i] != b[i]))
-
-
-def _is_text(node: Node, key: bytes) -> bool:
-    """Return whether a node is of a text with pages, or, where a key is given, of one with a checkpoint of it."""
-    if not key:
-        return node.has_pages
-    return key in node.checkpoints or any(_is_text(child, key) for child in node.children.values())

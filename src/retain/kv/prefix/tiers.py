@@ -17,7 +17,7 @@ from retain.kv.stores.checkpoint_spans import CheckpointSpans
 from retain.kv.stores.offloader import Offloader
 from retain.kv.stores.span import CorruptionError
 from retain.kv.stores.store import ReadJob, SpanRange, Store
-from retain.kv.text import Text
+from retain.kv.text import Text, salt_digest
 
 
 class Tiers:
@@ -44,19 +44,55 @@ class Tiers:
         block_hashes = text.block_hashes(first_link, self.block_size, checkpoint.position)
         if block_hashes and stores:
             text_hash = text.end_hash(first_link, self.block_size, checkpoint.position)
-            self._put(stores, text_hash, block_hashes[-1], len(block_hashes), key, checkpoint)
+            digest = salt_digest(text.salt)
+            self._put(stores, text_hash, block_hashes[-1], len(block_hashes), key, checkpoint, digest)
 
     def on_evicted(self, node: Node, num_kept_blocks: int, checkpoints: Mapping[bytes, TextCheckpoint]) -> None:
         """Put what a node loses into every store that lacks it: whole blocks, and checkpoints."""
-        is_tail = len(node.tokens) < len(node.block_hashes) * self.block_size
+        is_tail = self._is_tail(node)
         if node.has_pages and node.pages.size and not is_tail:
             n = num_kept_blocks
-            self.offloader.on_evicted(node.block_hashes[n:], node.start_block + n, node.pages[:, n:])
+            digest = node.root.salt_digest
+            self.offloader.on_evicted(node.block_hashes[n:], node.start_block + n, node.pages[:, n:], digest)
         num_blocks = node.start_block + (0 if is_tail else len(node.block_hashes))
         for key, checkpoint in checkpoints.items() if num_blocks else ():
             assert node.parent
             block_hash = node.parent.block_hashes[-1] if is_tail else node.block_hashes[-1]
-            self._put(self.offloader.stores, node.block_hashes[-1], block_hash, num_blocks, key, checkpoint)
+            text_hash = node.block_hashes[-1]
+            digest = node.root.salt_digest
+            self._put(self.offloader.stores, text_hash, block_hash, num_blocks, key, checkpoint, digest)
+
+    def takes(self, node: Node) -> bool:
+        """Put what a node holds into the stores. Returns whether they have it, or will have it when it is written.
+
+        Of a tail they have checkpoints at most: its tokens are few, and follow those of its parent.
+        """
+        self.on_evicted(node, 0, node.checkpoints)
+        is_tail = self._is_tail(node)
+        if is_tail and (node.parent is None or not node.parent.block_hashes or not self.takes(node.parent)):
+            return False
+        keys = node.block_hashes if node.pages.size and not is_tail else []
+        for key, checkpoint in node.checkpoints.items():
+            holder = node.parent if is_tail and checkpoint.needs_pages else node
+            keys = [*keys, self.spans.name(holder.block_hashes[-1], key)] if holder else keys
+        return all(any(store.contains(key) for store in self.offloader.stores) for key in keys)
+
+    def _is_tail(self, node: Node) -> bool:
+        return len(node.tokens) < len(node.block_hashes) * self.block_size
+
+    def discard(self, block_hashes: Sequence[bytes]) -> None:
+        """Remove the spans whose blocks are all among these from stores of this engine alone."""
+        hashes = set(block_hashes)
+        for store in self.offloader.stores:
+            for block_hash in block_hashes if not store.is_shared else ():
+                found = store.find(block_hash)
+                if found and hashes.issuperset(found[0].keys):
+                    store.delete(found[0])
+
+    def delete_salt(self, digest: bytes) -> None:
+        """Remove the spans of a salt from all stores, see `Store.delete_salt`."""
+        for store in self.offloader.stores:
+            store.delete_salt(digest)
 
     def on_outgrown(self, node: Node, key: bytes) -> None:
         """Remove a checkpoint that stands in for pages from the stores of this engine alone."""
@@ -71,6 +107,7 @@ class Tiers:
         num_blocks: int,
         key: bytes,
         checkpoint: TextCheckpoint,
+        digest: bytes,
     ) -> None:
         """Put a checkpoint behind so many whole blocks into stores. One that needs their pages is put at their end."""
         position = checkpoint.position
@@ -89,6 +126,7 @@ class Tiers:
                 kind=checkpoint.kind,
                 start_page=num_blocks,
                 resumes_from=content.checkpoint.resumes_from,
+                salt_digest=digest,
             )
 
     # ---- loading -------------------------------------------------------------------------------------------------

@@ -90,6 +90,16 @@ class LayerLoader:
             self.offloader.transfer.wait_event(self.layer_futures[layer].result())
 
     @property
+    def is_done(self) -> bool:
+        """Whether nothing is being read any more."""
+        return all(future.done() for future in self.futures)
+
+    def wait(self) -> None:
+        """Block until all layers are loaded, or one has failed."""
+        for future in self.layer_futures.values():
+            self.offloader.transfer.wait_event(future.result())
+
+    @property
     def futures(self) -> list[Future[Any]]:
         """All submitted work. A future comes before those that it waits for."""
         return list(self.layer_futures.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from math import inf
@@ -117,15 +117,18 @@ class Offloader:
 
     # ---- offloading ----------------------------------------------------------------------------------------------
 
-    def on_computed(self, keys: Sequence[bytes], start_page: int, blocks: Ints) -> None:
+    def on_computed(self, keys: Sequence[bytes], start_page: int, blocks: Ints, salt_digest: bytes = b"") -> None:
         """Put computed blocks [K, n] into the write-through stores. `start_page` blocks of the text are before them."""
-        self._offload_pages([store for store in self.stores if store.write_through], keys, start_page, blocks)
+        stores = [store for store in self.stores if store.write_through]
+        self._offload_pages(stores, keys, start_page, blocks, salt_digest)
 
-    def on_evicted(self, keys: Sequence[bytes], start_page: int, blocks: Ints) -> None:
+    def on_evicted(self, keys: Sequence[bytes], start_page: int, blocks: Ints, salt_digest: bytes = b"") -> None:
         """Put blocks that the pool evicts into every store that lacks them. Arguments as in `on_computed`."""
-        self._offload_pages(self.stores, keys, start_page, blocks)
+        self._offload_pages(self.stores, keys, start_page, blocks, salt_digest)
 
-    def _offload_pages(self, stores: Sequence[Store], keys: Sequence[bytes], start_page: int, blocks: Ints) -> None:
+    def _offload_pages(
+        self, stores: Sequence[Store], keys: Sequence[bytes], start_page: int, blocks: Ints, salt_digest: bytes
+    ) -> None:
         for store in stores:
             i = 0
             while blocks.size and i < len(keys):
@@ -133,7 +136,8 @@ class Offloader:
                 while j < len(keys) and j - i < store.max_keys and not store.contains(keys[j]):
                     j += 1
                 if j > i:
-                    self._put_text(store, keys[i:j], start_page + i, self._layer_runs(blocks[:, i:j]))
+                    place = {"start_page": start_page + i, "salt_digest": salt_digest}
+                    self._put_text(store, keys[i:j], self._layer_runs(blocks[:, i:j]), place)
                 i = max(j, i + 1)
 
     def _layer_runs(self, blocks: Ints) -> list[LayerRun]:
@@ -141,10 +145,12 @@ class Offloader:
         groups = zip(self.transfers, self.layout.split(blocks), strict=False)
         return [(transfer, layer.T) for transfer, pages in groups for layer in pages]
 
-    def _put_text(self, store: Store, keys: Sequence[bytes], start_page: int, runs: Sequence[LayerRun]) -> None:
+    def _put_text(
+        self, store: Store, keys: Sequence[bytes], runs: Sequence[LayerRun], place: Mapping[str, Any]
+    ) -> None:
         probes = self.probe_config
         size = probes.metadata_size(len(runs), len(keys)) if probes else 0
-        span = describe_span(keys, runs, start_page=start_page, metadata_bytes=size)
+        span = describe_span(keys, runs, metadata_bytes=size, **place)
         self.put_span(store, span, runs, lambda: probes.initial_metadata([p for _, p in runs]) if probes else b"")
 
     def put_span(

@@ -32,6 +32,7 @@ class Span:
     start_page: int = 0  # blocks of the text before the span; before its end where it is of another kind than text
     kind: str = TEXT  # or the name of what a text leaves behind at a position
     resumes_from: int = 0  # the first position from which a text can go on with it; 0 for text
+    salt_digest: bytes = b""  # of the salt of its text, see `text.salt_digest`; unknown in old files
     metadata_bytes: int = 0  # size of the metadata; see selective/importance.py
     is_reordered: bool = False  # each layer's tokens are in the order that the metadata gives, not in the text's
     hits: int = 1  # how often the span was used

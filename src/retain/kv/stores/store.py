@@ -69,6 +69,7 @@ class Store:
         self._lock = threading.RLock()  # for what follows, and the counts
         self._queued_bytes = 0
         self._in_flight_keys = set[bytes]()
+        self._in_flight = set[Span]()
         self._tasks = set[Future[None]]()
         self.writers = ThreadPoolExecutor(self.num_writers, f"retain-{self.name}", _init_writer)
 
@@ -114,6 +115,7 @@ class Store:
         """
         with self._lock:
             self._in_flight_keys |= set(span.keys)
+            self._in_flight.add(span)
             self._queued_bytes += span.size
         self._submit(self._write, span, data, replaces)
 
@@ -130,6 +132,20 @@ class Store:
         if self.catalog.drop(span, is_unusable=True):
             self._count("damaged", int(is_corrupted))
             self._submit(self._change, "delete a span", self._delete_unusable)
+
+    def delete_salt(self, digest: bytes) -> None:
+        """Remove the spans of a salt, or of all salts whose digests begin so.
+
+        They are no longer found when this returns, nor are those that are being written. Their bytes are deleted in the
+        background. Spans of files that lack a digest stay.
+        """
+        with self._lock:
+            self._in_flight -= {span for span in self._in_flight if span.salt_digest.startswith(digest)}
+            with self.catalog.lock:
+                found = [span for span in self.span_index.spans if span.salt_digest.startswith(digest)]
+            for span in found:
+                self.catalog.drop(span, is_unusable=True)
+        self._submit(self._change, "delete spans", partial(self._delete_names, [span.name for span in found]))
 
     def stats(self) -> dict[str, Any]:
         """Return spans, bytes and capacity, and the counts since the store was opened."""
@@ -178,6 +194,7 @@ class Store:
         with self._lock:
             self._queued_bytes -= span.size
             self._in_flight_keys -= set(span.keys)
+            self._in_flight.discard(span)
 
     def _change(self, action: str, task: Callable[[], None]) -> None:
         """Change the bucket. If that fails, as on a full disk, nothing is stored for a while; requests go on."""
@@ -215,8 +232,22 @@ class Store:
         if not self.bucket.put(stored.name, (header, data.data), overwrite=True):
             raise FileExistsError(f"something else has the name {stored.name}")
         self._count("written", stored.size)
-        self.catalog.add(stored)
+        self._index(span, stored)
         self._delete_unusable()
+
+    def _index(self, span: Span, stored: Span) -> None:
+        """Index what was written of a span, unless its salt was deleted meanwhile."""
+        with self._lock:
+            if span in self._in_flight:
+                self.catalog.add(stored)
+                return
+        self._delete_names([stored.name])
+
+    def _delete_names(self, names: Sequence[str]) -> None:
+        """Delete objects that nobody wants any more."""
+        for name in names:
+            self.bucket.delete(name)
+            self.catalog.unusable.pop(name, None)
 
     def _delete_unusable(self) -> None:
         """Delete what is damaged or not wanted any more, also what could not be deleted before."""

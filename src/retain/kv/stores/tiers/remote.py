@@ -190,7 +190,7 @@ class RemoteStore(Store):
         if info is None:
             if self.bucket.put(stored.name, (header, data.data), overwrite=is_repair):
                 self._count("written", stored.size)
-                self.catalog.add(replace(stored, modified_at=inf))
+                self._index(span, replace(stored, modified_at=inf))
                 return
             info = self.bucket.find(stored.name)  # another engine was faster
         self._count("known")

@@ -1,0 +1,215 @@
+"""Hints: what callers know of texts that the cache cannot know, such as when an agent is back.
+
+A hint names a text of its caller's own salt, so it changes nothing of others. What it asks for is done as far as the
+caller's share of the pool goes, or not at all; no hint changes a token of an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from retain.kv.eviction.policy import EvictionPolicy
+from retain.kv.journal import HINTS, journaled
+from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.start import Start
+from retain.kv.row import CacheParts, Row
+from retain.kv.row_task import RowTask
+from retain.kv.text import KEY_BYTES, Text, salt_digest
+
+
+class Prefetch(NamedTuple):
+    """A row that is given what tiers have of a text, and for how many seconds that is kept then."""
+
+    row: Row
+    text: Text
+    link: bytes
+    seconds: float
+    owner: str
+
+
+class CacheHints:
+    """Carry hints out. Each names a text, and the policy under which it was computed.
+
+    What is loaded ahead of a request lies in a row of its own, `loading`, by its index. A request that needs its pages
+    gets them.
+    """
+
+    index = HINTS  # in the journal
+
+    def __init__(self, parts: CacheParts):
+        self.parts = parts
+        self.loading: dict[int, Prefetch] = {}
+
+    @property
+    def cache(self) -> PrefixCache:
+        """The cache of the prefixes of earlier texts."""
+        return self.parts.prefix_cache
+
+    def may_exchange(self, method: str) -> bool:
+        """Return whether ranks compare heads in a call of this method: never."""
+        return False
+
+    # ---- keeping and giving up -----------------------------------------------------------------------------------
+
+    @journaled
+    def retain(self, policy: EvictionPolicy, text: Text, seconds: float, owner: str = "") -> int:
+        """Keep what the tree has of a text for `seconds`, as far as pins have room. Returns the number of tokens.
+
+        Raises ValueError where nothing is kept.
+        """
+        if not self.cache.enabled:
+            raise ValueError("prefix_cache=off keeps nothing: there is nothing to pin")
+        return self.cache.tree.pin(self.cache.first_link(text, policy), text, seconds, owner)
+
+    @journaled
+    def release(self, policy: EvictionPolicy, text: Text, begin: int = 0) -> int:
+        """Forget what only this text has behind its first `begin` tokens: its branch is done. Returns the tokens.
+
+        What other texts share stays, and what a running request uses is its own. Tiers of this engine alone forget
+        what they have of it, too.
+        """
+        num_tokens = 0
+        hashes = []
+        B = self.cache.layout.block_size
+        for node in self.cache.tree.own_end(self.cache.first_link(text, policy), text):
+            num_kept = max(-(-begin // B) - node.start_block, 0)
+            if num_kept >= len(node.block_hashes):
+                break
+            hashes += node.block_hashes[num_kept:]
+            num_tokens += len(node.tokens) - num_kept * B if node.has_pages else 0
+            self.cache.tree.remove(node, num_kept)
+            if num_kept:
+                break
+        if self.cache.tiers:
+            self.cache.tiers.discard(hashes)
+        return num_tokens
+
+    @journaled
+    def demote(self, policy: EvictionPolicy, text: Text) -> int:
+        """Leave what only this text has to the tiers: its pages are free then. Returns the tokens.
+
+        What the tiers do not take stays in the pool, as does what is pinned.
+        """
+        num_tokens = 0
+        tree = self.cache.tree
+        tiers = self.cache.tiers
+        for node in tree.own_end(self.cache.first_link(text, policy), text):
+            takes = tiers is not None and node not in tree.pins and tiers.takes(node)
+            if not self.cache.agreement.is_shared(takes) or not takes:
+                break
+            num_tokens += len(node.tokens) if node.has_pages else 0
+            tree.demote(node)
+        return num_tokens
+
+    @journaled
+    def expect(self, policy: EvictionPolicy, text: Text, label: str = "", seconds: float | None = None) -> bool:
+        """Let a text be kept by how soon it is asked for again: after `seconds`, or as pauses of its label say.
+
+        The return is learned for the label. Returns whether it is known when that will be.
+        """
+        if not self.cache.enabled:
+            return False
+        link = self.cache.first_link(text, policy)
+        if not (hashes := text.block_hashes(link, self.cache.layout.block_size)):
+            return False
+        expected = self.cache.returns.leave(hashes[-1], self.cache.tree.pins.clock(), label, seconds)
+        for node in self.cache.tree.own_end(link, text):
+            node.expected = expected
+        return expected is not None
+
+    @journaled
+    def reset(self, salt: str, whole_tenant: bool = False) -> int:
+        """Forget all texts of a salt, in the pool and in every tier, or of all salts with its part before a slash.
+
+        Requests that run go on, and leave their texts. Returns the tokens that the pool had.
+        """
+        digest = salt_digest(salt)[: KEY_BYTES // 2 if whole_tenant else KEY_BYTES]
+        self._discard_loads(lambda text: salt_digest(text.salt).startswith(digest))
+        if self.cache.tiers:
+            self.cache.tiers.delete_salt(digest)
+        return self.cache.tree.delete_salt(digest)
+
+    # ---- loading ahead of a request ------------------------------------------------------------------------------
+
+    @journaled
+    def prefetch(self, policy: EvictionPolicy, task: RowTask, seconds: float, owner: str = "") -> int:
+        """Begin to load what tiers have of a text, and keep it for `seconds`. Returns the tokens that are cached then.
+
+        Nothing is loaded where no row is free, where the text is being loaded, or beyond the owner's share of pins.
+        """
+        cache = self.cache
+        link = cache.first_link(task.text, policy)
+        cache.tree.pin(link, task.text, seconds, owner)
+        found = cache.find(task.text, task.demand(policy))
+        further = found.further
+        if not cache.agrees_to_load(found, further is not None and self._has_room(further, owner)):
+            return further.position if further and self._is_loading(task.text, further.position) else found.position
+        row = Row(self.parts, policy, len(task.text))
+        row.start_ahead(task, found)
+        self.loading[row.index] = Prefetch(row, task.text, link, seconds, owner)
+        if row.load is None:
+            self.finish_prefetch(row.index)
+        return max(row.num_computed, found.position)
+
+    def _has_room(self, further: Start, owner: str) -> bool:
+        """Return whether there are a row, and pages for an owner, to load what tiers have of a text, and it is not."""
+        if further.is_selective or not self.parts.slots.tables[0].free_rows:
+            return False
+        num_blocks = further.position // self.cache.layout.block_size - further.blocks.shape[-1]
+        num_pages = num_blocks * len(further.blocks) + sum(sum(c.place.span.num_blocks) for c in further.stored)
+        room = self.cache.tree.pins.room(owner, self.cache.tree.max_pinned_pages)
+        return num_pages <= room and not self._is_loading(further.text, further.position)
+
+    @journaled
+    def finish_prefetch(self, index: int) -> None:
+        """Wait until a text is loaded, and leave it to requests."""
+        row, text, *pin = self.loading.pop(index)
+        if row.load:
+            row.load.wait()
+            row.finish_load()
+        row.close()
+        if not row.has_failed:
+            link, seconds, owner = pin
+            self.cache.tree.pin(link, text, seconds, owner)
+
+    def end_loads(self, text: Text) -> None:
+        """Leave what is loaded to requests, and wait for what is loaded of a text that a request asks for now."""
+        for index, (row, *_) in list(self.loading.items()):
+            if (row.load and row.load.is_done) or self._is_loading(text, row.num_computed):
+                self.finish_prefetch(index)
+
+    def _is_loading(self, text: Text, num_tokens: int) -> bool:
+        """Return whether the first tokens of a text are being loaded."""
+        others = [
+            p.text for p in self.loading.values() if p.row.num_computed >= num_tokens and p.text.salt == text.salt
+        ]
+        return any(other.ids[:num_tokens] == text.ids[:num_tokens] for other in others)
+
+    @journaled
+    def discard_loads(self) -> bool:
+        """Give up what is being loaded: a request needs the pages, or the row. Returns whether there was something."""
+        return self._discard_loads(lambda text: True)
+
+    def _discard_loads(self, is_meant: Callable[[Text], bool]) -> bool:
+        found = [(index, p.row) for index, p in self.loading.items() if is_meant(p.text)]
+        for index, row in found:
+            del self.loading[index]
+            row.has_failed = True  # nothing is left of it
+            row.close()
+        return bool(found)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are free once no load holds them, beside those that the tree alone holds now."""
+        if not self.loading:
+            return 0
+        pool = self.parts.slots.tables[0].pool
+        tree = self.cache.tree
+        held = np.bincount(self.parts.slots.page_list(list(self.loading)), minlength=pool.num_pages)
+        exclusive = (held > 0) & (pool.ref_counts - held == tree.num_holders)
+        for node in tree.pins:
+            exclusive[node.all_pages] = False
+        return int(np.count_nonzero(exclusive))
