@@ -166,13 +166,12 @@ class CacheHints:
     @journaled
     def finish_prefetch(self, index: int) -> None:
         """Wait until a text is loaded, and leave it to requests."""
-        row, text, *pin = self.loading.pop(index)
+        row, text, link, seconds, owner = self.loading.pop(index)
         if row.load:
             row.load.wait()
             row.finish_load()
         row.close()
         if not row.has_failed:
-            link, seconds, owner = pin
             self.cache.tree.pin(link, text, seconds, owner)
 
     def end_loads(self, text: Text) -> None:
@@ -183,10 +182,8 @@ class CacheHints:
 
     def _is_loading(self, text: Text, num_tokens: int) -> bool:
         """Return whether the first tokens of a text are being loaded."""
-        others = [
-            p.text for p in self.loading.values() if p.row.num_computed >= num_tokens and p.text.salt == text.salt
-        ]
-        return any(other.ids[:num_tokens] == text.ids[:num_tokens] for other in others)
+        others = (p.text for p in self.loading.values() if p.row.num_computed >= num_tokens)
+        return any(x.group == text.group and x.ids[:num_tokens] == text.ids[:num_tokens] for x in others)
 
     @journaled
     def discard_loads(self) -> bool:
