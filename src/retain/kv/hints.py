@@ -72,19 +72,19 @@ class CacheHints:
         what they have of it, too.
         """
         num_tokens = 0
-        hashes = []
+        removed: list[bytes] = []
         B = self.cache.layout.block_size
-        for node in self.cache.tree.own_end(self.cache.first_link(text, policy), text):
+        link = self.cache.first_link(text, policy)
+        for node in self.cache.tree.own_end(link, text):
             num_kept = max(-(-begin // B) - node.start_block, 0)
             if num_kept >= len(node.block_hashes):
                 break
-            hashes += node.block_hashes[num_kept:]
+            removed += node.block_hashes[num_kept:]
             num_tokens += len(node.tokens) - num_kept * B if node.has_pages else 0
             self.cache.tree.remove(node, num_kept)
-            if num_kept:
-                break
-        if self.cache.tiers:
-            self.cache.tiers.discard(hashes)
+        if self.cache.tiers and removed:
+            self.cache.tiers.discard(removed)
+            self.cache.store_again(link, text)  # spans may have held blocks that are kept
         return num_tokens
 
     @journaled
@@ -126,7 +126,14 @@ class CacheHints:
 
         Requests that run go on, and leave their texts. Returns the tokens that the pool had.
         """
-        digest = salt_digest(salt)[: KEY_BYTES // 2 if whole_tenant else KEY_BYTES]
+        return self._delete_salt(salt_digest(salt)[: KEY_BYTES // 2 if whole_tenant else KEY_BYTES])
+
+    @journaled
+    def reset_all(self) -> int:
+        """Forget all texts, in the pool and in every tier, see `reset`."""
+        return self._delete_salt(b"")
+
+    def _delete_salt(self, digest: bytes) -> int:
         self._discard_loads(lambda text: salt_digest(text.salt).startswith(digest))
         if self.cache.tiers:
             self.cache.tiers.delete_salt(digest)

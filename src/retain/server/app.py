@@ -19,7 +19,7 @@ from retain.server.anthropic import routes as anthropic_routes
 from retain.server.config import ServerConfig
 from retain.server.error_format import add_error_handlers
 from retain.server.middleware import AuthMiddleware, HeadMiddleware
-from retain.server.openai import embeddings, lora_routes, render_routes, reranking, routes, tokenization
+from retain.server.openai import cache_routes, embeddings, lora_routes, render_routes, reranking, routes, tokenization
 from retain.server.openai.errors import ERROR_RESPONSES, check_operator
 from retain.server.openai.responses import routes as responses_routes
 from retain.server.openai.responses.store import ResponseStore
@@ -46,6 +46,7 @@ def create_app(service: OpenAIServing, render_metrics: RenderMetrics, config: Se
     app.include_router(reranking.create_router(service))
     app.include_router(render_routes.create_router(service))
     app.include_router(tokenization.create_router(service))
+    app.include_router(cache_routes.create_router(service))
     if service.allows_lora_updates:
         app.include_router(lora_routes.create_router(service))
     app.include_router(anthropic_routes.create_router(service))
@@ -109,7 +110,8 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
         schemas.pop(name, None)
     model_schema = {"type": "string"} if service.any_model_name else {"type": "string", "enum": [*service.model_names]}
     schemas["CountTokensRequest"]["properties"]["model"] = model_schema
-    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest"):
+    hints = ("ChatHint", "CompletionHint")
+    for name in ("ChatCompletionRequest", "CompletionRequest", "MessagesRequest", "ResponsesRequest", *hints):
         fields = schemas[name]["properties"]
         fields["model"] = model_schema
         fields["pin"]["anyOf"][0]["maximum"] = service.limits.max_pin_seconds
@@ -119,7 +121,7 @@ def build_openapi_schema(app: FastAPI, service: OpenAIServing, requires_key: boo
         fields["kv_policy"]["anyOf"][0]["pattern"] = f"^$|^({'|'.join([AUTO, *policies.names()])})(:|$)"
         fields["speculate"]["anyOf"][0]["enum"] = ["", NO_SPECULATION, *service.drafters]
     if not service.dialect.tool_format:  # the model's chat template does not support tools
-        for name in ("ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest"):
+        for name in ("ChatCompletionRequest", "ResponsesRequest", "MessagesRequest", "CountTokensRequest", "ChatHint"):
             for field in ("tools", "tool_choice", "parallel_tool_calls"):
                 schemas[name]["properties"].pop(field, None)
     if requires_key:

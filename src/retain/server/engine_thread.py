@@ -17,8 +17,10 @@ from functools import partial
 from time import perf_counter
 from typing import TypeVar
 
-from retain.engine.request import Request
+from retain.engine.hints import Hint, carry_out
+from retain.engine.request import FinishReason, Request
 from retain.kernels.ranks import RankError
+from retain.kv.text import Text
 from retain.llm import LLM
 from retain.server.metric_families import render_page
 from retain.server.observers import CreateObserver, Observer
@@ -27,6 +29,9 @@ from retain.threads import without_stop_iteration
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+LEAD_S = 1.0  # before an agent is back its text begins to be loaded,
+SLACK_S = 9.0  # and so long it may be late
+MAX_TIMERS = 4096
 SHUTTING_DOWN = "the server is shutting down"
 ENGINE_FAILED = "the engine has failed and accepts no more requests"
 STEP_FAILED = "the engine failed while running this request or another of its batch"
@@ -47,6 +52,7 @@ class EngineThread:
         self.closed_error: EngineError | None = None  # raised for new requests once set
         self._stopped = False  # the thread runs no more commands
         self._has_read = False  # since the last step
+        self._num_timers = 0  # of texts that will be loaded
 
     # ---- called from the event loop ------------------------------------------------------------------------------
 
@@ -63,6 +69,10 @@ class EngineThread:
     def cancel(self, group: RequestGroup) -> None:
         """Cancel the unfinished requests of a group. Their pages are free after one more step at most."""
         self._commands.put(lambda: self._cancel_group(group))
+
+    async def hint(self, hint: Hint, request: Request, owner: str) -> int:
+        """Carry out a hint about the prompt of a request, which need not run. Returns the tokens; raises ValueError."""
+        return await self.call(lambda: self._carry_out(hint, request, request.text.head(len(request.prompt)), owner))
 
     def report(self, stats: PooledCallStats) -> None:
         """Tell observers that a call has ended whose texts were pooled."""
@@ -221,6 +231,8 @@ class EngineThread:
                 group.collect(index)
                 groups.add(group)
             if request.finish_reason:
+                for hint in group.hints if request.finish_reason is not FinishReason.CANCELLED else ():
+                    self._carry_out(hint, request, request.text, group.key_name)
                 self._remove_request(request)
         if groups:
             self._loop.call_soon_threadsafe(_notify_groups, groups)
@@ -237,6 +249,20 @@ class EngineThread:
                 text = request.text.head(len(prefix))
                 num_pinned = cache.hints.retain(request.policy, text, pin.seconds, group.key_name)
             group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
+
+    def _carry_out(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
+        """Carry out a hint. A text that is asked for again is loaded shortly before, where tiers have it."""
+        if hint.action == "signal" and hint.seconds is not None and self._num_timers < MAX_TIMERS:
+            self._num_timers += 1
+            prefetch = partial(self._carry_out_late, Hint("prefetch", LEAD_S + SLACK_S), request, text, owner)
+            delay = max(hint.seconds - LEAD_S, 0.0)
+            self._loop.call_soon_threadsafe(lambda: self._loop.call_later(delay, self._commands.put, prefetch))
+        return carry_out(self.llm.cache, hint, request, text, owner)
+
+    def _carry_out_late(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
+        self._num_timers -= 1
+        if not self._stopped:
+            carry_out(self.llm.cache, hint, request, text, owner)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

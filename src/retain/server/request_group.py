@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
+from retain.engine.hints import Hint
 from retain.engine.request import FinishReason, Logprob, Request
 from retain.processing.output import RequestOutputState
 
@@ -78,7 +79,7 @@ class RequestGroup:
 
     `key_name` labels the requests in the inspector. `pins` are those of the first prompt.
     `stream_interval`: tokens of a delta, at least, but for the first and the last; None: one delta at the end.
-    `call`: None where the group is a part of a call (see PooledCallStats).
+    `call`: None where the group is a part of a call (see PooledCallStats). `hints` are about each text at its end.
     """
 
     request_states: Sequence[RequestOutputState]
@@ -86,6 +87,7 @@ class RequestGroup:
     pins: Sequence[Pin] = ()
     stream_interval: int | None = None
     call: CallInfo | None = None
+    hints: Sequence[Hint] = ()
 
     def __post_init__(self) -> None:
         self.num_unfinished = len(self.request_states)  # counted by the engine thread

@@ -444,6 +444,13 @@ class PrefixCache:
             hashes = text.block_hashes(link, self.layout.block_size, end)
             self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)], salt_digest(text.salt))
 
+    def store_again(self, link: bytes, text: Text) -> None:
+        """Put what the tree has of a text into the stores that keep what is computed, where they lack it."""
+        match = self.tree.match_prefix(link, text, len(text))
+        if self.tiers and (hashes := text.block_hashes(link, self.layout.block_size, match.length)):
+            pages = match.pages[:, : len(hashes)]
+            self.tiers.offloader.on_computed(hashes, 0, pages, salt_digest(text.salt))
+
     def set_clock(self, clock: Callable[[], float]) -> None:
         """Let pins expire by a clock, in seconds, that all ranks have."""
         self.tree.pins.clock = clock

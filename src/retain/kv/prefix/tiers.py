@@ -81,13 +81,10 @@ class Tiers:
         return len(node.tokens) < len(node.block_hashes) * self.block_size
 
     def discard(self, block_hashes: Sequence[bytes]) -> None:
-        """Remove the spans whose blocks are all among these from stores of this engine alone."""
-        hashes = set(block_hashes)
+        """Remove the spans with one of these blocks from stores of this engine alone."""
         for store in self.offloader.stores:
-            for block_hash in block_hashes if not store.is_shared else ():
-                found = store.find(block_hash)
-                if found and hashes.issuperset(found[0].keys):
-                    store.delete(found[0])
+            if not store.is_shared:
+                store.delete_keys(block_hashes)
 
     def delete_salt(self, digest: bytes) -> None:
         """Remove the spans of a salt from all stores, see `Store.delete_salt`."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -134,15 +134,26 @@ class Store:
             self._submit(self._change, "delete a span", self._delete_unusable)
 
     def delete_salt(self, digest: bytes) -> None:
-        """Remove the spans of a salt, or of all salts whose digests begin so.
+        """Remove the spans of a salt, or of all salts whose digests begin so. Spans of files that lack one stay."""
+        self._delete_where(lambda span: span.salt_digest.startswith(digest))
 
-        They are no longer found when this returns, nor are those that are being written. Their bytes are deleted in the
-        background. Spans of files that lack a digest stay.
+    def delete_keys(self, keys: Collection[bytes]) -> None:
+        """Remove the spans that have one of these keys."""
+        wanted = set(keys)
+        found = {found[0] for key in wanted if (found := self.find(key))}
+        self._delete_where(lambda span: not wanted.isdisjoint(span.keys), found)
+
+    def _delete_where(self, is_meant: Callable[[Span], bool], indexed: Collection[Span] | None = None) -> None:
+        """Remove spans, `indexed` or of all; also those that are being written.
+
+        They are no longer found when this returns. Their bytes are deleted in the background.
         """
         with self._lock:
-            self._in_flight -= {span for span in self._in_flight if span.salt_digest.startswith(digest)}
+            for span in [span for span in self._in_flight if is_meant(span)]:
+                self._in_flight.remove(span)
+                self._in_flight_keys -= set(span.keys)
             with self.catalog.lock:
-                found = [span for span in self.span_index.spans if span.salt_digest.startswith(digest)]
+                found = [span for span in self.span_index.spans if is_meant(span)] if indexed is None else indexed
             for span in found:
                 self.catalog.drop(span, is_unusable=True)
         self._submit(self._change, "delete spans", partial(self._delete_names, [span.name for span in found]))

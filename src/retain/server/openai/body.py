@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Coroutine
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import orjson
 from fastapi import Request
@@ -64,7 +64,10 @@ class BodyRoute(APIRoute):
         handle = super().get_route_handler()
         if self.body_field is None:
             return handle
-        annotation: Any = self.body_field.field_info.annotation
+        field = self.body_field.field_info
+        annotation: Any = Annotated[
+            field.annotation, None, *field.metadata
+        ]  # such as what tells members of a union apart
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
 
         async def handle_validated(request: Request) -> Response:

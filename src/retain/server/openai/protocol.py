@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BaseModel, Discriminator, Field, Tag, field
 from retain.plugins import parse_spec
 from retain.processing.input import Prompt, list_prompts
 from retain.sampling_params import MAX_STOP_LENGTH, SamplingParams, check_stop_strings
+from retain.server.openai.kv_hints import KvHints
 from retain.server.request_model import StrictModel
 
 Json = dict[str, Any]
@@ -82,6 +83,7 @@ class ExtensionFields(StrictModel):
     pin: Annotated[float, Field(ge=0)] | None = Field(
         None, description="Seconds to keep the prompt's pages in the prefix cache; 0: as long as there is room"
     )
+    kv_hints: KvHints | None = Field(None, description="Hints to the KV cache, see docs/guide/agents.md")
     explain_prefix: bool = Field(
         False, description="Say why no more of the prompt was cached: `retain.prefix` of each choice"
     )

@@ -37,6 +37,7 @@ from retain.server.openai.choice_builders import (
 )
 from retain.server.openai.completions_encoder import ChatCompletionEncoder, CompletionEncoder
 from retain.server.openai.errors import APIError, invalid_request
+from retain.server.openai.kv_hints import read_hints
 from retain.server.openai.messages import build_grammar
 from retain.server.openai.protocol import CompletionRequest, GenerationFields, SamplingFields
 from retain.server.openai.streaming import GenerationResponse, ResponseEncoder
@@ -247,10 +248,12 @@ class OpenAIServing:
         try:
             async with self.admit(admission, body.prompt_field, num_choices):
                 prepared, request_states = await self.prepare(key.name, partial(prepare, key))
+                hints, warnings = read_hints(body.kv_hints, self.limits.max_pin_seconds, key.name)
+                prepared.encoder.headers = add_warnings(prepared.encoder.headers, warnings)
                 pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                 interval = self.stream_interval if body.stream else None
                 call = CallInfo(body.operation, body.model, admission.trace_headers)
-                group = RequestGroup(request_states, key.name, pins, interval, call)
+                group = RequestGroup(request_states, key.name, pins, interval, call, hints)
                 await self.engine_thread.submit(group)
         except EngineError as error:
             raise APIError(error.status, str(error)) from None
