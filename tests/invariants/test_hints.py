@@ -33,10 +33,10 @@ def text_of(request: Request) -> Text:
     return Text(request.tokens, request.input.salt)
 
 
-def prefetch(engine: Engine, request: Request, seconds: float = 1000.0, owner: str = "") -> int:
+def prefetch(engine: Engine, request: Request, seconds: float = 1.0) -> int:
     """Load the text of a request before it is sent."""
     policy = engine.cache.planner.effective_policy(request.policy)
-    return engine.cache.hints.prefetch(policy, request.row_task(), seconds, owner)
+    return engine.cache.hints.prefetch(policy, request.row_task(), seconds)
 
 
 def hint_at_random(engine: Engine, rng: random.Random, request: Request) -> None:
@@ -158,22 +158,23 @@ def test_a_request_gets_the_pages_and_the_row_of_a_load(tmp_path: Path, is_done:
     engine.cache.prefix_cache.close_offloader()
 
 
-def test_nothing_is_loaded_beyond_the_share_of_a_key(tmp_path: Path) -> None:
-    """As pins: see test_prefix.py. Another key has room all the same."""
+def test_loads_have_half_of_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is loaded takes the place of what is worth least, also where all that is asked for is more than the pool."""
     engine = make_engine("llama", num_pages=6 * 60, prefix_cache="exact", tiers=[disk_spec(tmp_path)])
-    texts = [[i + 1] * 64 for i in range(9)]
+    texts = [[i + 1] * 64 for i in range(20)]
     for text in texts:
         ask(engine, text, "full", 1)
-    engine.cache.prefix_cache.tree.evict(engine.cache.prefix_cache.tree.num_evictable_pages)
-    offloader_of(engine).sync()
-    found = []
-    for i, text in enumerate(texts):
-        found.append(prefetch(engine, make_request([*text, 1], 1), owner="ann" if i < 8 else "bob"))
-        wait_for_loads(engine)
-        engine.cache.hints.end_loads(Text())
     tree = engine.cache.prefix_cache.tree
-    assert found[0] == found[8] == 64 and 0 in found
-    assert sum(node.all_pages.size for node in tree.pins) <= tree.max_pinned_pages
+    tree.evict(tree.num_evictable_pages)
+    offloader_of(engine).sync()
+    monkeypatch.setattr(LayerLoader, "is_done", False)
+    found = [prefetch(engine, make_request([*text, 1], 1)) for text in texts]
+    num_pages = sum(p.row.num_pages for p in engine.cache.hints.loading.values())
+    assert found == [64] * 7 + [0] * 13 and num_pages == 7 * 24 <= tree.max_pinned_pages
+    wait_for_loads(engine)
+    for text in texts:
+        engine.cache.hints.end_loads(Text([*text, 1]))
+    assert [prefetch(engine, make_request([*text, 1], 1)) for text in texts] == [64] * 14 + [0] * 6
     engine.cache.prefix_cache.close_offloader()
 
 

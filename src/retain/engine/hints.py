@@ -11,13 +11,15 @@ from retain.kv.text import Text
 
 ACTIONS = ("retain", "release", "demote", "prefetch", "signal")
 
+SOON_S = 1.0
+
 
 @dataclass(frozen=True)
 class Hint:
     """What the cache should do with a text: one of ACTIONS.
 
-    `seconds`: for how long it is retained, also once it is prefetched, or after how many it is back (signal; None: as
-    the pauses of its `label` say). `num_kept`: its first tokens that are not released.
+    `seconds`: for how long it is retained, or after how many it is asked for (prefetch; signal: None, as the pauses of
+    its `label` say). `num_kept`: its first tokens that are not released.
     """
 
     action: str
@@ -43,7 +45,7 @@ def carry_out(cache: KVCacheManager, hint: Hint, request: Request, text: Text, o
         return hints.demote(policy, text)
     if hint.action == "prefetch":
         task = RowTask(text, len(request.prompt), max_cached_tokens=len(text), seed=request.noise_seed)
-        return hints.prefetch(policy, task, hint.seconds or 0.0, owner)
+        return hints.prefetch(policy, task, SOON_S if hint.seconds is None else hint.seconds)
     if hint.action == "signal":
         return len(text) if hints.expect(policy, text, hint.label, hint.seconds) else 0
     raise ValueError(f"unknown hint {hint.action!r}: choose {', '.join(ACTIONS)}")

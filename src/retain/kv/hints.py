@@ -14,6 +14,7 @@ import numpy as np
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.journal import HINTS, journaled
 from retain.kv.prefix.cache import PrefixCache
+from retain.kv.prefix.returns import ExpectedReturn
 from retain.kv.prefix.start import Start
 from retain.kv.row import CacheParts, Row
 from retain.kv.row_task import RowTask
@@ -21,13 +22,12 @@ from retain.kv.text import KEY_BYTES, Text, salt_digest
 
 
 class Prefetch(NamedTuple):
-    """A row that is given what tiers have of a text, and for how many seconds that is kept then."""
+    """A row that is given what tiers have of a text, and in how many seconds a request is expected."""
 
     row: Row
     text: Text
     link: bytes
     seconds: float
-    owner: str
 
 
 class CacheHints:
@@ -142,44 +142,51 @@ class CacheHints:
     # ---- loading ahead of a request ------------------------------------------------------------------------------
 
     @journaled
-    def prefetch(self, policy: EvictionPolicy, task: RowTask, seconds: float, owner: str = "") -> int:
-        """Begin to load what tiers have of a text, and keep it for `seconds`. Returns the tokens that are cached then.
+    def prefetch(self, policy: EvictionPolicy, task: RowTask, seconds: float) -> int:
+        """Begin to load what tiers have of a text that is asked for in `seconds`. Returns the tokens cached then.
 
-        Nothing is loaded where no row is free, where the text is being loaded, or beyond the owner's share of pins.
+        It takes the place of what is worth least, and a request that needs the pages gets them. Loads have half of the
+        pool at most, and a row each that no request needs now; nothing is loaded beyond that.
         """
         cache = self.cache
         link = cache.first_link(task.text, policy)
-        cache.tree.pin(link, task.text, seconds, owner)
         found = cache.find(task.text, task.demand(policy))
+        self._expect(link, task.text, seconds)
         further = found.further
-        if not cache.agrees_to_load(found, further is not None and self._has_room(further, owner)):
+        if not cache.agrees_to_load(found, further is not None and self._has_room(further)):
             return further.position if further and self._is_loading(task.text, further.position) else found.position
         row = Row(self.parts, policy, len(task.text))
         row.start_ahead(task, found)
-        self.loading[row.index] = Prefetch(row, task.text, link, seconds, owner)
+        self.loading[row.index] = Prefetch(row, task.text, link, seconds)
         if row.load is None:
             self.finish_prefetch(row.index)
         return max(row.num_computed, found.position)
 
-    def _has_room(self, further: Start, owner: str) -> bool:
-        """Return whether there are a row, and pages for an owner, to load what tiers have of a text, and it is not."""
+    def _has_room(self, further: Start) -> bool:
+        """Return whether there are a row and pages to load what tiers have of a text, and it is not loading."""
         if further.is_selective or not self.parts.slots.tables[0].free_rows:
             return False
         num_blocks = further.position // self.cache.layout.block_size - further.blocks.shape[-1]
         num_pages = num_blocks * len(further.blocks) + sum(sum(c.place.span.num_blocks) for c in further.stored)
-        room = self.cache.tree.pins.room(owner, self.cache.tree.max_pinned_pages)
-        return num_pages <= room and not self._is_loading(further.text, further.position)
+        num_loading = sum(p.row.num_pages for p in self.loading.values())
+        has_pages = num_pages + num_loading <= self.cache.tree.max_pinned_pages
+        return has_pages and not self._is_loading(further.text, further.position)
+
+    def _expect(self, link: bytes, text: Text, seconds: float) -> None:
+        expected = ExpectedReturn(self.cache.tree.pins.clock(), (seconds,))
+        for node in self.cache.tree.own_end(link, text):
+            node.expected = expected
 
     @journaled
     def finish_prefetch(self, index: int) -> None:
         """Wait until a text is loaded, and leave it to requests."""
-        row, text, link, seconds, owner = self.loading.pop(index)
+        row, text, link, seconds = self.loading.pop(index)
         if row.load:
             row.load.wait()
             row.finish_load()
         row.close()
         if not row.has_failed:
-            self.cache.tree.pin(link, text, seconds, owner)
+            self._expect(link, text, seconds)
 
     def end_loads(self, text: Text) -> None:
         """Leave what is loaded to requests, and wait for what is loaded of a text that a request asks for now."""

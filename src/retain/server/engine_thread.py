@@ -29,8 +29,7 @@ from retain.threads import without_stop_iteration
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
-LEAD_S = 1.0  # before an agent is back its text begins to be loaded,
-SLACK_S = 9.0  # and so long it may be late
+LEAD_S = 1.0  # before an agent is back its text begins to be loaded
 MAX_TIMERS = 4096
 SHUTTING_DOWN = "the server is shutting down"
 ENGINE_FAILED = "the engine has failed and accepts no more requests"
@@ -254,7 +253,7 @@ class EngineThread:
         """Carry out a hint. A text that is asked for again is loaded shortly before, where tiers have it."""
         if hint.action == "signal" and hint.seconds is not None and self._num_timers < MAX_TIMERS:
             self._num_timers += 1
-            prefetch = partial(self._carry_out_late, Hint("prefetch", LEAD_S + SLACK_S), request, text, owner)
+            prefetch = partial(self._carry_out_late, Hint("prefetch", LEAD_S), request, text, owner)
             delay = max(hint.seconds - LEAD_S, 0.0)
             self._loop.call_soon_threadsafe(lambda: self._loop.call_later(delay, self._commands.put, prefetch))
         return carry_out(self.llm.cache, hint, request, text, owner)

@@ -44,12 +44,6 @@ class Pins:
             self._owners.setdefault(node, set()).add(owner)
         return len(nodes)
 
-    def room(self, owner: str, max_pages: int) -> int:
-        """Return how many pages more an owner may pin, see `add`."""
-        own = sum(node.num_pages for node in self._until if owner in self._owners[node])
-        total = sum(node.num_pages for node in self._until)
-        return max(2 * (max_pages - total) - own, 0) // 3
-
     def inherit(self, node: Node, source: Node) -> None:
         """Pin a node at least as long as the node that it takes tokens from."""
         if source in self._until:

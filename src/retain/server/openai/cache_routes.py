@@ -25,7 +25,7 @@ class HintFields(StrictModel):
 
     seconds: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        description="How long to keep the text (retain, prefetch), or until it is asked for again (signal)",
+        description="How long to keep the text (retain), or until it is asked for again (prefetch, signal)",
     )
     num_kept_tokens: Annotated[int, Field(ge=0)] = Field(0, description="First tokens that are not released")
     tool: Annotated[str, Field(max_length=256)] = Field(

@@ -54,7 +54,7 @@ def _read_action(action: KvHintAction, max_seconds: float, owner: str) -> Hint:
         raise ValueError(f"its type is none of {', '.join(f'kv.{a}' for a in ACTIONS)}")
     if action.action_version.partition(".")[0] != "1":
         raise ValueError("its version is not 1.x")
-    known = {"retain": ["duration_s"], "prefetch": ["duration_s"], "signal": ["resume_s", "tool"]}.get(name, [])
+    known = {"retain": ["duration_s"], "prefetch": ["resume_s"], "signal": ["resume_s", "tool"]}.get(name, [])
     if unknown := sorted(action.payload.keys() - set(known)):
         raise ValueError(f"its payload has {shorten(ascii(unknown[0])[1:-1])}, and may have {_join(known)}")
     seconds = None
