@@ -21,6 +21,7 @@ from tools.agent_bench.__main__ import main
 from tools.agent_bench.bench import Method
 from tools.agent_bench.coding_agent import CodingAgent
 from tools.agent_bench.config import AgentBenchConfig
+from tools.agent_bench.hints import AgentHints
 from tools.agent_bench.recording import Turn, read_conversations, to_sessions
 from tools.agent_bench.replay import Replay
 
@@ -137,7 +138,7 @@ def test_dictated_answers_are_what_an_engine_would_say(
     likeliest = {
         key: torch.nn.functional.one_hot(torch.tensor(a), llm.spec.vocab_size).half() for key, a in answers.items()
     }
-    results = Replay(llm, sessions, likeliest, step_time=0.05).run()
+    results = Replay(llm, sessions, likeliest, AgentHints("none", 0.5, 0.05)).run()
     assert sorted((r.session, r.turn) for r in results) == sorted(answers)
     for r in results:
         assert r.distance and r.distance.num_agreed == r.num_answer == 8

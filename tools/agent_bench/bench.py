@@ -15,6 +15,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import Any, Self
@@ -29,6 +30,7 @@ from retain.llm import LLM
 from retain.plugins import parse_spec
 from tools.agent_bench.coding_agent import CodingAgent
 from tools.agent_bench.config import AgentBenchConfig
+from tools.agent_bench.hints import AgentHints
 from tools.agent_bench.recording import Turn, read_conversations, to_sessions, write_conversations
 from tools.agent_bench.replay import OutOfMemoryError, References, Replay, TurnResult, score_references
 
@@ -127,13 +129,15 @@ def _run_method(
     references: References,
 ) -> Iterator[Line]:
     """Yield a line for each number of sessions, up to the first at which too few tokens are found."""
-    for num_sessions in sorted(config.sessions):
+    for num_sessions, kind in product(sorted(config.sessions), config.hints):
         gc.collect()  # the pool of the engine before
         with TemporaryDirectory(prefix="retain-bench-", dir=config.store_dir) as folder:
             options = method.configure(engine, folder)
             # The salt is new, so that nothing is found in a store with a path of its own.
-            figures = _replay(load, options, sessions[:num_sessions], references, config.step_time, salt=folder)
-        yield {"method": method.name, "sessions": num_sessions, "min_found": config.min_found, **figures}
+            hints = AgentHints(kind, config.estimate_error, config.step_time)
+            figures = _replay(load, options, sessions[:num_sessions], references, hints, salt=folder)
+        found = {"method": method.name, "sessions": num_sessions, "hints": kind, "min_found": config.min_found}
+        yield found | figures
         if figures["found_share"] < config.min_found:
             break
 
@@ -143,12 +147,12 @@ def _replay(
     options: Config,
     sessions: Sequence[Sequence[Turn]],
     references: References,
-    step_time: float,
+    hints: AgentHints,
     salt: str,
 ) -> Line:
     """Return the figures of a replay in an engine of its own, of which nothing is left afterwards."""
     llm = load(options)
-    replay = Replay(llm, sessions, references, step_time, salt)
+    replay = Replay(llm, sessions, references, hints, salt)
     try:
         replay.run()
     except OutOfMemoryError as error:

@@ -115,7 +115,8 @@ class CodingAgent:
         else:
             lines = self._show_file(argument, max(length // 8, 1) if tool == "edit" else length)
         lines += ["E   AssertionError", "1 failed"] if tool == "pytest" else []
-        return {"role": "user", "content": OUTPUT.format(call=call) + "\n".join(lines), "pause": self._pause(1)}
+        text = OUTPUT.format(call=call) + "\n".join(lines)
+        return {"role": "user", "content": text, "pause": self._pause(1), "speaker": tool}
 
     def _show_file(self, path: str, length: int) -> list[str]:
         """Return lines of a file from a random one on, of about so many tokens."""

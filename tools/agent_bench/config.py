@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from retain.options import Fraction, NonNegativeInt, PositiveFloat, PositiveInt, Probability, Seed, check_bounds
+from retain.plugins import check_choice
+
+HINTS = ("none", "learned", "told")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,17 @@ class AgentBenchConfig:
     kl_sessions: NonNegativeInt = field(
         default=2, metadata={"help": "sessions whose answers are compared with the full cache's"}
     )
+    hints: tuple[str, ...] = field(
+        default=("none",),
+        metadata={
+            "help": "what is said about pauses: none, learned (which tool runs) or told (when it ends, about); "
+            "comma-separated",
+            "separator": ",",
+        },
+    )
+    estimate_error: Fraction = field(
+        default=0.5, metadata={"help": "told pauses are wrong by up to this share of them, either way"}
+    )
     step_time: PositiveFloat = field(
         default=0.05,
         metadata={"help": "seconds of the sessions' clock that a step takes: requests have the same order everywhere"},
@@ -57,6 +71,8 @@ class AgentBenchConfig:
 
     def __post_init__(self) -> None:
         check_bounds(self)
+        for hints in self.hints:
+            check_choice("hints", hints, *HINTS)
         if not self.methods:
             raise ValueError("--methods names no method")
         if not self.sessions:

@@ -3,8 +3,9 @@
 A line of the file is a conversation: `{"session": "7", "messages": [{"role": "user", "content": "..."}, ...]}`. Each
 message of the assistant is an answer to a request with all messages before it. A later line of the same session goes on
 where the two part: there its user went back to an earlier message, and said something else. A message may have a
-`pause`, the seconds since the answer before it. Roles and calls are written as any chat template can show them: tools
-speak as users, calls are JSON in the text, and messages of one role in a row are one message.
+`pause`, the seconds since the answer before it, and a `speaker`, the name of its tool. Roles and calls are written as
+any chat template can show them: tools speak as users, calls are JSON in the text, and messages of one role in a row are
+one message.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ class Turn:
     prompt: list[int]
     answer: list[int]
     pause: float
+    speaker: str = "user"  # who the request waited for: a user, or a tool
 
     def num_known(self, before: Turn | None) -> int:
         """Return how many tokens of the prompt were computed in the turn before; its last token never was."""
@@ -85,6 +87,8 @@ def join_messages(messages: Iterable[Message], place: str) -> list[Message]:
             found[-1]["content"] += f"\n{text}"
         else:
             found.append({"role": role, "content": text})
+        if speaker := message.get("speaker") or ("tool" if message["role"] == "tool" else None):
+            found[-1]["speaker"] = str(speaker)
         if "pause" in message:  # of joined messages the last is what the next request waits for
             found[-1]["pause"] = pause
     return found
@@ -141,7 +145,8 @@ def _to_turns(llm: LLM, parts: Sequence[RecordedConversation], rng: random.Rando
                 pause = rng.expovariate(1 / mean_pause)
                 prompt, answer = _encode_turn(llm, messages[:i], messages[i])
                 if answer:  # a template may show a text of spaces as nothing
-                    yield Turn(prompt, answer, float(messages[i - 1].get("pause", pause)))
+                    last = messages[i - 1]
+                    yield Turn(prompt, answer, float(last.get("pause", pause)), last.get("speaker", "user"))
 
 
 def _encode_turn(llm: LLM, before: list[Message], answer: Message) -> tuple[list[int], list[int]]:

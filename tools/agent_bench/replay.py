@@ -8,11 +8,12 @@ same texts.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from math import inf
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 from torch import Tensor
@@ -22,8 +23,10 @@ from retain.engine.request import FinishReason, Request
 from retain.llm import LLM
 from retain.processing.input import GenerateRequest
 from retain.sampling_params import SamplingParams
+from tools.agent_bench.hints import AgentHints
 from tools.agent_bench.recording import Turn
 
+STEP_SECONDS = 0.01  # of a pause in which nothing runs, for each step that it has room for
 References = Mapping[tuple[int, int], Tensor]  # by session and turn: log-probabilities, float16 [answer, V]
 
 
@@ -117,30 +120,51 @@ class Replay:
     llm: LLM
     sessions: Sequence[Sequence[Turn]]
     references: References
-    step_time: float
+    hints: AgentHints
     salt: str = ""
     results: list[TurnResult] = field(default_factory=list)
     seconds: float = 0.0  # of all steps
+    _now: float = 0.0
+    _rng: random.Random = field(default_factory=lambda: random.Random(0))
     _running: dict[Request, TurnResult] = field(default_factory=dict)
     _due: list[tuple[float, int, int]] = field(default_factory=list)  # a heap: when, session, turn
+    _loads: list[tuple[float, int, Request]] = field(default_factory=list)  # the same of texts to be loaded
 
     def run(self) -> list[TurnResult]:
         """Run all turns of all sessions. Returns their results in the order of their ends. Raises OutOfMemoryError."""
         self._due = [(0.0, i, 0) for i in range(len(self.sessions))]
-        now = 0.0
+        self.llm.cache.prefix_cache.set_clock(lambda: self._now)
         while self._due or self._running:
             if not self._running:
-                now = max(now, self._due[0][0])
-            while self._due and self._due[0][0] <= now:
+                self._pause()
+            self._load()
+            while self._due and self._due[0][0] <= self._now:
                 _, session, turn = heappop(self._due)
                 self._submit(session, turn)
             started = perf_counter()
             output = self.llm.engine.step()
             self.seconds += perf_counter() - started
-            now += self.step_time
+            self._now += self.hints.step_time
             self.llm.output_processor.process(output)
-            self._collect(output, now)
+            self._collect(output, self._now)
         return self.results
+
+    def _pause(self) -> None:
+        """Skip a pause in which nothing runs, as long as steps would take; loads go on in it."""
+        begin = self._now
+        self._now = max(self._now, self._due[0][0])
+        self._load()
+        end = perf_counter() + (self._now - begin) / self.hints.step_time * STEP_SECONDS
+        loading = self.llm.cache.hints.loading
+        while perf_counter() < end and not all(p.row.load and p.row.load.is_done for p in loading.values()):
+            sleep(0.001)
+
+    def _load(self) -> None:
+        """Have texts loaded whose time has come."""
+        while self._loads and self._loads[0][0] <= self._now:
+            started = perf_counter()
+            self.hints.prefetch(self.llm.cache, heappop(self._loads)[2])
+            self.seconds += perf_counter() - started
 
     def _submit(self, session: int, number: int) -> None:
         turns = self.sessions[session]
@@ -176,4 +200,8 @@ class Replay:
             turns = self.sessions[result.session]
             if result.turn + 1 < len(turns):
                 following = result.turn + 1
-                heappush(self._due, (now + turns[following].pause, result.session, following))
+                when = now + turns[following].pause
+                heappush(self._due, (when, result.session, following))
+                self.hints.leave(self.llm.cache, request, turns[following], self._rng)
+                if self.hints.lead is not None:
+                    heappush(self._loads, (when - self.hints.lead, request.id, request))
