@@ -108,6 +108,7 @@ def draw_turns(rng: random.Random, limits: PolicyLimits) -> list[Turn]:
             params=SamplingParams(temperature=0, ignore_eos=True, logprobs=2, seed=rng.choice([0, 0, 0, 1])),
             salt=rng.choice(["", "", "", "a"]),
             num_system_tokens=rng.choice([0, 0, 3, 16]),
+            turn_end=(0, 0, 17, 64)[len(added) % 4],
             drafter_name=rng.choice(["", "", "", "off"]),
             explain_prefix=rng.random() < 0.1,
             number=len(turns),

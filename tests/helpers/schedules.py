@@ -90,6 +90,7 @@ class PlannedRequest:
     salt: str = ""
     owner: str = ""
     num_system_tokens: int = 0
+    turn_end: int = 0
     forced_tokens: tuple[int, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     needs_logits: bool = False
@@ -112,6 +113,7 @@ class PlannedRequest:
                 stop_ids=self.stop_ids,
                 forced_tokens=list(self.forced_tokens),
                 num_system_tokens=self.num_system_tokens,
+                turn_end=min(self.turn_end, len(self.prompt)),
                 salt=self.salt,
                 owner=self.owner,
                 drafter_name=self.drafter_name,
@@ -341,6 +343,7 @@ def draw_requests(rng: random.Random, limits: PolicyLimits, num_restarts: int) -
                     needs_prompt_logits=rng.random() < 0.05,
                     explain_prefix=rng.random() < 0.1,
                     num_system_tokens=rng.choice([0, 0, rng.randint(0, len(prompt) // 4)]),
+                    turn_end=len(prompt) // 2 if len(prompt) % 3 == 0 else 0,
                     drafter_name=rng.choice(["", "", "", "off"]),
                     engine=engine,
                     arrives_at=arrives_at,

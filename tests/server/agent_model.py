@@ -1,6 +1,5 @@
 """Tiny models that play a coding agent: a chat template with tools and reasoning, and answers that a test dictates."""
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -10,6 +9,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from retain.processing.grammar import grammar_from_lark
+from retain.processing.lark import write_text
 from retain.server.launch import GracefulServer
 from tests.helpers.folders import save_model_folder
 from tests.helpers.tiny_models import tiny_checkpoint
@@ -43,6 +43,7 @@ def save_agent_model(folder: Path, family: str, special_tokens: Sequence[str] = 
 def dictated_answers(server: GracefulServer, answers: Iterable[str]) -> Iterator[None]:
     """Let the model write these answers, one a request: each is the only text of a grammar."""
     service, remaining = server.service, iter(answers)
+    special = service.dialect.special_tokens
     prepare = service.prepare_chat_request
 
     def prepare_dictated(*arguments):
@@ -50,7 +51,7 @@ def dictated_answers(server: GracefulServer, answers: Iterable[str]) -> Iterator
         answer = next(remaining, None)
         assert answer is not None, "more answers were asked for than are dictated"
         return prepared._replace(
-            request=replace(prepared.request, grammar=grammar_from_lark(f"start: {json.dumps(answer)}"))
+            request=replace(prepared.request, grammar=grammar_from_lark(f"start: {write_text(answer, special)}"))
         )
 
     with pytest.MonkeyPatch.context() as patch:

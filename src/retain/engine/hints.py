@@ -16,10 +16,10 @@ SOON_S = 1.0
 
 @dataclass(frozen=True)
 class Hint:
-    """What the cache should do with a text: one of ACTIONS.
+    """What the cache should do with a text: one of ACTIONS, or end_turn, where its answer is one of a conversation.
 
     `seconds`: for how long it is retained, or after how many it is asked for (prefetch; signal: None, as the pauses of
-    its `label` say). `num_kept`: its first tokens that are not released.
+    its `label` say). `num_kept`: its first tokens that are not released, or those that the next turn begins with.
     """
 
     action: str
@@ -48,4 +48,6 @@ def carry_out(cache: KVCacheManager, hint: Hint, request: Request, text: Text, o
         return hints.prefetch(policy, task, SOON_S if hint.seconds is None else hint.seconds)
     if hint.action == "signal":
         return len(text) if hints.expect(policy, text, hint.label, hint.seconds) else 0
+    if hint.action == "end_turn":
+        return hints.end_turn(policy, text, request.input.turn_end or len(request.prompt), hint.num_kept, hint.label)
     raise ValueError(f"unknown hint {hint.action!r}: choose {', '.join(ACTIONS)}")

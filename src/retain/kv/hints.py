@@ -14,7 +14,7 @@ import numpy as np
 from retain.kv.eviction.policy import EvictionPolicy
 from retain.kv.journal import HINTS, journaled
 from retain.kv.prefix.cache import PrefixCache
-from retain.kv.prefix.returns import ExpectedReturn
+from retain.kv.prefix.returns import NEVER, ExpectedReturn
 from retain.kv.prefix.start import Start
 from retain.kv.row import CacheParts, Row
 from retain.kv.row_task import RowTask
@@ -75,13 +75,14 @@ class CacheHints:
         removed: list[bytes] = []
         B = self.cache.layout.block_size
         link = self.cache.first_link(text, policy)
+        tail_hash = text.end_hash(link, B, begin) if begin % B and begin < len(text) else b""
         for node in self.cache.tree.own_end(link, text):
-            num_kept = max(-(-begin // B) - node.start_block, 0)
-            if num_kept >= len(node.block_hashes):
+            num_kept = max(begin - node.start_block * B, 0)
+            if num_kept >= len(node.tokens):
                 break
-            removed += node.block_hashes[num_kept:]
-            num_tokens += len(node.tokens) - num_kept * B if node.has_pages else 0
-            self.cache.tree.remove(node, num_kept)
+            removed += node.block_hashes[num_kept // B :]
+            num_tokens += len(node.tokens) - num_kept if node.has_pages else 0
+            self.cache.tree.remove(node, num_kept, tail_hash)
         if self.cache.tiers and removed:
             self.cache.tiers.discard(removed)
             self.cache.store_again(link, text)  # spans may have held blocks that are kept
@@ -105,20 +106,42 @@ class CacheHints:
         return num_tokens
 
     @journaled
-    def expect(self, policy: EvictionPolicy, text: Text, label: str = "", seconds: float | None = None) -> bool:
+    def expect(
+        self,
+        policy: EvictionPolicy,
+        text: Text,
+        label: str = "",
+        seconds: float | None = None,
+        length: int | None = None,
+    ) -> bool:
         """Let a text be kept by how soon it is asked for again: after `seconds`, or as pauses of its label say.
 
-        The return is learned for the label. Returns whether it is known when that will be.
+        The return is learned for the label. Tokens behind the first `length` are not asked for again: their pages go
+        first. Returns whether it is known when the text is back.
         """
         if not self.cache.enabled:
             return False
+        B = self.cache.layout.block_size
+        length = len(text) if length is None else length
         link = self.cache.first_link(text, policy)
-        if not (hashes := text.block_hashes(link, self.cache.layout.block_size)):
+        if not (hashes := text.block_hashes(link, B, length)):
             return False
         expected = self.cache.returns.leave(hashes[-1], self.cache.tree.pins.clock(), label, seconds)
         for node in self.cache.tree.own_end(link, text):
-            node.expected = expected
+            node.expected = expected if node.start_block * B < length else NEVER
         return expected is not None
+
+    @journaled
+    def end_turn(self, policy: EvictionPolicy, text: Text, turn_end: int, history_len: int, label: str) -> int:
+        """Forget what of an answer the next turn does not begin with, and expect that turn; see `expect`.
+
+        It begins with the first `history_len` tokens of the text. Those up to `turn_end`, where the answer begins, stay
+        for another answer to the same prompt, as long as nothing needs their pages. Returns the tokens forgotten.
+        """
+        num_kept = max(turn_end, history_len)
+        num_tokens = self.release(policy, text, num_kept) if num_kept < len(text) - 1 else 0
+        self.expect(policy, text, label, None, history_len)
+        return num_tokens
 
     @journaled
     def reset(self, salt: str, whole_tenant: bool = False) -> int:

@@ -208,7 +208,7 @@ class Row:
         if self._scoring:
             return position + self._scoring.chunk_left
         room = min(tables.rings[self.index].room for tables in self.groups)  # a fork has its leader's rings
-        stops = [position + room, *self._due_positions, self.found.branch_point]
+        stops = [position + room, *self._due_positions, self.found.branch_point, self._turn_end]
         if self.evictors:
             stops += [self.evictors[0].next_eviction, self.evictors[0].query_blocks.next_end]
         if any(tables.is_state for tables in self.groups):  # those of earlier positions are gone after a step
@@ -388,7 +388,7 @@ class Row:
                 self.due.remove(held)
                 held.kind.attach(self, now, held.checkpoint)
         ends_blocks = bool(self.evictors) and not self.due and now == self.evictors[0].query_blocks.last_start
-        if before < self.prompt_len <= now or now == self.found.branch_point or ends_blocks:
+        if before < self.prompt_len <= now or now in (self.found.branch_point, self._turn_end) or ends_blocks:
             self._leave_text(now, is_running=True)
         for position in self._rungs(before, now):
             self._leave_text(position, is_running=True)
@@ -431,6 +431,14 @@ class Row:
         return following == self.prompt_len or bool(
             self.parts.prefix_cache.ladder.crossed(self.num_computed, following)
         )
+
+    @property
+    def _turn_end(self) -> int:
+        """The position at which the row leaves what its rings and states hold, since later turns part there; or 0."""
+        if not self.task or not self.task.turn_end or self.evictors:
+            return 0
+        needs_checkpoint = any(t.is_state or len(t.ring_layers(self.index)) for t in self.groups)
+        return self.task.turn_end if needs_checkpoint else 0
 
     def _rungs(self, begin: int, end: int) -> Sequence[int]:
         """Return the positions after `begin`, up to `end`, where a long text keeps what its rings hold."""

@@ -39,7 +39,8 @@ class RowTask:
     """The text that a row computes for a request, and what is wanted of it.
 
     `begun_at`: the cached tokens that an earlier row of the request began with; None where there was none. `explain`:
-    find out why there are no more of them now.
+    find out why there are no more of them now. Later turns of a conversation begin with the first `turn_end` tokens (0:
+    unknown), and part there from this one.
     """
 
     text: Text
@@ -51,6 +52,7 @@ class RowTask:
     begun_at: int | None = None
     explain: bool = False
     trace: AttentionTrace | None = None
+    turn_end: int = 0
 
     def demand(self, policy: EvictionPolicy) -> Demand:
         """Return what a row under this policy asks the prefix cache for."""

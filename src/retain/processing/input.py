@@ -42,7 +42,8 @@ class GenerateRequest:
     """A prompt, and how it is to be answered.
 
     `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
-    prompt: policies with `protect=system` never evict them. Prefixes are shared only with requests of the same `salt`.
+    prompt: policies with `protect=system` never evict them. Later turns begin with the first `turn_end` tokens (0:
+    unknown): those behind begin the answer. Prefixes are shared only with requests of the same `salt`.
     Requests of different owners take turns. `grammar` is the source of a grammar that the answer must match (see
     GrammarCompiler). The text of the answer shows the special tokens `shown_tokens`. Stop strings of the parameters are
     searched behind its `reasoning`.
@@ -53,6 +54,7 @@ class GenerateRequest:
     kv_policy: str | None = None
     speculate: str | None = None
     num_system_tokens: int = 0
+    turn_end: int = 0
     salt: str = ""
     owner: str = ""  # who asks: requests of different owners take turns
     lora: str | None = None  # the name of an adapter
@@ -174,6 +176,7 @@ class InputProcessor:
             stop_ids=stop_ids if params.ignore_eos else stop_ids | self.tokenizer.stop_token_ids,
             forced_tokens=list(g.forced_tokens),
             num_system_tokens=g.num_system_tokens,
+            turn_end=g.turn_end,
             salt=g.salt,
             owner=g.owner,
             adapter=None if g.lora is None else self.adapters.find(g.lora),

@@ -79,6 +79,11 @@ class ServerConfig:
         "leave out the header line of Claude Code, and sort tools, so that prompts that say the same begin "
         "with the same tokens; a header of the response says so",
     )
+    keep_reasoning: bool = option(
+        False,
+        "keep what was thought in answers cached, for clients that send it back where the chat template shows it "
+        "otherwise; without it the template says what of an answer the next turn begins with",
+    )
     api_keys: ApiKeys = field(default_factory=lambda: ApiKeys({}))
     insecure_no_api_key: bool = option(False, "listen beyond this machine even without API keys, for everybody")
     allowed_hosts: tuple[str, ...] = option(

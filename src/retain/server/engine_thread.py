@@ -69,9 +69,9 @@ class EngineThread:
         """Cancel the unfinished requests of a group. Their pages are free after one more step at most."""
         self._commands.put(lambda: self._cancel_group(group))
 
-    async def hint(self, hint: Hint, request: Request, owner: str) -> int:
-        """Carry out a hint about the prompt of a request, which need not run. Returns the tokens; raises ValueError."""
-        return await self.call(lambda: self._carry_out(hint, request, request.text.head(len(request.prompt)), owner))
+    async def hint(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
+        """Carry out a hint about a text, computed as a request says. Returns the tokens; raises ValueError."""
+        return await self.call(lambda: self._carry_out(hint, request, text, owner))
 
     def report(self, stats: PooledCallStats) -> None:
         """Tell observers that a call has ended whose texts were pooled."""

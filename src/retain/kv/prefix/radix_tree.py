@@ -467,19 +467,35 @@ class RadixTree:
 
     # ---- the ends of texts, for hints ----------------------------------------------------------------------------
 
-    def remove(self, node: Node, num_blocks: int) -> None:
-        """Drop what a node holds behind its first blocks, with checkpoints, and behind which there is nothing."""
+    def remove(self, node: Node, num_tokens: int, tail_hash: bytes) -> None:
+        """Drop what a node holds behind its first tokens, and behind which there is nothing.
+
+        Tokens that begin a block are a tail then, whose hash is given.
+        """
+        if not node.parent:
+            return  # it held nothing, and went with what was behind it
+        num_blocks, num_left = divmod(num_tokens, self.block_size)
         if num_blocks:
             self._split(node, num_blocks)
+        hashes = node.block_hashes
         if self.observer and node.has_pages:
-            self.observer.on_removed(node.block_hashes)
+            self.observer.on_removed(hashes)
         if self.history:
-            self.history.evict(node.block_hashes)
+            self.history.evict(hashes)
         for key in list(node.checkpoints):
             if self.on_outgrown:
                 self.on_outgrown(node, key)
             self._drop_checkpoint(node, key)
-        self._drop_pages(node)
+        if not num_left or not node.has_pages or tail_hash in node.parent.children:
+            self._drop_pages(node)
+            return
+        rest = node.pages[:, 1:]
+        self._free_pages(rest[rest > 0])
+        node.pages = node.pages[:, :1]
+        node.tokens = node.tokens[:num_left]
+        node.block_hashes = [tail_hash]
+        del node.parent.children[hashes[0]]
+        node.parent.children[tail_hash] = node
 
     def demote(self, node: Node) -> None:
         """Evict all that a node holds, behind which there is nothing."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 MAX_LABELS = 4096
 MAX_PAUSES = 64  # of a label, the latest
@@ -32,6 +33,9 @@ class ExpectedReturn:
         elapsed = now - self.left_at
         longer = [pause - elapsed for pause in self.pauses if pause > elapsed]
         return sum(longer) / len(longer) if longer else elapsed - max(self.pauses)
+
+
+NEVER = ExpectedReturn(0.0, (inf,))
 
 
 class ReturnTimes:

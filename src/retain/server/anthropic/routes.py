@@ -54,7 +54,7 @@ def prepare_message(
     service: OpenAIServing, body: MessagesRequest, key: ApiKey, fingerprints: PromptFingerprints
 ) -> Prepared:
     """Prepare the request and the encoder of a message to generate. Raises APIError or ValueError."""
-    request, (parser,), chat = service.prepare_chat_request(to_chat_request(body), key)
+    request, (parser,), chat, turn = service.prepare_chat_request(to_chat_request(body), key)
     fingerprint = build_fingerprint(chat, request) if body.diagnostics else None
     comparison = None
     if fingerprint and body.diagnostics and (previous_id := body.diagnostics.previous_message_id):
@@ -76,7 +76,7 @@ def prepare_message(
     )
     if fingerprint:
         fingerprints.put(key.name, encoder.id, fingerprint)
-    return Prepared([request], encoder, find_pins(service, body, request))
+    return Prepared([request], encoder, find_pins(service, body, request), turn)
 
 
 def find_pins(service: OpenAIServing, body: ConversationFields, request: GenerateRequest) -> list[Pin]:

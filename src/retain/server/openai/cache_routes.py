@@ -104,7 +104,9 @@ def create_router(service: OpenAIServing) -> APIRouter:
         async with service.admit(request.state.admission, body.prompt_field):
             _, states = await service.prepare(key.name, lambda: _prepare(service, body, key))
             requests = {id(state.request.prompt): state.request for state in states}  # one of each prompt
-            tokens = [await engine_thread.hint(said, r, key.name) for r in requests.values()]
+            tokens = [
+                await engine_thread.hint(said, r, r.text.head(len(r.prompt)), key.name) for r in requests.values()
+            ]
         return CacheHintResponse(action=action, tokens=sum(tokens))
 
     return router

@@ -208,6 +208,13 @@ class ChatOutputParser:
     def __init__(self, parser: AnswerParser | None = None, skipped: ChatOutput = NOTHING):
         self._parser: AnswerParser = parser or TaggedAnswerParser()
         self._skipped = skipped
+        self._outputs: list[ChatOutput] = []
+
+    @property
+    def answer(self) -> ChatOutput:
+        """All that was returned."""
+        reasoning, content, calls = zip(*self._outputs, strict=True) if self._outputs else ((), (), ())
+        return ChatOutput("".join(reasoning), "".join(content), [call for some in calls for call in some])
 
     def has_left_reasoning(self, text: str) -> bool:
         """Return whether what comes after the reasoning has begun in the text of an answer."""
@@ -217,12 +224,14 @@ class ChatOutputParser:
         """Add generated text. Returns the parts that are certain; all of them once the choice has finished."""
         output = self._parser.feed(text, finished)
         skipped = self._skipped
-        if not any(skipped) or not any(output):
-            return output
-        reasoning, skipped_reasoning = _drop_skipped(output.reasoning, skipped.reasoning)
-        content, skipped_content = _drop_skipped(output.content, skipped.content)
-        self._skipped = ChatOutput(skipped_reasoning, skipped_content, [])
-        return ChatOutput(reasoning, content, output.tool_calls)
+        if any(skipped) and any(output):
+            reasoning, skipped_reasoning = _drop_skipped(output.reasoning, skipped.reasoning)
+            content, skipped_content = _drop_skipped(output.content, skipped.content)
+            self._skipped = ChatOutput(skipped_reasoning, skipped_content, [])
+            output = ChatOutput(reasoning, content, output.tool_calls)
+        if any(output):
+            self._outputs.append(output)
+        return output
 
 
 def continue_answer(create: Callable[[], AnswerParser], begun: str) -> ChatOutputParser:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 
 from retain.processing.input import InputProcessor
 from retain.server.openai.chat_dialect import ChatDialect
@@ -29,6 +31,7 @@ class RenderedChat:
     prompt: str
     begun: str
     num_system_tokens: int = 0
+    answer_begin: str = ""  # the end of the prompt that later turns lack
 
     @property
     def asked(self) -> str:
@@ -43,6 +46,7 @@ class ChatRenderer:
         self.input_processor = input_processor
         self.dialect = dialect
         self.normalizes = normalizes
+        self._answer_begin = lru_cache(maxsize=64)(self._find_answer_begin)
 
     def render(self, body: ChatCompletionRequest) -> RenderedChat:
         """Render a conversation that is to be answered. Raises APIError or ValueError."""
@@ -65,4 +69,19 @@ class ChatRenderer:
         self.input_processor.check_length(prompt)
         last = sent[-1]["content"].strip() if body.continue_final_message else ""
         begun = prompt[prompt.rindex(last) :] if last else ""
-        return RenderedChat(body, notes, tools, messages, prompt, begun)
+        answer_begin = self._answer_begin(json.dumps(body.template_variables)) if body.add_generation_prompt else ""
+        answer_begin = answer_begin if prompt.endswith(answer_begin) else ""
+        return RenderedChat(body, notes, tools, messages, prompt, begun, answer_begin=answer_begin)
+
+    def _find_answer_begin(self, variables: str) -> str:
+        """Return what the template writes to begin an answer, under variables as JSON; "" where that is unclear."""
+        render = partial(
+            self.input_processor.tokenizer.apply_chat_template,
+            [{"role": "user", "content": "0"}],
+            variables=json.loads(variables),
+        )
+        try:
+            ended, begun = render(add_generation_prompt=False), render()
+        except ValueError:
+            return ""
+        return begun.removeprefix(ended) if begun.startswith(ended) else ""

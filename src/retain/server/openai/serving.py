@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,7 @@ from retain.server.openai.chat_dialect import ChatDialect
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.chat_renderer import ChatRenderer, RenderedChat
+from retain.server.openai.chat_turns import ChatTurn
 from retain.server.openai.choice_builders import (
     ChatChoiceBuilder,
     CompletionChoiceBuilder,
@@ -46,25 +48,31 @@ from retain.server.request_group import CallInfo, EngineError, Pin, RequestGroup
 from retain.server.sandbox import Sandbox
 from retain.server.warning_header import add_warnings
 
+log = logging.getLogger(__name__)
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API
 AS_MANY_AS_FIT = -1  # of max_tokens, as in llama.cpp's server
 T = TypeVar("T")
 
 
 class Prepared(NamedTuple):
-    """Requests that are ready for the engine, the encoder of their answers, and what is pinned of the first prompt."""
+    """Requests that are ready for the engine, the encoder of their answers, and what is pinned of the first prompt.
+
+    `turn`: that of a conversation.
+    """
 
     requests: list[GenerateRequest]
     encoder: ResponseEncoder
     pins: Sequence[Pin] = ()
+    turn: ChatTurn | None = None
 
 
 class PreparedChat(NamedTuple):
-    """The request of a conversation, a parser of each of its answers, and how it was rendered."""
+    """The request of a conversation, a parser of each of its answers, how it was rendered, and what follows."""
 
     request: GenerateRequest
     parsers: list[ChatOutputParser]
     chat: RenderedChat
+    turn: ChatTurn
 
 
 class OpenAIServing:
@@ -82,6 +90,7 @@ class OpenAIServing:
         self.allows_lora_updates = server_config.allow_lora_updates
         self.drafters = list(server_config.allowed_drafters)  # those that requests may select
         self.stream_interval = server_config.stream_interval
+        self.keeps_reasoning = server_config.keep_reasoning
         num_keys = len(server_config.api_keys)
         self.admission = AdmissionControl(self.limits, llm.config.max_running_requests, num_keys)
         self.body_parser = BodyParser()
@@ -130,12 +139,12 @@ class OpenAIServing:
 
     def prepare_chat(self, body: ChatCompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a chat completion. Raises APIError or ValueError."""
-        request, parsers, chat = self.prepare_chat_request(body, key)
+        request, parsers, chat, turn = self.prepare_chat_request(body, key)
         wants_logprobs = request.params.logprobs is not None
         choices = [ChatChoiceBuilder(self.llm.tokenizer, i, wants_logprobs, parser) for i, parser in enumerate(parsers)]
         encoder = ChatCompletionEncoder(choices, self.llm.output_processor, chat.body)
         encoder.headers = add_warnings(encoder.headers, chat.notes)
-        return Prepared([request], encoder)
+        return Prepared([request], encoder, turn=turn)
 
     def prepare_chat_request(self, body: ChatCompletionRequest, key: ApiKey) -> PreparedChat:
         """Return the request of a conversation, and a parser for each choice. Raises APIError or ValueError.
@@ -145,7 +154,12 @@ class OpenAIServing:
         dialect = self.dialect
         chat = self.chat_renderer.render(body)
         ids = self.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)
-        request = replace(self._build_base_request(ids, body, key), num_system_tokens=chat.num_system_tokens)
+        num_begun = len(self.llm.tokenizer.encode(chat.answer_begin, add_special_tokens=False))
+        request = replace(
+            self._build_base_request(ids, body, key),
+            num_system_tokens=chat.num_system_tokens,
+            turn_end=max(len(ids) - num_begun, 0) if num_begun else 0,
+        )
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
         # Half of the tokens are left for a structured output.
@@ -160,7 +174,8 @@ class OpenAIServing:
         if request.grammar and body.continue_final_message:
             raise APIError(400, "the answer continues a message: it cannot be forced into a format or a tool call")
         parsers = [dialect.create_parser(chat.asked, chat.begun, chat.tools, reasoning) for _ in range(body.n or 1)]
-        return PreparedChat(request, parsers, chat)
+        turn = ChatTurn(self.chat_renderer, chat, parsers, self.keeps_reasoning)
+        return PreparedChat(request, parsers, chat, turn)
 
     def prepare_completion(self, body: CompletionRequest, key: ApiKey) -> Prepared:
         """Prepare a completion of each prompt. Raises APIError or ValueError."""
@@ -261,7 +276,22 @@ class OpenAIServing:
             if group:
                 self.engine_thread.cancel(group)
             raise
-        return GenerationResponse(self.engine_thread, admission.deadline, group, prepared.encoder, bool(body.stream))
+        response = GenerationResponse(
+            self.engine_thread, admission.deadline, group, prepared.encoder, bool(body.stream)
+        )
+        if prepared.turn and self.llm.cache.prefix_cache.enabled:
+            response.follow_up = partial(self._end_turn, prepared.turn, group)
+        return response
+
+    async def _end_turn(self, turn: ChatTurn, group: RequestGroup) -> None:
+        """Tell the cache what the next turn begins with of each answer, and what it waits for."""
+        owner = group.key_name
+        try:
+            for index, request in enumerate(group.requests):
+                hint = await self.preparation.run(owner, partial(turn.end, index, request, owner))
+                await self.engine_thread.hint(hint, request, request.text, owner)
+        except (ValueError, RecursionError, EngineError) as error:  # the template cannot show it, or the server ends
+            log.debug("the end of a turn is not known: %s", error)
 
     async def prepare(
         self, key_name: str, prepare: Callable[[], Prepared]

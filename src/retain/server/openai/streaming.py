@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -80,6 +80,7 @@ class GenerationResponse(Response):
         self.group = group
         self.encoder = encoder
         self.stream = stream
+        self.follow_up: Callable[[], Awaitable[None]] | None = None  # what is to be done when all is sent
         self._is_silent = True  # since `_keep_alive` looked
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,6 +91,8 @@ class GenerationResponse(Response):
         try:
             async with asyncio.timeout_at(self.deadline + WRITE_GRACE_S):  # also if the client reads nothing
                 await respond(scope, receive, send)
+            if self.follow_up and not self.group.num_unfinished:
+                await self.follow_up()
         except (ClientDisconnected, TimeoutError):
             pass
         finally:

@@ -57,7 +57,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                     store.put(key.name, response["id"], turn)
 
             converted = convert_request(body, [*conversation.load_history(), *items])
-            generated, (parser,), chat = service.prepare_chat_request(converted.chat, key)
+            generated, (parser,), chat, turn = service.prepare_chat_request(converted.chat, key)
             fingerprint = build_fingerprint(chat, generated)
             comparison = None
             if body.prompt_cache_options and (earlier_id := body.prompt_cache_options.comparison_response_id):
@@ -74,7 +74,7 @@ def create_router(service: OpenAIServing, store: ResponseStore) -> APIRouter:  #
                 comparison,
             )
             fingerprints.put(key.name, encoder.response["id"], fingerprint)
-            return Prepared([generated], encoder)
+            return Prepared([generated], encoder, turn=turn)
 
         try:
             conversation = find_items(body, key)

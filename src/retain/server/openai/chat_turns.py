@@ -1,0 +1,85 @@
+"""Turns of conversations: what the next one begins with of an answer, and what it waits for.
+
+Chat templates show earlier answers without their reasoning, most of them. What was thought is then a branch that no
+later prompt goes on from. Only the template knows, so it is asked: it renders the next turn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from retain.engine.hints import Hint
+from retain.engine.request import Request
+from retain.sequences import count_common
+from retain.server.openai.chat_output import ChatOutputParser
+from retain.server.openai.chat_protocol import (
+    AssistantMessageParam,
+    FunctionCall,
+    InputMessageParam,
+    MessageParam,
+    ToolCall,
+)
+from retain.server.openai.chat_renderer import ChatRenderer, RenderedChat
+from retain.server.tool_format import ChatOutput
+
+SHOWN = "0"
+
+
+class ChatTurn:
+    """A conversation with a parser of each of its answers. With `keeps_reasoning` all of an answer is kept."""
+
+    def __init__(
+        self, renderer: ChatRenderer, chat: RenderedChat, parsers: Sequence[ChatOutputParser], keeps_reasoning: bool
+    ):
+        self.renderer = renderer
+        self.chat = chat
+        self.parsers = parsers
+        self.keeps_reasoning = keeps_reasoning
+
+    def end(self, index: int, request: Request, owner: str) -> Hint:
+        """Return what the cache is to know of an answer that has ended. Pauses are learned by owner and tools.
+
+        It takes as long as rendering the conversation does. Raises ValueError where the template cannot show the turn.
+        """
+        answer = self.parsers[index].answer
+        tools = "+".join(sorted({call.name for call in answer.tool_calls}))
+        history_len = len(request.text)
+        if answer.reasoning and not self.keeps_reasoning:
+            history_len = self._count_history(answer, request)
+        return Hint("end_turn", num_kept=history_len, label=f"{owner}/{tools}")
+
+    def _count_history(self, answer: ChatOutput, request: Request) -> int:
+        """Return how many tokens of the text the next turn begins with."""
+        decode = self.renderer.input_processor.tokenizer.decode_raw
+        turn = {"messages": [*self.chat.body.messages, *_show_turn(answer)]}
+        end = {"add_generation_prompt": True, "continue_final_message": False}
+        following = self.renderer.render_prompt(self.chat.body.model_copy(update=turn | end)).prompt
+        text = self.chat.prompt + decode(request.tokens[len(request.prompt) :])
+        return _count_before(request.tokens, len(text) - count_common(text, following), decode)
+
+
+def _show_turn(answer: ChatOutput) -> list[MessageParam]:
+    """Return an answer as a client sends it back, and what follows it: what its tools show, or what a user says."""
+    names = {f"call_{i:024}": call for i, call in enumerate(answer.tool_calls)}
+    calls = [
+        ToolCall(id=name, function=FunctionCall(name=call.name, arguments=call.arguments))
+        for name, call in names.items()
+    ]
+    sent = AssistantMessageParam(
+        role="assistant",
+        content=answer.content or None,
+        reasoning_content=answer.reasoning,
+        tool_calls=calls or None,
+    )
+    shown = [InputMessageParam(role="tool", content=SHOWN, tool_call_id=name) for name in names]
+    return [sent, *(shown or [InputMessageParam(role="user", content=SHOWN)])]
+
+
+def _count_before(ids: Sequence[int], num_chars: int, decode: Callable[[Sequence[int]], str]) -> int:
+    """Return how many of the tokens stand before the last `num_chars` characters of their text."""
+    most = 16
+    while most < len(ids) and len(decode(ids[-most:])) < num_chars:
+        most *= 2
+    most = min(most, len(ids))
+    return len(ids) - bisect_left(range(most), num_chars, key=lambda n: len(decode(ids[len(ids) - n :])))
