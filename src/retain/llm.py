@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from retain.config import Config
+from retain.engine.hints import Hint, carry_out
 from retain.engine.output import StepOutput
 from retain.factory import EngineParts, build_engine
 from retain.formats.lora import read_lora
@@ -285,6 +286,29 @@ class LLM(EngineParts):
         self._run_to_completion([state])
         text = state.request.text.head(len(state.request.prompt))
         return self.cache.hints.retain(state.request.policy, text, seconds)
+
+    def hint(
+        self,
+        action: str,
+        prompt: Prompt,
+        seconds: float | None = None,
+        *,
+        num_kept: int = 0,
+        salt: str = "",
+        lora: str | None = None,
+    ) -> int:
+        """Tell the cache something of a text; see `Hint` for actions. Returns the tokens that it is done to.
+
+        Nothing is computed. Raises ValueError, also where nothing is cached.
+        """
+        g = GenerateRequest(prompt, SamplingParams(max_tokens=1), salt=salt, lora=lora)
+        (state,) = self.input_processor.process(g)
+        text = state.request.text.head(len(state.request.prompt))
+        return carry_out(self.cache, Hint(action, seconds, num_kept), state.request, text)
+
+    def reset_cache(self, salt: str | None = None) -> int:
+        """Forget the cached texts of a salt, or all, in the pool and in every tier. Returns the pool's tokens."""
+        return self.cache.hints.reset_all() if salt is None else self.cache.hints.reset(salt)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Return the token ids of a prompt; given ids are checked. Raises ValueError."""

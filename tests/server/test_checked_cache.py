@@ -14,7 +14,7 @@ from tests.helpers.adapters import write_adapter
 from tests.helpers.cli import run_cli
 from tests.helpers.folders import save_tiny_smollm2
 from tests.helpers.tiers import disk_spec
-from tests.server.conftest import API_KEYS, run_server
+from tests.server.conftest import API_KEYS, HTTP, run_server
 
 ENGINE = {"kv_memory": "64MiB", "dtype": "float32", "max_model_len": 2048}
 EXACT = 1e-5  # nats: bodies have rounded numbers
@@ -90,3 +90,16 @@ def test_the_command_reports_keys_that_are_kept_apart(tiny_smollm2, capsys, monk
     report = json.loads(out)
     assert code == 0 and [c["outcome"] for c in report["checks"]] == ["passed"] and report["cold_answers"] == "salt"
     assert "keys: passed" in err and '<testcase classname="cachecheck" name="keys"' in junit.read_text()
+
+
+def test_a_reset_forgets_tiers_too(tmp_path, tiny_smollm2):
+    """The route that a key may call, as the command that resets a server."""
+    options = {**ENGINE, "tier": [disk_spec(tmp_path / "store", "1GiB")]}
+    with run_server(tiny_smollm2, options) as server:
+
+        def run_command(command, timeout):
+            assert HTTP.post(f"{server.url}/{command}", json={}).status_code == 200
+
+        environment = RunEnvironment(run_command=run_command)
+        found = outcomes(server.url, ("reset",), environment=environment, reset_command="cache/reset")
+    assert found == {"reset": Outcome.PASSED}

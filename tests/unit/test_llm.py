@@ -255,3 +255,17 @@ def test_answers_go_on_with_the_text_of_the_prompt(kind, tmp_path):
         (output,) = llm.generate([prompt], params)
         assert k.decode(ids) + output.text == k.decode([*ids, *output.token_ids]) and " the the" in output.text
         assert "".join(chunk.text for chunk in llm.stream(prompt, params)) == output.text
+
+
+def test_texts_are_hinted_at_from_python(tiny_smollm2: str) -> None:
+    llm = LLM(tiny_smollm2, kv_memory="64MiB", dtype="float32", tier=["ram:capacity=16MiB"])
+    prompt = list(range(100, 300))
+    llm.generate(prompt, SamplingParams(max_tokens=2))
+    assert llm.hint("retain", prompt, 0.0) == 200
+    assert llm.hint("demote", prompt) >= 192
+    assert llm.hint("prefetch", prompt) == 192
+    assert llm.generate(prompt, SamplingParams(max_tokens=2))[0].cached_tokens == 192
+    assert llm.hint("release", prompt, num_kept=10) == 190 + 1
+    assert llm.reset_cache("other") == 0 and llm.reset_cache() == 10
+    with pytest.raises(ValueError, match="unknown hint 'forget': choose retain, release"):
+        llm.hint("forget", prompt)

@@ -96,6 +96,7 @@ class CacheHints:
         """
         num_tokens = 0
         tree = self.cache.tree
+        tree.pins.expire()
         tiers = self.cache.tiers
         for node in tree.own_end(self.cache.first_link(text, policy), text):
             takes = tiers is not None and node not in tree.pins and tiers.takes(node)
