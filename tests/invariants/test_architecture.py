@@ -86,7 +86,8 @@ KNOWN_OF_KV = {
     "processing": CACHE_INTERFACE | CACHE_OPTIONS,
 }
 PARTS_OF_A_CACHE = {"tables", "slots", "copies", "store", "pool"}
-ASKED_PARTS = {"planner": CapacityPlanner, "prefix_cache": PrefixCache, "hints": CacheHints}  # of a cache; others may call their methods
+# Of a cache; others may call their methods.
+ASKED_PARTS = {"planner": CapacityPlanner, "prefix_cache": PrefixCache, "hints": CacheHints}
 MAX_ROW_MEMBERS = 10  # that the engine uses
 
 # Of a class in kv.

@@ -81,7 +81,8 @@ class ChatRenderer:
             variables=json.loads(variables),
         )
         try:
-            ended, begun = render(add_generation_prompt=False), render()
+            ended = render(add_generation_prompt=False)
+            begun = render()
         except ValueError:
             return ""
         return begun.removeprefix(ended) if begun.startswith(ended) else ""
