@@ -98,8 +98,8 @@ MAX_ATTRIBUTES = 16
 # stores 2,150.
 MAX_ROOM_LINES = {
     **{"bench": 1977, "cli": 1098, "engine": 2262, "formats": 2991, "kernels": 7800, "models": 4671},
-    **{"processing": 2967, "server": 9300, "top": 1676},
-    **{"kv": 9840, "prefix": 1762, "checkpoints": 813, "stores": 2445, "eviction": 2485, "memory": 840},
+    **{"processing": 2967, "server": 9310, "top": 1676},
+    **{"kv": 9850, "prefix": 1770, "checkpoints": 813, "stores": 2445, "eviction": 2485, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

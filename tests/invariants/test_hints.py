@@ -314,7 +314,7 @@ def test_returns_are_learned_by_label(tmp_path: Path, in_tier: bool) -> None:
             now[0] += pause
             at.pause()
             request = ask(at.engine, [*request.tokens, 1, 2, 3], "full", 8, salt=label)
-        assert list(at.engine.cache.prefix_cache.returns.pauses[label]) == [pause] * 4
+        assert list(at.engine.cache.prefix_cache.returns.owners[label].pauses[label]) == [pause] * 4
     texts = []
     for i, label in enumerate(("slow", "quick", "slow")):
         texts.append(ask(at.engine, [i + 10] * 100, "full", 2))

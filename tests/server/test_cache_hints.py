@@ -112,7 +112,7 @@ def test_a_signal_loads_the_text_before_its_return(server: GracefulServer, monke
     hints = server.service.llm.cache.hints
     wait_until(lambda: hints.loading or num_held(server))
     assert ask(server) >= 192
-    found = server.service.llm.cache.prefix_cache.returns.pauses
+    found = server.service.llm.cache.prefix_cache.returns.owners["ann"].pauses
     assert list(found) == ["ann/make"]
 
 

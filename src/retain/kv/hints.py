@@ -214,8 +214,9 @@ class CacheHints:
 
     def end_loads(self, text: Text) -> None:
         """Leave what is loaded to requests, and wait for what is loaded of a text that a request asks for now."""
-        for index, (row, *_) in list(self.loading.items()):
-            if (row.load and row.load.is_done) or self._is_loading(text, row.num_computed):
+        for index, (row, own, *_) in list(self.loading.items()):
+            n = row.num_computed
+            if (row.load and row.load.is_done) or (own.group == text.group and own.ids[:n] == text.ids[:n]):
                 self.finish_prefetch(index)
 
     def _is_loading(self, text: Text, num_tokens: int) -> bool:

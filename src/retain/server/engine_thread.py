@@ -10,6 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
@@ -30,7 +31,7 @@ from retain.threads import without_stop_iteration
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 LEAD_S = 1.0  # before an agent is back its text begins to be loaded
-MAX_TIMERS = 4096
+MAX_TIMERS = 32  # of an owner: each holds a text
 SHUTTING_DOWN = "the server is shutting down"
 ENGINE_FAILED = "the engine has failed and accepts no more requests"
 STEP_FAILED = "the engine failed while running this request or another of its batch"
@@ -51,7 +52,7 @@ class EngineThread:
         self.closed_error: EngineError | None = None  # raised for new requests once set
         self._stopped = False  # the thread runs no more commands
         self._has_read = False  # since the last step
-        self._num_timers = 0  # of texts that will be loaded
+        self._num_timers = Counter[str]()  # of texts that will be loaded, by owner
 
     # ---- called from the event loop ------------------------------------------------------------------------------
 
@@ -231,7 +232,7 @@ class EngineThread:
                 groups.add(group)
             if request.finish_reason:
                 for hint in group.hints if request.finish_reason is not FinishReason.CANCELLED else ():
-                    self._carry_out(hint, request, request.text, group.key_name)
+                    self._carry_out_late(hint, request, request.text, group.key_name)
                 self._remove_request(request)
         if groups:
             self._loop.call_soon_threadsafe(_notify_groups, groups)
@@ -251,17 +252,24 @@ class EngineThread:
 
     def _carry_out(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
         """Carry out a hint. A text that is asked for again is loaded shortly before, where tiers have it."""
-        if hint.action == "signal" and hint.seconds is not None and self._num_timers < MAX_TIMERS:
-            self._num_timers += 1
-            prefetch = partial(self._carry_out_late, Hint("prefetch", LEAD_S), request, text, owner)
+        if hint.action == "signal" and hint.seconds is not None and self._num_timers[owner] < MAX_TIMERS:
+            self._num_timers[owner] += 1
+            prefetch = partial(self._carry_out_due, Hint("prefetch", LEAD_S), request, text, owner)
             delay = max(hint.seconds - LEAD_S, 0.0)
             self._loop.call_soon_threadsafe(lambda: self._loop.call_later(delay, self._commands.put, prefetch))
         return carry_out(self.llm.cache, hint, request, text, owner)
 
-    def _carry_out_late(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
-        self._num_timers -= 1
+    def _carry_out_due(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
+        self._num_timers[owner] -= 1
         if not self._stopped:
-            carry_out(self.llm.cache, hint, request, text, owner)
+            self._carry_out_late(hint, request, text, owner)
+
+    def _carry_out_late(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
+        """Carry out a hint to whose sender nothing can be said any more."""
+        try:
+            self._carry_out(hint, request, text, owner)
+        except ValueError as error:
+            log.info("a hint is left out: %s", error)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

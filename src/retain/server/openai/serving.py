@@ -290,7 +290,7 @@ class OpenAIServing:
             for index, request in enumerate(group.requests):
                 hint = await self.preparation.run(owner, partial(turn.end, index, request, owner))
                 await self.engine_thread.hint(hint, request, request.text, owner)
-        except (ValueError, RecursionError, EngineError) as error:  # the template cannot show it, or the server ends
+        except (ValueError, RuntimeError, EngineError, APIError) as error:  # no template shows it, or the server ends
             log.debug("the end of a turn is not known: %s", error)
 
     async def prepare(
