@@ -126,6 +126,16 @@ def test_a_server_without_salts_gives_cold_answers_in_another_way(offer, options
         assert expected or {result.outcome for result in report.results} == {Outcome.PASSED}
 
 
+def test_a_reset_of_nothing_tells_nothing():
+    class KeepsNothing(fake.FakeServer):
+        def store(self, request, slots):
+            pass
+
+    report = check(KeepsNothing(), **COMMANDS)
+    (result,) = [result for result in report.results if result.name == "reset"]
+    assert result.outcome == Outcome.UNSURE
+
+
 @pytest.mark.parametrize("gap", [0.02, 0.3])
 def test_noise_of_a_server_is_no_fault(gap):
     """Log-probabilities that differ from one request to the next: the same cold request shows it."""
