@@ -97,9 +97,9 @@ MAX_ATTRIBUTES = 16
 # Lines of code of rooms. Wanted: bench 1,770, cli 1,010, processing 1,710; kv 7,100, prefix 920, checkpoints 640,
 # stores 2,150.
 MAX_ROOM_LINES = {
-    **{"bench": 1977, "cli": 1098, "engine": 2262, "formats": 2991, "kernels": 7800, "models": 4671},
-    **{"processing": 2967, "server": 9310, "top": 1676},
-    **{"kv": 9850, "prefix": 1770, "checkpoints": 813, "stores": 2445, "eviction": 2485, "memory": 840},
+    **{"bench": 1977, "cli": 1098, "engine": 2265, "formats": 2991, "kernels": 7800, "models": 4671},
+    **{"processing": 2967, "server": 9312, "top": 1676},
+    **{"kv": 9870, "prefix": 1775, "checkpoints": 813, "stores": 2450, "eviction": 2485, "memory": 840},
 }
 
 MAX_CODE_LINES = 400  # of a file, without docstrings, comments and blank lines

@@ -11,6 +11,7 @@ from threading import Event, Timer
 import pytest
 
 from retain.engine.engine import Engine
+from retain.engine.hints import Hint, carry_out
 from retain.engine.request import Request
 from retain.kv.stores.loader import LayerLoader
 from retain.kv.stores.store import ReadJob
@@ -48,7 +49,8 @@ def hint_at_random(engine: Engine, rng: random.Random, request: Request) -> None
         lambda: hints.retain(policy, text, rng.choice([0.0, 1000.0])),
         lambda: hints.release(policy, text, rng.choice([0, 20, len(text)])),
         lambda: hints.demote(policy, text),
-        lambda: hints.expect(policy, text, rng.choice(["", "tool"]), rng.choice([None, 0.0, 5.0])),
+        lambda: hints.expect(policy, text, "", rng.choice([None, "tool"]), rng.choice([None, 0.0, 5.0])),
+        lambda: hints.end_turn(policy, text, rng.randint(0, len(text)), rng.randint(0, len(text)), "", ""),
         lambda: hints.reset(text.salt, rng.random() < 0.5),
         lambda: prefetch(engine, make_request([*request.tokens, 1, 2], 4, policy, salt=text.salt)),
         lambda: hints.discard_loads(),
@@ -206,6 +208,56 @@ def test_a_text_is_released_behind_a_position() -> None:
     assert ask(engine, request.tokens, "full", 1).stats.num_cached_tokens == 72
 
 
+def test_a_text_that_is_not_cached_gives_up_nothing_of_another() -> None:
+    """Also where it was released before, and where another is the only one that goes on from what they share."""
+    engine = make_engine("llama", prefix_cache="exact")
+    other, done = (ask(engine, [*range(64), *[i] * 48], "full", 20) for i in (1, 2))
+    hints = engine.cache.hints
+    assert hints.release(done.policy, text_of(done)) == 67
+    for text in (text_of(done), Text([*range(64), *[7] * 40]), Text(other.tokens[:90] + [9] * 20)):
+        assert hints.release(done.policy, text) == hints.demote(done.policy, text) == 0
+        assert hints.end_turn(done.policy, text, 60, 70, "", "") == 0
+    assert all(node.expected is None for node in engine.cache.prefix_cache.tree.iter_nodes())
+    assert ask(engine, other.tokens, "full", 1).stats.num_cached_tokens == len(other.tokens) - 1
+
+
+@pytest.mark.parametrize("history_len", [80, 120])
+def test_a_turn_that_goes_on_already_is_not_ended(history_len: int) -> None:
+    engine = make_engine("llama", prefix_cache="exact")
+    first = ask(engine, range(100), "full", 20)
+    following = ask(engine, [*first.tokens, 1, 2, 3], "full", 4)
+    before = engine.cache.pool_stats().pages_by_state
+    assert engine.cache.hints.end_turn(first.policy, text_of(first), 100, history_len, "", "") == 0
+    assert engine.cache.pool_stats().pages_by_state == before
+    assert all(node.expected is None for node in engine.cache.prefix_cache.tree.iter_nodes())
+    assert ask(engine, following.tokens, "full", 1).stats.num_cached_tokens == len(following.tokens) - 1
+
+
+def test_a_prompt_stays_where_its_answers_are_released() -> None:
+    """It is found again, and kept once."""
+    engine = make_engine("llama", prefix_cache="exact")
+    prompt = list(range(100))
+    request = ask(engine, prompt, "full", 20)
+    assert engine.cache.hints.release(request.policy, Text(prompt), 200) == 19
+    engine.cache.check()
+    tree = engine.cache.prefix_cache.tree
+    assert sum(len(node.tokens) for node in tree.iter_nodes()) == 100
+    assert ask(engine, prompt, "full", 1).stats.num_cached_tokens == 99
+    assert sum(len(node.tokens) for node in tree.iter_nodes()) == 100
+
+
+def test_what_was_loaded_ahead_can_be_pinned_and_released(tmp_path: Path) -> None:
+    for action in ("retain", "release", "demote"):
+        at = Place("folder", tmp_path / action, family="llama")
+        first = ask(at.engine, range(100), "full")
+        at.pause()
+        text = text_of(first)
+        assert carry_out(at.engine.cache, Hint("prefetch"), first, text) == 112
+        assert carry_out(at.engine.cache, Hint(action, 1000.0), first, text) == 112
+        assert not at.engine.cache.hints.loading
+        at.close()
+
+
 def test_what_is_demoted_is_in_a_tier_alone(tmp_path: Path) -> None:
     engine = make_engine("gemma3_text", prefix_cache="exact", tiers=["ram:capacity=100MB", disk_spec(tmp_path)])
     request = ask(engine, range(100), "full", 20)
@@ -294,7 +346,7 @@ def test_the_text_that_is_back_last_is_evicted_first() -> None:
         texts.append(ask(engine, [i] * 100, "full", 2))
         now[0] += 1
     for request, seconds in zip(texts, (50.0, 5.0, 500.0, 20.0), strict=True):
-        assert engine.cache.hints.expect(request.policy, text_of(request), "", seconds)
+        assert engine.cache.hints.expect(request.policy, text_of(request), "", None, seconds)
     engine.cache.check()
     assert cached_after_pressure(engine, texts) == [True, True, False, True]
 
@@ -309,16 +361,16 @@ def test_returns_are_learned_by_label(tmp_path: Path, in_tier: bool) -> None:
     for label, pause in (("quick", 3.0), ("slow", 300.0)):
         request = ask(at.engine, [1] * 40, "full", 8, salt=label)
         for turn in range(4):
-            is_known = hints.expect(request.policy, text_of(request), label)
+            is_known = hints.expect(request.policy, text_of(request), "ann", label)
             assert not is_known, turn
             now[0] += pause
             at.pause()
             request = ask(at.engine, [*request.tokens, 1, 2, 3], "full", 8, salt=label)
-        assert list(at.engine.cache.prefix_cache.returns.owners[label].pauses[label]) == [pause] * 4
+        assert list(at.engine.cache.prefix_cache.returns.owners["ann"].pauses[label]) == [pause] * 4
     texts = []
     for i, label in enumerate(("slow", "quick", "slow")):
         texts.append(ask(at.engine, [i + 10] * 100, "full", 2))
-        assert hints.expect(texts[-1].policy, text_of(texts[-1]), label)
+        assert hints.expect(texts[-1].policy, text_of(texts[-1]), "ann", label)
         now[0] += 1
     tree = at.engine.cache.prefix_cache.tree
     values = sorted((leaf.expected.remaining(now[0]), leaf.tokens[0]) for leaf in tree.iter_nodes() if leaf.expected)

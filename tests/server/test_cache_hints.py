@@ -13,6 +13,7 @@ from retain.server.auth import ApiKeys
 from retain.server.launch import GracefulServer
 from retain.server.warning_header import WARNING_HEADER
 from tests.helpers.tiers import disk_spec
+from tests.server.agent_model import dictated_answers
 from tests.server.conftest import API_KEYS, HTTP, run_in_engine_thread, run_tiny_server, wait_until
 
 TEXT = "All pages of a text lie in the pool, until others need them. " * 4
@@ -96,8 +97,8 @@ def test_a_reset_is_of_a_key_a_salt_or_all(server: GracefulServer) -> None:
 
 
 def test_a_conversation_is_hinted_at_as_it_was_sent(server: GracefulServer) -> None:
-    body = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 4, "temperature": 0}
-    answer = post(server, "chat/completions", **body).json()
+    with dictated_answers(server, ["So they do."]):
+        answer = post(server, "chat/completions", model="smollm2", messages=MESSAGES).json()
     messages = [*MESSAGES, answer["choices"][0]["message"]]
     assert hint(server, "retain", seconds=0, messages=MESSAGES) > 200
     assert hint(server, "release", messages=messages) > 200
@@ -113,7 +114,7 @@ def test_a_signal_loads_the_text_before_its_return(server: GracefulServer, monke
     wait_until(lambda: hints.loading or num_held(server))
     assert ask(server) >= 192
     found = server.service.llm.cache.prefix_cache.returns.owners["ann"].pauses
-    assert list(found) == ["ann/make"]
+    assert list(found) == ["make"]
 
 
 ENVELOPE = {"protocol_version": "0.1", "message_id": "m"}

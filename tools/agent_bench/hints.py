@@ -26,7 +26,7 @@ class AgentHints:
         estimate = following.pause * (1 + self.error * rng.uniform(-1, 1))
         seconds = estimate if self.kind == "told" else None
         if self.kind != "none":
-            carry_out(cache, Hint("signal", seconds, label=following.speaker), request, request.text)
+            carry_out(cache, Hint("signal", seconds, tool=following.speaker), request, request.text)
 
     @property
     def lead(self) -> float | None:

@@ -19,13 +19,13 @@ class Hint:
     """What the cache should do with a text: one of ACTIONS, or end_turn, where its answer is one of a conversation.
 
     `seconds`: for how long it is retained, or after how many it is asked for (prefetch; signal: None, as the pauses of
-    its `label` say). `num_kept`: its first tokens that are not released, or those that the next turn begins with.
+    its `tool` say). `num_kept`: its first tokens that are not released, or those that the next turn begins with.
     """
 
     action: str
     seconds: float | None = None
     num_kept: int = 0
-    label: str = ""
+    tool: str | None = None  # that runs; "" for a user who speaks next
 
 
 def carry_out(cache: KVCacheManager, hint: Hint, request: Request, text: Text, owner: str = "") -> int:
@@ -36,6 +36,8 @@ def carry_out(cache: KVCacheManager, hint: Hint, request: Request, text: Text, o
     if not cache.prefix_cache.enabled:
         raise ValueError("prefix_cache=off keeps nothing: there is nothing to hint at")
     hints = cache.hints
+    if hint.action != "signal":
+        hints.end_loads(Text() if hint.action == "prefetch" else text)
     policy = cache.planner.effective_policy(request.policy)
     if hint.action == "retain":
         return hints.retain(policy, text, hint.seconds or 0.0, owner)
@@ -47,7 +49,8 @@ def carry_out(cache: KVCacheManager, hint: Hint, request: Request, text: Text, o
         task = RowTask(text, len(request.prompt), max_cached_tokens=len(text), seed=request.noise_seed)
         return hints.prefetch(policy, task, SOON_S if hint.seconds is None else hint.seconds)
     if hint.action == "signal":
-        return len(text) if hints.expect(policy, text, hint.label, hint.seconds) else 0
+        return len(text) if hints.expect(policy, text, owner, hint.tool, hint.seconds) else 0
     if hint.action == "end_turn":
-        return hints.end_turn(policy, text, request.input.turn_end or len(request.prompt), hint.num_kept, hint.label)
+        begin = request.input.turn_end or len(request.prompt)
+        return hints.end_turn(policy, text, begin, hint.num_kept, owner, hint.tool)
     raise ValueError(f"unknown hint {hint.action!r}: choose {', '.join(ACTIONS)}")

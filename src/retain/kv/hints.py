@@ -68,15 +68,19 @@ class CacheHints:
     def release(self, policy: EvictionPolicy, text: Text, begin: int = 0) -> int:
         """Forget what only this text has behind its first `begin` tokens: its branch is done. Returns the tokens.
 
-        What other texts share stays, and what a running request uses is its own. Tiers of this engine alone forget
-        what they have of it, too.
+        What continues it goes with it, unless it goes on in several ways. What other texts share stays, and what a
+        running request uses is its own. Tiers of this engine alone forget what is forgotten here.
         """
+        return self._release(policy, text, begin, with_continuation=True)
+
+    def _release(self, policy: EvictionPolicy, text: Text, begin: int, with_continuation: bool) -> int:
         num_tokens = 0
         removed: list[bytes] = []
         B = self.cache.layout.block_size
         link = self.cache.first_link(text, policy)
-        tail_hash = text.end_hash(link, B, begin) if begin % B and begin < len(text) else b""
-        for node in self.cache.tree.own_end(link, text):
+        begin = min(begin, len(text))
+        tail_hash = text.end_hash(link, B, begin) if begin % B else b""
+        for node in self.cache.tree.own_end(link, text, with_continuation):
             num_kept = max(begin - node.start_block * B, 0)
             if num_kept >= len(node.tokens):
                 break
@@ -98,7 +102,7 @@ class CacheHints:
         tree = self.cache.tree
         tree.pins.expire()
         tiers = self.cache.tiers
-        for node in tree.own_end(self.cache.first_link(text, policy), text):
+        for node in tree.own_end(self.cache.first_link(text, policy), text, with_continuation=True):
             takes = tiers is not None and node not in tree.pins and tiers.takes(node)
             if not self.cache.agreement.is_shared(takes) or not takes:
                 break
@@ -111,38 +115,46 @@ class CacheHints:
         self,
         policy: EvictionPolicy,
         text: Text,
-        label: str = "",
+        owner: str = "",
+        tool: str | None = None,
         seconds: float | None = None,
-        length: int | None = None,
     ) -> bool:
-        """Let a text be kept by how soon it is asked for again: after `seconds`, or as pauses of its label say.
+        """Let a text be kept by how soon it is asked for again: after `seconds`, or as the pauses of a tool say.
 
-        The return is learned for the label. Tokens behind the first `length` are not asked for again: their pages go
-        first. Returns whether it is known when the text is back.
+        The return is learned for the owner's tool, where one is named. Returns whether it is known when that will be.
         """
-        if not self.cache.enabled:
-            return False
-        B = self.cache.layout.block_size
-        length = len(text) if length is None else length
-        link = self.cache.first_link(text, policy)
-        if not (hashes := text.block_hashes(link, B, length)):
-            return False
-        expected = self.cache.returns.leave(hashes[-1], self.cache.tree.pins.clock(), label, seconds)
-        for node in self.cache.tree.own_end(link, text):
-            node.expected = expected if node.start_block * B < length else NEVER
-        return expected is not None
+        return self._expect_turn(policy, text, owner, tool, seconds, len(text))
 
     @journaled
-    def end_turn(self, policy: EvictionPolicy, text: Text, turn_end: int, history_len: int, label: str) -> int:
+    def end_turn(
+        self, policy: EvictionPolicy, text: Text, turn_end: int, history_len: int, owner: str, tool: str | None
+    ) -> int:
         """Forget what of an answer the next turn does not begin with, and expect that turn; see `expect`.
 
         It begins with the first `history_len` tokens of the text. Those up to `turn_end`, where the answer begins, stay
-        for another answer to the same prompt, as long as nothing needs their pages. Returns the tokens forgotten.
+        for another answer to the same prompt, as long as nothing needs their pages. Nothing is done where the next turn
+        has begun. Returns the tokens forgotten.
         """
+        if not self.cache.tree.own_end(self.cache.first_link(text, policy), text):
+            return 0
         num_kept = max(turn_end, history_len)
-        num_tokens = self.release(policy, text, num_kept) if num_kept < len(text) - 1 else 0
-        self.expect(policy, text, label, None, history_len)
-        return num_tokens
+        is_dead = num_kept < len(text) - 1
+        self._expect_turn(policy, text, owner, tool, None, history_len)
+        return self._release(policy, text, num_kept, with_continuation=False) if is_dead else 0
+
+    def _expect_turn(
+        self, policy: EvictionPolicy, text: Text, owner: str, tool: str | None, seconds: float | None, length: int
+    ) -> bool:
+        """Expect the first `length` tokens of a text. What is behind them is not asked for again, and goes first."""
+        B = self.cache.layout.block_size
+        link = self.cache.first_link(text, policy)
+        hashes = text.block_hashes(link, B, length) if self.cache.enabled else []
+        if not hashes:
+            return False
+        expected = self.cache.returns.leave(hashes[-1], self.cache.tree.pins.clock(), owner, tool, seconds)
+        for node in self.cache.tree.own_end(link, text):
+            node.expected = expected if node.start_block * B < length else NEVER
+        return expected is not None
 
     @journaled
     def reset(self, salt: str, whole_tenant: bool = False) -> int:
@@ -175,7 +187,7 @@ class CacheHints:
         cache = self.cache
         link = cache.first_link(task.text, policy)
         found = cache.find(task.text, task.demand(policy))
-        self._expect(link, task.text, seconds)
+        self._expect_soon(link, task.text, seconds)
         further = found.further
         if not cache.agrees_to_load(found, further is not None and self._has_room(further)):
             return further.position if further and self._is_loading(task.text, further.position) else found.position
@@ -193,13 +205,16 @@ class CacheHints:
         num_blocks = further.position // self.cache.layout.block_size - further.blocks.shape[-1]
         num_pages = num_blocks * len(further.blocks) + sum(sum(c.place.span.num_blocks) for c in further.stored)
         num_loading = sum(p.row.num_pages for p in self.loading.values())
-        has_pages = num_pages + num_loading <= self.cache.tree.max_pinned_pages
+        tree = self.cache.tree
+        has_pages = num_pages + num_loading <= tree.max_pinned_pages  # and no other load is given up for this one
+        has_pages = has_pages and num_pages <= tree.pool.num_free + tree.num_evictable_pages
         return has_pages and not self._is_loading(further.text, further.position)
 
-    def _expect(self, link: bytes, text: Text, seconds: float) -> None:
+    def _expect_soon(self, link: bytes, text: Text, seconds: float) -> None:
+        """Expect a text in `seconds`, where nothing else is known."""
         expected = ExpectedReturn(self.cache.tree.pins.clock(), (seconds,))
         for node in self.cache.tree.own_end(link, text):
-            node.expected = expected
+            node.expected = node.expected or expected
 
     @journaled
     def finish_prefetch(self, index: int) -> None:
@@ -210,7 +225,7 @@ class CacheHints:
             row.finish_load()
         row.close()
         if not row.has_failed:
-            self._expect(link, text, seconds)
+            self._expect_soon(link, text, seconds)
 
     def end_loads(self, text: Text) -> None:
         """Leave what is loaded to requests, and wait for what is loaded of a text that a request asks for now."""

@@ -252,12 +252,13 @@ class EngineThread:
 
     def _carry_out(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
         """Carry out a hint. A text that is asked for again is loaded shortly before, where tiers have it."""
+        num_tokens = carry_out(self.llm.cache, hint, request, text, owner)
         if hint.action == "signal" and hint.seconds is not None and self._num_timers[owner] < MAX_TIMERS:
             self._num_timers[owner] += 1
             prefetch = partial(self._carry_out_due, Hint("prefetch", LEAD_S), request, text, owner)
             delay = max(hint.seconds - LEAD_S, 0.0)
             self._loop.call_soon_threadsafe(lambda: self._loop.call_later(delay, self._commands.put, prefetch))
-        return carry_out(self.llm.cache, hint, request, text, owner)
+        return num_tokens
 
     def _carry_out_due(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
         self._num_timers[owner] -= 1
@@ -268,8 +269,12 @@ class EngineThread:
         """Carry out a hint to whose sender nothing can be said any more."""
         try:
             self._carry_out(hint, request, text, owner)
+        except RankError:
+            raise
         except ValueError as error:
             log.info("a hint is left out: %s", error)
+        except Exception as error:
+            self._recover(error)
 
     def _notify_observers(self, notify: Callable[[Observer], None]) -> None:
         """Call each observer. A failing observer is logged and does not affect the requests."""

@@ -84,10 +84,10 @@ class RadixTree:
         root = self.roots.get(link)
         return None if root is None else self.search.nearest_text(root, link, text, key)
 
-    def own_end(self, link: bytes, text: Text) -> list[Node]:
+    def own_end(self, link: bytes, text: Text, with_continuation: bool = False) -> list[Node]:
         """Return the nodes that this text alone needs, its end first. See `TreeSearch.own_end`."""
         root = self.roots.get(link)
-        return [] if root is None else self.search.own_end(root, link, text)
+        return [] if root is None else self.search.own_end(root, link, text, with_continuation)
 
     def touch(self, nodes: Sequence[Node], keys: Sequence[tuple[Node, bytes]] = ()) -> None:
         """Record that a request begins with the pages of nodes, and with checkpoints, each by its node and key."""

@@ -12,6 +12,8 @@ from retain.kv.prefix.node import NO_BLOCKS, Node, NodeEnd, PrefixMatch
 from retain.kv.text import Keying, Text, common_prefix_length
 from retain.types import Ints
 
+MAX_LACKING = 4  # tokens at the end of a text that were not computed, such as those that end an answer
+
 
 @dataclass(frozen=True)
 class TreeSearch:
@@ -64,21 +66,26 @@ class TreeSearch:
             spans.append(node.tokens)
         return np.concatenate(spans), num_full * self.block_size + num_equal
 
-    def own_end(self, root: Node, link: bytes, text: Text) -> list[Node]:
-        """Return the nodes that a text alone needs, its end first.
+    def own_end(self, root: Node, link: bytes, text: Text, with_continuation: bool = False) -> list[Node]:
+        """Return the nodes that a text alone needs, its end first; none where the tree lacks it, or others go on there.
 
-        What continues the text is of it, unless it goes on in several ways.
+        Of the text up to MAX_LACKING tokens may be missing, or its last block where no other goes on: tiers have whole
+        ones. What continues it counts `with_continuation` as its own, unless it goes on in several ways.
         """
         path, num_full = self.walk(root, text.block_hashes(link, self.block_size))
         node, n = path[-1]
         num_left = len(text) - num_full * self.block_size
         partial = self.partial_matches(path, num_full, text.tokens, text.keying)
-        ends = [child for child, k in partial if k in (num_left, len(child.tokens))]
+        # The text ends in a longer node, or a tail ends with it.
+        ends = [c for c, k in partial if k == num_left or (k == len(c.tokens) and num_left - k <= MAX_LACKING)]
         if ends:
             node = ends[0]
-        elif n < len(node.block_hashes) and num_left:
-            return []  # another text goes on in the midst of the node
-        while len(node.children) == 1:
+        elif n < len(node.block_hashes) or num_left > (MAX_LACKING if node.children else self.block_size - 1):
+            return []
+        is_longer = self.end_position(node) > len(text)
+        if is_longer and not with_continuation:
+            return []
+        while with_continuation and len(node.children) == 1:
             (node,) = node.children.values()
         found: list[Node] = []
         while node.parent and len(node.children) == (1 if found else 0):

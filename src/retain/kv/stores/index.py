@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
-from itertools import count
+from collections.abc import Collection, Sequence
+from itertools import chain, count
 from math import inf
 from time import time
 
@@ -38,6 +38,11 @@ class SpanIndex:
     def find(self, key: bytes) -> tuple[Span, int] | None:
         """Return the span that has the key, and the key's index in it."""
         return self.by_key.get(key)
+
+    def spans_of(self, keys: Collection[bytes]) -> set[Span]:
+        """Return all spans that have one of these keys."""
+        newest = [self.by_key[key] for key in keys if key in self.by_key]
+        return {span for span, _ in chain(newest, *(self.older.get(key, ()) for key in keys))}
 
     def touch(self, spans: Sequence[Span]) -> None:
         """Record a use of these spans, at the same time for all."""

@@ -140,11 +140,10 @@ class Store:
     def delete_keys(self, keys: Collection[bytes]) -> None:
         """Remove the spans that have one of these keys."""
         wanted = set(keys)
-        found = {found[0] for key in wanted if (found := self.find(key))}
-        self._delete_where(lambda span: not wanted.isdisjoint(span.keys), found)
+        self._delete_where(lambda span: not wanted.isdisjoint(span.keys), wanted)
 
-    def _delete_where(self, is_meant: Callable[[Span], bool], indexed: Collection[Span] | None = None) -> None:
-        """Remove spans, `indexed` or of all; also those that are being written.
+    def _delete_where(self, is_meant: Callable[[Span], bool], keys: Collection[bytes] | None = None) -> None:
+        """Remove spans, also those that are being written; with `keys` those that are indexed by one of them.
 
         They are no longer found when this returns. Their bytes are deleted in the background.
         """
@@ -153,7 +152,8 @@ class Store:
                 self._in_flight.remove(span)
                 self._in_flight_keys -= set(span.keys)
             with self.catalog.lock:
-                found = [span for span in self.span_index.spans if is_meant(span)] if indexed is None else indexed
+                indexed = self.span_index.spans if keys is None else self.span_index.spans_of(keys)
+                found = [span for span in indexed if is_meant(span)]
             for span in found:
                 self.catalog.drop(span, is_unusable=True)
         self._submit(self._change, "delete spans", partial(self._delete_names, [span.name for span in found]))
@@ -252,6 +252,8 @@ class Store:
             if span in self._in_flight:
                 self.catalog.add(stored)
                 return
+            if stored.name in self.catalog.span_of_name:
+                return  # it was put again
         self._delete_names([stored.name])
 
     def _delete_names(self, names: Sequence[str]) -> None:

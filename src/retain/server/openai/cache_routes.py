@@ -100,7 +100,7 @@ def create_router(service: OpenAIServing) -> APIRouter:
             raise APIError(400, f"seconds is at most {limit:g}", "seconds")
         if action == "retain" and body.seconds is None:
             raise APIError(400, "seconds is missing: for how long to keep the text", "seconds")
-        said = Hint(action, body.seconds, body.num_kept_tokens, f"{key.name}/{body.tool}" if body.tool else "")
+        said = Hint(action, body.seconds, body.num_kept_tokens, body.tool or None)
         async with service.admit(request.state.admission, body.prompt_field):
             _, states = await service.prepare(key.name, lambda: _prepare(service, body, key))
             requests = {id(state.request.prompt): state.request for state in states}  # one of each prompt

@@ -37,8 +37,8 @@ class ChatTurn:
         self.parsers = parsers
         self.keeps_reasoning = keeps_reasoning
 
-    def end(self, index: int, request: Request, owner: str) -> Hint:
-        """Return what the cache is to know of an answer that has ended. Pauses are learned by owner and tools.
+    def end(self, index: int, request: Request) -> Hint:
+        """Return what the cache is to know of an answer that has ended. Pauses are learned by the tools that it calls.
 
         It takes as long as rendering the conversation does. Raises ValueError where the template cannot show the turn.
         """
@@ -47,7 +47,7 @@ class ChatTurn:
         history_len = len(request.text)
         if answer.reasoning and not self.keeps_reasoning:
             history_len = self._count_history(answer, request)
-        return Hint("end_turn", num_kept=history_len, label=f"{owner}/{tools}")
+        return Hint("end_turn", num_kept=history_len, tool=tools)
 
     def _count_history(self, answer: ChatOutput, request: Request) -> int:
         """Return how many tokens of the text the next turn begins with."""

@@ -36,19 +36,19 @@ class KvHints(StrictModel):
     actions: Annotated[list[KvHintAction], Field(max_length=MAX_ACTIONS)]
 
 
-def read_hints(envelope: KvHints | None, max_seconds: float, owner: str) -> tuple[list[Hint], list[str]]:
+def read_hints(envelope: KvHints | None, max_seconds: float) -> tuple[list[Hint], list[str]]:
     """Return the hints of an envelope, and warnings that name the actions which mean nothing here, each with why."""
     hints = []
     warnings = []
     for action in envelope.actions if envelope else ():
         try:
-            hints.append(_read_action(action, max_seconds, owner))
+            hints.append(_read_action(action, max_seconds))
         except ValueError as error:
             warnings.append(f"kv_hints: action {shorten(ascii(action.action_id)[1:-1])} is left out: {error}")
     return hints, warnings
 
 
-def _read_action(action: KvHintAction, max_seconds: float, owner: str) -> Hint:
+def _read_action(action: KvHintAction, max_seconds: float) -> Hint:
     name = action.action_type.removeprefix("kv.")
     if name not in ACTIONS or name == action.action_type:
         raise ValueError(f"its type is none of {', '.join(f'kv.{a}' for a in ACTIONS)}")
@@ -66,7 +66,7 @@ def _read_action(action: KvHintAction, max_seconds: float, owner: str) -> Hint:
     tool = action.payload.get("tool", "")
     if not isinstance(tool, str) or len(tool) > 256:
         raise ValueError("tool should be a name")
-    return Hint(name, seconds, label=f"{owner}/{tool}" if tool else "")
+    return Hint(name, seconds, tool=tool or None)
 
 
 def _read_seconds(field: str, value: Any, max_seconds: float) -> float:

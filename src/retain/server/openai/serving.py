@@ -263,7 +263,7 @@ class OpenAIServing:
         try:
             async with self.admit(admission, body.prompt_field, num_choices):
                 prepared, request_states = await self.prepare(key.name, partial(prepare, key))
-                hints, warnings = read_hints(body.kv_hints, self.limits.max_pin_seconds, key.name)
+                hints, warnings = read_hints(body.kv_hints, self.limits.max_pin_seconds)
                 prepared.encoder.headers = add_warnings(prepared.encoder.headers, warnings)
                 pins = [*prepared.pins, Pin(body.pin)] if body.pin else prepared.pins
                 interval = self.stream_interval if body.stream else None
@@ -288,7 +288,7 @@ class OpenAIServing:
         owner = group.key_name
         try:
             for index, request in enumerate(group.requests):
-                hint = await self.preparation.run(owner, partial(turn.end, index, request, owner))
+                hint = await self.preparation.run(owner, partial(turn.end, index, request))
                 await self.engine_thread.hint(hint, request, request.text, owner)
         except (ValueError, RuntimeError, EngineError, APIError) as error:  # no template shows it, or the server ends
             log.debug("the end of a turn is not known: %s", error)

@@ -194,7 +194,7 @@ class RemoteStore(Store):
                 return
             info = self.bucket.find(stored.name)  # another engine was faster
         self._count("known")
-        if info:
+        if info and span in self._in_flight:
             self.catalog.read_header(info)
 
     def _run(self) -> None:
