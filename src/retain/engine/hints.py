@@ -11,12 +11,12 @@ from retain.kv.text import Text
 
 ACTIONS = ("retain", "release", "demote", "prefetch", "signal")
 
-SOON_S = 1.0
+SOON_S = 1.0  # until a text is asked for that is loaded ahead, where nothing else is said
 
 
 @dataclass(frozen=True)
 class Hint:
-    """What the cache should do with a text: one of ACTIONS, or end_turn, where its answer is one of a conversation.
+    """What the cache should do with a text: one of ACTIONS, which callers name, or end_turn, for an answer in a chat.
 
     `seconds`: for how long it is retained, or after how many it is asked for (prefetch; signal: None, as the pauses of
     its `tool` say). `num_kept`: its first tokens that are not released, or those that the next turn begins with.

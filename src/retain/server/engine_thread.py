@@ -222,6 +222,7 @@ class EngineThread:
     def _publish(self, sampled_requests: Sequence[Request]) -> None:
         """Collect the new output and notify all groups in one callback: a callback costs more than its content."""
         groups = set()
+        ended = []
         for request in sampled_requests:
             if request not in self._group_of_request:
                 continue
@@ -231,11 +232,13 @@ class EngineThread:
                 group.collect(index)
                 groups.add(group)
             if request.finish_reason:
-                for hint in group.hints if request.finish_reason is not FinishReason.CANCELLED else ():
-                    self._carry_out_late(hint, request, request.text, group.key_name)
+                ended.append((request, group))
                 self._remove_request(request)
         if groups:
             self._loop.call_soon_threadsafe(_notify_groups, groups)
+        for request, group in ended:
+            for hint in group.hints if request.finish_reason is not FinishReason.CANCELLED else ():
+                self._carry_out_late(hint, request, request.text, group.key_name)
 
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
         """Pin what the client wants pinned of the prompt of a group's first sampled request."""

@@ -65,9 +65,8 @@ class BodyRoute(APIRoute):
         if self.body_field is None:
             return handle
         field = self.body_field.field_info
-        annotation: Any = Annotated[
-            field.annotation, None, *field.metadata
-        ]  # such as what tells members of a union apart
+        # With the metadata, such as what tells members of a union apart; None stands for none of it.
+        annotation: Any = Annotated[field.annotation, None, *field.metadata]
         adapter: TypeAdapter[Any] = TypeAdapter(annotation)
 
         async def handle_validated(request: Request) -> Response:

@@ -23,7 +23,7 @@ from retain.server.openai.chat_protocol import (
 from retain.server.openai.chat_renderer import ChatRenderer, RenderedChat
 from retain.server.tool_format import ChatOutput
 
-SHOWN = "0"
+SHOWN = "0"  # by a tool, or said by a user
 
 
 class ChatTurn:
@@ -45,7 +45,7 @@ class ChatTurn:
         answer = self.parsers[index].answer
         tools = "+".join(sorted({call.name for call in answer.tool_calls}))
         history_len = len(request.text)
-        if answer.reasoning and not self.keeps_reasoning:
+        if answer.reasoning and not self.keeps_reasoning and not self.chat.begun:
             history_len = self._count_history(answer, request)
         return Hint("end_turn", num_kept=history_len, tool=tools)
 
