@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from threading import Event, Timer
 
@@ -178,6 +179,34 @@ def test_loads_have_half_of_the_pool(tmp_path: Path, monkeypatch: pytest.MonkeyP
         engine.cache.hints.end_loads(Text([*text, 1]))
     assert [prefetch(engine, make_request([*text, 1], 1)) for text in texts] == [64] * 14 + [0] * 6
     engine.cache.prefix_cache.close_offloader()
+
+
+@pytest.mark.parametrize("num_read", [0, 1, 2])
+def test_a_kill_at_any_point_of_a_load_loses_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_read: int
+) -> None:
+    at = Place("folder", tmp_path, family="llama")
+    first = ask(at.engine, range(100), "full")
+    at.pause()
+    text = [*first.tokens, 5, 6, 7]
+    may_read = Event()
+    reads = count()
+    read = LayerLoader._run_job
+
+    def run_job(self: LayerLoader, job: ReadJob) -> bool:
+        if next(reads) >= num_read:
+            may_read.wait(10)
+        return read(self, job)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LayerLoader, "_run_job", run_job)
+        assert prefetch(at.engine, make_request(text, 4)) == 112
+        at.kill()
+        may_read.set()
+        wait_for_loads(at.engines[0])
+    request = ask(at.engine, text, "full", 4)
+    assert request.stats.num_cached_tokens == 112
+    at.close()
 
 
 # ---- giving up -------------------------------------------------------------------------------------------------------
