@@ -29,7 +29,7 @@ def agent_turns():
 
 
 @pytest.mark.parametrize("normalizes", [False, True])
-def test_an_agent_finds_its_prompts(tmp_path, normalizes):
+def test_an_agent_finds_its_prompts(tmp_path, normalizes, caplog):
     """Tokens of the later turns that are found in the cache: next to none become all but those that are new."""
     folder = save_agent_model(tmp_path, "llama")
     options = {"kv_memory": "128MiB", "dtype": "float32"}
@@ -44,6 +44,8 @@ def test_an_agent_finds_its_prompts(tmp_path, normalizes):
     note = f"{DROPPED_HEADER}; {SORTED_TOOLS}" if normalizes else None
     assert [answer.headers.get("x-retain-warning") for answer in answers] == [note] * NUM_TURNS
     assert num_counted.json() == {"input_tokens": prompts[-1]}
+    suggested = [record for record in caplog.records if "--normalize-prompts" in record.message]
+    assert len(suggested) == (0 if normalizes else 1)
 
 
 def turn_to_count(body):

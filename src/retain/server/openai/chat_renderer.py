@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -12,8 +13,10 @@ from retain.server.openai.chat_dialect import ChatDialect
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import APIError
 from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
-from retain.server.openai.prompt_normalization import normalize_prompt
+from retain.server.openai.prompt_normalization import has_header_line, normalize_prompt
 from retain.server.openai.protocol import Json
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,7 @@ class ChatRenderer:
         self.input_processor = input_processor
         self.dialect = dialect
         self.normalizes = normalizes
+        self._has_suggested = False
         self._answer_begin = lru_cache(maxsize=64)(self._find_answer_begin)
 
     def render(self, body: ChatCompletionRequest) -> RenderedChat:
@@ -57,6 +61,9 @@ class ChatRenderer:
 
     def render_prompt(self, body: ChatCompletionRequest) -> RenderedChat:
         """Render a conversation whose tokens are compared or counted only. Raises APIError or ValueError."""
+        if not self.normalizes and not self._has_suggested and has_header_line(body):
+            self._has_suggested = True
+            log.warning("a client begins each prompt with another line: --normalize-prompts drops it (logged once)")
         body, notes = normalize_prompt(body) if self.normalizes else (body, [])
         tool_format = self.dialect.tool_format
         tools = to_template_tools(body)

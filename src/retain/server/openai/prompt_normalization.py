@@ -32,6 +32,12 @@ def normalize_prompt(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest
     return body.model_copy(update=changed), notes
 
 
+def has_header_line(body: ChatCompletionRequest) -> bool:
+    """Return whether a conversation begins with the header line of a known client."""
+    first = body.messages[0]
+    return isinstance(first, InputMessageParam) and first.role == "system" and _drop_header(first) is not first
+
+
 def _drop_header(message: InputMessageParam) -> InputMessageParam:
     """Return a message without the header at its beginning, the same one if it has none."""
     content = message.content
