@@ -72,7 +72,7 @@ class EngineThread:
 
     async def hint(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
         """Carry out a hint about a text, computed as a request says. Returns the tokens; raises ValueError."""
-        return await self.call(lambda: self._carry_out(hint, request, text, owner))
+        return await self.call(lambda: self._give_hint(hint, request, text, owner))
 
     def report(self, stats: PooledCallStats) -> None:
         """Tell observers that a call has ended whose texts were pooled."""
@@ -238,7 +238,7 @@ class EngineThread:
             self._loop.call_soon_threadsafe(_notify_groups, groups)
         for request, group in ended:
             for hint in group.hints if request.finish_reason is not FinishReason.CANCELLED else ():
-                self._carry_out_late(hint, request, request.text, group.key_name)
+                self._try_hint(hint, request, request.text, group.key_name)
 
     def _pin_prompt(self, group: RequestGroup, request: Request) -> None:
         """Pin what the client wants pinned of the prompt of a group's first sampled request."""
@@ -253,25 +253,25 @@ class EngineThread:
                 num_pinned = cache.hints.retain(request.policy, text, pin.seconds, group.key_name)
             group.record_pin(len(prefix) // cache.planner.block_size * cache.planner.block_size, num_pinned)
 
-    def _carry_out(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
+    def _give_hint(self, hint: Hint, request: Request, text: Text, owner: str) -> int:
         """Carry out a hint. A text that is asked for again is loaded shortly before, where tiers have it."""
         num_tokens = carry_out(self.llm.cache, hint, request, text, owner)
         if hint.action == "signal" and hint.seconds is not None and self._num_timers[owner] < MAX_TIMERS:
             self._num_timers[owner] += 1
-            prefetch = partial(self._carry_out_due, Hint("prefetch", LEAD_S), request, text, owner)
+            prefetch = partial(self._end_timer, Hint("prefetch", LEAD_S), request, text, owner)
             delay = max(hint.seconds - LEAD_S, 0.0)
             self._loop.call_soon_threadsafe(lambda: self._loop.call_later(delay, self._commands.put, prefetch))
         return num_tokens
 
-    def _carry_out_due(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
+    def _end_timer(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
         self._num_timers[owner] -= 1
         if not self._stopped:
-            self._carry_out_late(hint, request, text, owner)
+            self._try_hint(hint, request, text, owner)
 
-    def _carry_out_late(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
+    def _try_hint(self, hint: Hint, request: Request, text: Text, owner: str) -> None:
         """Carry out a hint to whose sender nothing can be said any more."""
         try:
-            self._carry_out(hint, request, text, owner)
+            self._give_hint(hint, request, text, owner)
         except RankError:
             raise
         except ValueError as error:
