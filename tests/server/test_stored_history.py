@@ -173,4 +173,4 @@ def test_the_event_loop_writes_no_json_as_long_as_what_a_client_sent(tiny_server
     included = [getattr(route, "original_router", None) for route in app.routes]
     found = [*app.routes, *(route for router in included if router for route in router.routes)]
     models = {model.__name__ for route in found if (model := getattr(route, "response_model", None))}
-    assert models == {"ModelList", "ModelCard", "TokenizerInfo", "TokenCount", "DeletedResponse"}
+    assert models == {"ModelList", "ModelCard", "TokenizerInfo", "TokenCount", "DeletedResponse", "CacheHintResponse"}
