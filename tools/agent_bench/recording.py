@@ -43,7 +43,7 @@ class Turn:
     prompt: list[int]
     answer: list[int]
     pause: float
-    speaker: str = "user"  # who the request waited for: a user, or a tool
+    speaker: str = "user"  # what the request waited for: "user", or the name of a tool
 
     def num_known(self, before: Turn | None) -> int:
         """Return how many tokens of the prompt were computed in the turn before; its last token never was."""

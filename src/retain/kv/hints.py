@@ -148,8 +148,7 @@ class CacheHints:
         """Expect the first `length` tokens of a text. What is behind them is not asked for again, and goes first."""
         B = self.cache.layout.block_size
         link = self.cache.first_link(text, policy)
-        hashes = text.block_hashes(link, B, length) if self.cache.enabled else []
-        if not hashes:
+        if not (hashes := text.block_hashes(link, B, length)):
             return False
         expected = self.cache.returns.leave(hashes[-1], self.cache.tree.pins.clock(), owner, tool, seconds)
         for node in self.cache.tree.own_end(link, text):
@@ -202,8 +201,7 @@ class CacheHints:
         """Return whether there are a row and pages to load what tiers have of a text, and it is not loading."""
         if further.is_selective or not self.parts.slots.tables[0].free_rows:
             return False
-        num_blocks = further.position // self.cache.layout.block_size - further.blocks.shape[-1]
-        num_pages = num_blocks * len(further.blocks) + sum(sum(c.place.span.num_blocks) for c in further.stored)
+        num_pages = self.cache.num_loaded_pages(further)
         num_loading = sum(p.row.num_pages for p in self.loading.values())
         tree = self.cache.tree
         has_pages = num_pages + num_loading <= tree.max_pinned_pages  # and no other load is given up for this one
@@ -253,7 +251,7 @@ class CacheHints:
         return bool(found)
 
     @property
-    def num_pages(self) -> int:
+    def num_reclaimable_pages(self) -> int:
         """Pages that are free once no load holds them, beside those that the tree alone holds now."""
         if not self.loading:
             return 0

@@ -245,8 +245,7 @@ class JournalReader:
         self.cache.prefix_cache.expire_pins()
         for part in call.texts:
             self._update(part)
-        owner: Any = self.cache if call.row is None else self.cache.hints
-        owner = self.cache.rows[call.row] if call.row not in (None, HINTS) else owner
+        owner = self._owner_of(call)
         args = [self._to_objects(x) for x in call.args]
         if call.name == "start":
             args[1] = self.cache.prefix_cache.find(args[0].text, args[0].demand(owner.policy))
@@ -261,6 +260,12 @@ class JournalReader:
             result = ERROR
         if result != call.result and call.result != UNKNOWN:
             raise DivergedError(f"{call.name} returned {result}, and {call.result} on the first rank")
+
+    def _owner_of(self, call: Call) -> Any:
+        """Return what a call is of on this rank."""
+        if call.row is None:
+            return self.cache
+        return self.cache.hints if call.row == HINTS else self.cache.rows[call.row]
 
     def _update(self, part: TextUpdate) -> None:
         text = self._texts.get(part.number)

@@ -117,7 +117,7 @@ class KVCacheManager:
     @property
     def free_pages(self) -> int:
         """Pages that a request can get now: free, or held by the prefix cache, a hint or a quantized copy only."""
-        num_unneeded = self.prefix_cache.tree.num_evictable_pages + self.hints.num_pages
+        num_unneeded = self.prefix_cache.tree.num_evictable_pages + self.hints.num_reclaimable_pages
         return self.pool.num_free + num_unneeded + self.copies.num_pages
 
     @property

@@ -339,9 +339,8 @@ class PrefixCache:
             return None
         if incoming is None:
             return None
-        num_own = num_own_pages(self.groups, self.layout, start)
+        num_own = self.num_loaded_pages(start)
         num_own += sum(c.kind.num_own_pages(row, position, c.checkpoint) for c in start.checkpoints)
-        num_own += sum(sum(c.place.span.num_blocks) for c in start.stored)
         with self.pool.held(start.page_list):  # before ensure_free, which may evict them
             if not self.pool.ensure_free(num_own):
                 return None
@@ -360,6 +359,11 @@ class PrefixCache:
         if not start.span_ranges and not start.stored:
             return Begun(position, due=due)
         return Begun(position, due=due, load=self._start_load(row.index, start, jobs), is_sparse=start.is_selective)
+
+    def num_loaded_pages(self, start: Start) -> int:
+        """Return how many pages a row takes from the pool for what it begins with, beside checkpoints in the tree."""
+        num_stored = sum(sum(c.place.span.num_blocks) for c in start.stored)
+        return num_own_pages(self.groups, self.layout, start) + num_stored
 
     def _start_load(self, row: int, start: Start, jobs: dict[int, list[ReadJob]]) -> LayerLoader:
         """Start to read blocks of spans into the row's pages: those of jobs, or of spans only the important ones."""
@@ -440,16 +444,18 @@ class PrefixCache:
         stored = self.tree.insert(link, text, end, pages, required=needs.required).stored
         if stored and self.tree.observer and np.array_equal(needs.windows, self.planner.model_windows):
             self.tree.observer.on_stored(stored, text.group)
-        if self.tiers:
-            hashes = text.block_hashes(link, self.layout.block_size, end)
-            self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)], salt_digest(text.salt))
+        self._write_through(link, text, end, pages)
 
     def store_again(self, link: bytes, text: Text) -> None:
         """Put what the tree has of a text into the stores that keep what is computed, where they lack it."""
         match = self.tree.match_prefix(link, text, len(text))
-        if self.tiers and (hashes := text.block_hashes(link, self.layout.block_size, match.length)):
-            pages = match.pages[:, : len(hashes)]
-            self.tiers.offloader.on_computed(hashes, 0, pages, salt_digest(text.salt))
+        self._write_through(link, text, match.length, match.pages)
+
+    def _write_through(self, link: bytes, text: Text, end: int, pages: Ints) -> None:
+        """Put the whole blocks of the first `end` tokens into the stores that keep what is computed."""
+        if self.tiers:
+            hashes = text.block_hashes(link, self.layout.block_size, end)
+            self.tiers.offloader.on_computed(hashes, 0, pages[:, : len(hashes)], salt_digest(text.salt))
 
     def set_clock(self, clock: Callable[[], float]) -> None:
         """Let pins expire by a clock, in seconds, that all ranks have."""

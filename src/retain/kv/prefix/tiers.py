@@ -56,9 +56,7 @@ class Tiers:
             self.offloader.on_evicted(node.block_hashes[n:], node.start_block + n, node.pages[:, n:], digest)
         num_blocks = node.start_block + (0 if is_tail else len(node.block_hashes))
         for key, checkpoint in checkpoints.items() if num_blocks else ():
-            assert node.parent
-            block_hash = node.parent.block_hashes[-1] if is_tail else node.block_hashes[-1]
-            text_hash = node.block_hashes[-1]
+            text_hash, block_hash = self._end_hashes(node)
             digest = node.root.salt_digest
             self._put(self.offloader.stores, text_hash, block_hash, num_blocks, key, checkpoint, digest)
 
@@ -72,13 +70,21 @@ class Tiers:
         if is_tail and (node.parent is None or not node.parent.block_hashes or not self.takes(node.parent)):
             return False
         keys = node.block_hashes if node.pages.size and not is_tail else []
-        for key, checkpoint in node.checkpoints.items():
-            holder = node.parent if is_tail and checkpoint.needs_pages else node
-            keys = [*keys, self.spans.name(holder.block_hashes[-1], key)] if holder else keys
+        keys = [*keys, *(self._span_name(*self._end_hashes(node), key, c) for key, c in node.checkpoints.items())]
         return all(any(store.contains(key) for store in self.offloader.stores) for key in keys)
 
     def _is_tail(self, node: Node) -> bool:
         return len(node.tokens) < len(node.block_hashes) * self.block_size
+
+    def _end_hashes(self, node: Node) -> tuple[bytes, bytes]:
+        """Return the hash of the text up to a node's end, and that of the last whole block there."""
+        holder = node.parent if self._is_tail(node) else node
+        assert holder
+        return node.block_hashes[-1], holder.block_hashes[-1]
+
+    def _span_name(self, text_hash: bytes, block_hash: bytes, key: bytes, checkpoint: TextCheckpoint) -> bytes:
+        """Return the key of a checkpoint at a text's end. One that needs pages has that of the last whole block."""
+        return self.spans.name(block_hash if checkpoint.needs_pages else text_hash, key)
 
     def discard(self, block_hashes: Sequence[bytes]) -> None:
         """Remove the spans with one of these blocks from stores of this engine alone."""
@@ -107,11 +113,8 @@ class Tiers:
         digest: bytes,
     ) -> None:
         """Put a checkpoint behind so many whole blocks into stores. One that needs their pages is put at their end."""
-        position = checkpoint.position
-        if checkpoint.needs_pages:
-            text_hash = block_hash
-            position = num_blocks * self.block_size
-        keys = self.spans.name(text_hash, key), self.spans.name_of_block(block_hash, key)
+        position = num_blocks * self.block_size if checkpoint.needs_pages else checkpoint.position
+        keys = self._span_name(text_hash, block_hash, key, checkpoint), self.spans.name_of_block(block_hash, key)
         lacking = [store for store in stores if not store.contains(keys[0])]
         content = self.kinds[checkpoint.kind].to_span(checkpoint, position) if lacking else None
         if content:

@@ -68,8 +68,7 @@ class Store:
             self.formats[span_format.fingerprint] = span_format.description
         self._lock = threading.RLock()  # for what follows, and the counts
         self._queued_bytes = 0
-        self._in_flight_keys = set[bytes]()
-        self._in_flight = set[Span]()
+        self._in_flight = dict[bytes, Span]()  # spans that are being written, by each of their keys
         self._tasks = set[Future[None]]()
         self.writers = ThreadPoolExecutor(self.num_writers, f"retain-{self.name}", _init_writer)
 
@@ -95,7 +94,7 @@ class Store:
 
     def contains(self, key: bytes) -> bool:
         """Whether a span has the key, or a span that is being written will have it."""
-        return key in self._in_flight_keys or self.span_index.find(key) is not None
+        return key in self._in_flight or self.span_index.find(key) is not None
 
     def accepts(self, size: int) -> bool:
         """Whether a span of this many bytes fits, the bucket can be written, and not too much waits for that."""
@@ -114,8 +113,7 @@ class Store:
         It takes the place of `replaces`, a span with the same keys. Open readers of that one go on.
         """
         with self._lock:
-            self._in_flight_keys |= set(span.keys)
-            self._in_flight.add(span)
+            self._in_flight |= dict.fromkeys(span.keys, span)
             self._queued_bytes += span.size
         self._submit(self._write, span, data, replaces)
 
@@ -148,9 +146,7 @@ class Store:
         They are no longer found when this returns. Their bytes are deleted in the background.
         """
         with self._lock:
-            for span in [span for span in self._in_flight if is_meant(span)]:
-                self._in_flight.remove(span)
-                self._in_flight_keys -= set(span.keys)
+            self._in_flight = {key: span for key, span in self._in_flight.items() if not is_meant(span)}
             with self.catalog.lock:
                 indexed = self.span_index.spans if keys is None else self.span_index.spans_of(keys)
                 found = [span for span in indexed if is_meant(span)]
@@ -204,8 +200,9 @@ class Store:
         self._change("write a span", lambda: self._publish(span, data, replaces))
         with self._lock:
             self._queued_bytes -= span.size
-            self._in_flight_keys -= set(span.keys)
-            self._in_flight.discard(span)
+            for key in span.keys:
+                if self._in_flight.get(key) is span:
+                    del self._in_flight[key]
 
     def _change(self, action: str, task: Callable[[], None]) -> None:
         """Change the bucket. If that fails, as on a full disk, nothing is stored for a while; requests go on."""
@@ -246,10 +243,14 @@ class Store:
         self._index(span, stored)
         self._delete_unusable()
 
+    def _is_wanted(self, span: Span) -> bool:
+        """Return whether a span that is being written was not deleted meanwhile. Its first key is its own."""
+        return self._in_flight.get(span.keys[0]) is span
+
     def _index(self, span: Span, stored: Span) -> None:
         """Index what was written of a span, unless its salt was deleted meanwhile."""
         with self._lock:
-            if span in self._in_flight:
+            if self._is_wanted(span):
                 self.catalog.add(stored)
                 return
             if stored.name in self.catalog.span_of_name:

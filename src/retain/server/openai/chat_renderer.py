@@ -13,7 +13,7 @@ from retain.server.openai.chat_dialect import ChatDialect
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.errors import APIError
 from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
-from retain.server.openai.prompt_normalization import has_header_line, normalize_prompt
+from retain.server.openai.prompt_normalization import normalize_prompt, without_header
 from retain.server.openai.protocol import Json
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class ChatRenderer:
 
     def render_prompt(self, body: ChatCompletionRequest) -> RenderedChat:
         """Render a conversation whose tokens are compared or counted only. Raises APIError or ValueError."""
-        if not self.normalizes and not self._has_suggested and has_header_line(body):
+        if not self.normalizes and not self._has_suggested and without_header(body):
             self._has_suggested = True
             log.warning("a client begins each prompt with another line: --normalize-prompts drops it (logged once)")
         body, notes = normalize_prompt(body) if self.normalizes else (body, [])

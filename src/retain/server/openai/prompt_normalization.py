@@ -21,8 +21,8 @@ def normalize_prompt(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest
     """Return a conversation without the header line of a known client, with its tools sorted, and what was changed."""
     changed: dict[str, Any] = {}
     notes = []
-    first, *others = body.messages
-    if isinstance(first, InputMessageParam) and first.role == "system" and (shown := _drop_header(first)) is not first:
+    others = body.messages[1:]
+    if shown := without_header(body):
         changed["messages"] = [shown, *others] if shown.content or not others else others
         notes.append(DROPPED_HEADER)
     tools = sorted(body.tools or [], key=_sort_key)
@@ -32,22 +32,19 @@ def normalize_prompt(body: ChatCompletionRequest) -> tuple[ChatCompletionRequest
     return body.model_copy(update=changed), notes
 
 
-def has_header_line(body: ChatCompletionRequest) -> bool:
-    """Return whether a conversation begins with the header line of a known client."""
+def without_header(body: ChatCompletionRequest) -> InputMessageParam | None:
+    """Return the system message without the header line of a known client; None where it has none."""
     first = body.messages[0]
-    return isinstance(first, InputMessageParam) and first.role == "system" and _drop_header(first) is not first
-
-
-def _drop_header(message: InputMessageParam) -> InputMessageParam:
-    """Return a message without the header at its beginning, the same one if it has none."""
-    content = message.content
+    if not isinstance(first, InputMessageParam) or first.role != "system":
+        return None
+    content = first.content
     parts = [TextContentPart(type="text", text=content)] if isinstance(content, str) else content
     text = parts[0].text if parts else ""
     rest = HEADER_LINE.sub("", text)
     if rest == text:
-        return message
+        return None
     shown = [TextContentPart(type="text", text=rest), *parts[1:]] if rest else parts[1:]
-    return message.model_copy(update={"content": shown})
+    return first.model_copy(update={"content": shown})
 
 
 def _sort_key(tool: ToolParam) -> tuple[str, str]:

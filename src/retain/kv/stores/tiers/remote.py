@@ -194,7 +194,7 @@ class RemoteStore(Store):
                 return
             info = self.bucket.find(stored.name)  # another engine was faster
         self._count("known")
-        if info and span in self._in_flight:
+        if info and self._is_wanted(span):
             self.catalog.read_header(info)
 
     def _run(self) -> None:
