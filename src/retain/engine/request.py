@@ -86,7 +86,7 @@ class RequestInput:
     stop_ids: frozenset[int] = frozenset()
     forced_tokens: list[int] = field(default_factory=list)
     num_system_tokens: int = 0  # first tokens of the prompt that are a system prompt
-    turn_end: int = 0  # tokens that later turns begin with: those behind begin the answer. 0: unknown
+    turn_end: int = 0  # tokens that later turns begin with: the generation prompt is behind them. 0: unknown
     salt: str = ""  # prefixes are shared only with requests of the same salt
     owner: str = ""  # who asks: requests of different owners take turns
     adapter: Adapter | None = None

@@ -103,8 +103,8 @@ class CacheHints:
         tree.pins.expire()
         tiers = self.cache.tiers
         for node in tree.own_end(self.cache.first_link(text, policy), text, with_continuation=True):
-            takes = tiers is not None and node not in tree.pins and tiers.takes(node)
-            if not self.cache.agreement.is_shared(takes) or not takes:
+            is_stored = tiers is not None and node not in tree.pins and tiers.offload(node)
+            if not self.cache.agreement.is_shared(is_stored) or not is_stored:
                 break
             num_tokens += len(node.tokens) if node.has_pages else 0
             tree.demote(node)

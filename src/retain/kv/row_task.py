@@ -40,7 +40,7 @@ class RowTask:
 
     `begun_at`: the cached tokens that an earlier row of the request began with; None where there was none. `explain`:
     find out why there are no more of them now. Later turns of a conversation begin with the first `turn_end` tokens (0:
-    unknown), and part there from this one.
+    unknown), and part from this one where its generation prompt begins.
     """
 
     text: Text

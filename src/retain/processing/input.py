@@ -43,7 +43,7 @@ class GenerateRequest:
 
     `kv_policy` and `speculate` default to the engine's own. The first `num_system_tokens` of the prompt are a system
     prompt: policies with `protect=system` never evict them. Later turns begin with the first `turn_end` tokens (0:
-    unknown): those behind begin the answer. Prefixes are shared only with requests of the same `salt`.
+    unknown): the generation prompt is behind them. Prefixes are shared only with requests of the same `salt`.
     Requests of different owners take turns. `grammar` is the source of a grammar that the answer must match (see
     GrammarCompiler). The text of the answer shows the special tokens `shown_tokens`. Stop strings of the parameters are
     searched behind its `reasoning`.

@@ -60,14 +60,14 @@ class Tiers:
             digest = node.root.salt_digest
             self._put(self.offloader.stores, text_hash, block_hash, num_blocks, key, checkpoint, digest)
 
-    def takes(self, node: Node) -> bool:
+    def offload(self, node: Node) -> bool:
         """Put what a node holds into the stores. Returns whether they have it, or will have it when it is written.
 
         Of a tail they have checkpoints at most: its tokens are few, and follow those of its parent.
         """
         self.on_evicted(node, 0, node.checkpoints)
         is_tail = self._is_tail(node)
-        if is_tail and (node.parent is None or not node.parent.block_hashes or not self.takes(node.parent)):
+        if is_tail and (node.parent is None or not node.parent.block_hashes or not self.offload(node.parent)):
             return False
         keys = node.block_hashes if node.pages.size and not is_tail else []
         keys = [*keys, *(self._span_name(*self._end_hashes(node), key, c) for key, c in node.checkpoints.items())]

@@ -34,7 +34,7 @@ class RenderedChat:
     prompt: str
     begun: str
     num_system_tokens: int = 0
-    answer_begin: str = ""  # the end of the prompt that later turns lack
+    generation_prompt: str = ""  # the end of the prompt that later turns lack
 
     @property
     def asked(self) -> str:
@@ -50,7 +50,7 @@ class ChatRenderer:
         self.dialect = dialect
         self.normalizes = normalizes
         self._has_suggested = False
-        self._answer_begin = lru_cache(maxsize=64)(self._find_answer_begin)
+        self._generation_prompt = lru_cache(maxsize=64)(self._find_generation_prompt)
 
     def render(self, body: ChatCompletionRequest) -> RenderedChat:
         """Render a conversation that is to be answered. Raises APIError or ValueError."""
@@ -76,12 +76,14 @@ class ChatRenderer:
         self.input_processor.check_length(prompt)
         last = sent[-1]["content"].strip() if body.continue_final_message else ""
         begun = prompt[prompt.rindex(last) :] if last else ""
-        answer_begin = self._answer_begin(json.dumps(body.template_variables)) if body.add_generation_prompt else ""
-        answer_begin = answer_begin if prompt.endswith(answer_begin) else ""
-        return RenderedChat(body, notes, tools, messages, prompt, begun, answer_begin=answer_begin)
+        generation_prompt = (
+            self._generation_prompt(json.dumps(body.template_variables)) if body.add_generation_prompt else ""
+        )
+        generation_prompt = generation_prompt if prompt.endswith(generation_prompt) else ""
+        return RenderedChat(body, notes, tools, messages, prompt, begun, generation_prompt=generation_prompt)
 
-    def _find_answer_begin(self, variables: str) -> str:
-        """Return what the template writes to begin an answer, under variables as JSON; "" where that is unclear."""
+    def _find_generation_prompt(self, variables: str) -> str:
+        """Return what `add_generation_prompt` adds to a prompt, under variables as JSON; "" where that is unclear."""
         render = partial(
             self.input_processor.tokenizer.apply_chat_template,
             [{"role": "user", "content": "0"}],

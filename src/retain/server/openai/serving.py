@@ -154,7 +154,7 @@ class OpenAIServing:
         dialect = self.dialect
         chat = self.chat_renderer.render(body)
         ids = self.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)
-        num_begun = len(self.llm.tokenizer.encode(chat.answer_begin, add_special_tokens=False))
+        num_begun = len(self.llm.tokenizer.encode(chat.generation_prompt, add_special_tokens=False))
         request = replace(
             self._build_base_request(ids, body, key),
             num_system_tokens=chat.num_system_tokens,
