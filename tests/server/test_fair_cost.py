@@ -69,7 +69,11 @@ SHAPES: dict[str, dict[str, Shape]] = {
     "/v1/score": pooled_shapes("text_1", "text_2"),
     "/tokenize": tokenize_shapes(),
     "/detokenize": detokenize_shapes(),
+    "/v1/cache/signal": select(chat_shapes()),
+    "/v1/cache/release": select(completion_shapes()),
+    "/v1/cache/reset": {"long text": lambda share: {"cache_salt": "x" * int(256 * share)}},
 }
+ROUTES = dict.fromkeys(("/v1/cache/signal", "/v1/cache/release"), "/v1/cache/{action}")  # of paths that name no route
 LONG = "x" * 30_000  # of an address: the line and the headers have 64 KiB at most
 ADDRESSES = {  # the longest of each route without a body
     "/": f"/?{LONG}",
@@ -189,7 +193,7 @@ def find_routes(routes: Iterable[Any]) -> Iterator[tuple[str, bool]]:
 def test_every_route_has_cases(secured_server: GracefulServer) -> None:
     app = application_of(secured_server)
     routes = {(path, has_body) for path, has_body in find_routes(app.routes) if not path.startswith("/inspect")}
-    assert routes == {*((path, True) for path in SHAPES), *((path, False) for path in ADDRESSES)}
+    assert routes == {*((ROUTES.get(path, path), True) for path in SHAPES), *((path, False) for path in ADDRESSES)}
 
 
 def cases() -> Iterator[Any]:

@@ -76,11 +76,9 @@ class ChatRenderer:
         self.input_processor.check_length(prompt)
         last = sent[-1]["content"].strip() if body.continue_final_message else ""
         begun = prompt[prompt.rindex(last) :] if last else ""
-        generation_prompt = (
-            self._generation_prompt(json.dumps(body.template_variables)) if body.add_generation_prompt else ""
-        )
-        generation_prompt = generation_prompt if prompt.endswith(generation_prompt) else ""
-        return RenderedChat(body, notes, tools, messages, prompt, begun, generation_prompt=generation_prompt)
+        added = self._generation_prompt(json.dumps(body.template_variables)) if body.add_generation_prompt else ""
+        added = added if prompt.endswith(added) else ""
+        return RenderedChat(body, notes, tools, messages, prompt, begun, generation_prompt=added)
 
     def _find_generation_prompt(self, variables: str) -> str:
         """Return what `add_generation_prompt` adds to a prompt, under variables as JSON; "" where that is unclear."""
