@@ -101,7 +101,8 @@ def create_router(service: OpenAIServing) -> APIRouter:
         if action == "retain" and body.seconds is None:
             raise APIError(400, "seconds is missing: for how long to keep the text", "seconds")
         said = Hint(action, body.seconds, body.num_kept_tokens, body.tool or None)
-        async with service.admit(request.state.admission, body.prompt_field):
+        num_choices = body.num_choices if isinstance(body, CompletionHint) else body.n or 1
+        async with service.admit(request.state.admission, body.prompt_field, num_choices):
             _, states = await service.prepare(key.name, lambda: _prepare(service, body, key))
             requests = {id(state.request.prompt): state.request for state in states}  # one of each prompt
             tokens = [
