@@ -44,6 +44,8 @@ def tools(*definitions: Any) -> list[dict[str, Any]]:
     return chat("Tools:\n" + "\n".join(map(json.dumps, definitions)), "Hi")
 
 
+OLD_TASKS, NEW_TASKS = (f"Be brief.\n# Tasks\n- [{mark}] read the files" for mark in " x")
+HISTORY = ["Read all files of the folder, please.", "I have read them.", "Go on, and write about each of them."]
 PAIRS: list[tuple[Cause, Any, Any]] = [
     (Cause.DATE_OR_ID, chat("It is 2026-01-27T10:31:07Z.", "Hi"), chat("It is 2026-01-27T10:31:09Z.", "Hi")),
     (Cause.DATE_OR_ID, chat("It is 10:31.", "Hi"), chat("It is 9:05.", "Hi")),
@@ -56,6 +58,9 @@ PAIRS: list[tuple[Cause, Any, Any]] = [
     (Cause.OTHER_TEXT, chat("Be brief on 2026-01-27.", "Hi"), chat("Be brief on 2026-01-27.", "Hello")),
     (Cause.OTHER_TEXT, chat("You are kind.", "Hi"), chat("You were kind.", "Hi")),
     (Cause.OTHER_TEXT, chat("Be brief.", "Hi"), chat("Be brief.", "Hi there")),
+    (Cause.SYSTEM_TAIL, chat(OLD_TASKS, *HISTORY), chat(NEW_TASKS, *HISTORY, "It is done.", "Thanks")),
+    (Cause.OTHER_TEXT, chat(OLD_TASKS, "Hi"), chat(NEW_TASKS, *HISTORY)),
+    (Cause.OTHER_TEXT, chat("Rules.", OLD_TASKS, *HISTORY), chat("Rules.", NEW_TASKS, *HISTORY)),
     (Cause.WHITE_SPACE, "a lamp and a chair", "a lamp  and a chair"),
     (Cause.WHITE_SPACE, "Rules:\n- one\n- two", "Rules:\r\n- one\r\n- two"),
     (Cause.WHITE_SPACE, "{\n  'a': 1}", "{\n    'a': 1}"),

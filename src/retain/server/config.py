@@ -76,8 +76,8 @@ class ServerConfig:
     any_model_name: bool = option(False, "answer requests whatever model they name: it is always the same one")
     normalize_prompts: bool = option(
         False,
-        "leave out the header line of Claude Code, and sort tools, so that prompts that say the same begin "
-        "with the same tokens; a header of the response says so",
+        "leave out the header line of Claude Code, sort tools, show an end of the system prompt that changes behind "
+        "the history, so that prompts that say the same begin with the same tokens; a header of the response says so",
     )
     keep_reasoning: bool = option(
         False,

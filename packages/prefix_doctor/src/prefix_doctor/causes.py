@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 MIN_RESYNC = 24  # characters that agree again behind white space that differs
+MIN_HISTORY = 120  # characters that agree again behind the first message
 MIN_TEMPLATE_TEXT = 20  # characters of a text that the template itself writes
 MAX_WASTED_CHARACTERS = 500_000  # that may look like JSON and are not
 CONTEXT = 64  # characters on both sides of the place that may belong to a date, an id or a marker
@@ -38,6 +39,7 @@ class Cause(Enum):
     TEMPLATE = "template"
     WHITE_SPACE = "white_space"
     DATE_OR_ID = "date_or_id"
+    SYSTEM_TAIL = "system_tail"
     OTHER_TEXT = "other_text"
 
 
@@ -71,7 +73,7 @@ def find_cause(parting: Parting) -> Cause:
     if not p.prompt or not p.nearest:
         return Cause.TOKENIZATION
     found = _compare_tools(p) or _compare_white_space(p) or _compare_template(parting) or _compare_dates_and_ids(p)
-    return found or Cause.OTHER_TEXT
+    return found or _compare_first_messages(p) or Cause.OTHER_TEXT
 
 
 # ---- tools -----------------------------------------------------------------------------------------------------------
@@ -115,6 +117,27 @@ def find_tools(text: str) -> list[ToolDefinition]:
             found.append(ToolDefinition(json.dumps(tool, sort_keys=True), at, end))
         at = end
     return found
+
+
+# ---- the first message ----------------------------------------------------------------------------------------------
+
+
+def _compare_first_messages(p: Parting) -> Cause | None:
+    """Find another end of the first message, before messages that are the same."""
+    ours, theirs = (_split_message(text, p.special_tokens) for text in (p.prompt, p.nearest))
+    if not ours or not theirs or ours[0] != theirs[0] or ours[0] in p.before:
+        return None  # of a later message, or nothing to compare
+    n = min(len(ours[1]), len(theirs[1]), MIN_HISTORY)
+    return Cause.SYSTEM_TAIL if n == MIN_HISTORY and ours[1][:n] == theirs[1][:n] else None
+
+
+def _split_message(text: str, special_tokens: Collection[str]) -> tuple[str, str] | None:
+    """Return the special token that ends a message, and what follows it."""
+    ends = [(text.index(token), token) for token in special_tokens if token and token in text]
+    if not ends:
+        return None
+    at, token = min(ends)
+    return token, text[at + len(token) :]
 
 
 # ---- white space, template, dates and ids ----------------------------------------------------------------------------

@@ -33,6 +33,7 @@ EXPLANATIONS: dict[MissReason | Cause, str] = {  # they quote nothing of a promp
     Cause.TEMPLATE: "the chat template writes something else here: a role, thinking, today's date, its own text",
     Cause.WHITE_SPACE: "only white space differs",
     Cause.DATE_OR_ID: "a date, a time or an id differs: put it behind everything that repeats",
+    Cause.SYSTEM_TAIL: "the end of the system prompt differs, and messages behind it are the same: put it behind them",
     Cause.OTHER_TEXT: "another text begins here",
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 from fastapi import APIRouter, Request
@@ -44,8 +45,10 @@ def create_router(service: OpenAIServing) -> APIRouter:
         """Count the tokens of the prompt that a message request has."""
         service.check_model(body.model)
         response.headers.update(create_request_id_header())
-        num_tokens = len(await service.run_admitted(request.state.admission, lambda: _encode_prompt(service, body)))
-        return TokenCount(input_tokens=num_tokens)
+        admission = request.state.admission
+        encode = partial(_encode_prompt, service, body, admission.key_name)
+        prompt = await service.run_admitted(admission, encode)
+        return TokenCount(input_tokens=len(prompt))
 
     return router
 
@@ -76,10 +79,10 @@ def prepare_message(
     )
     if fingerprint:
         fingerprints.put(key.name, encoder.id, fingerprint)
-    return Prepared([request], encoder, find_pins(service, body, request), turn)
+    return Prepared([request], encoder, find_pins(service, body, request, key.name), turn)
 
 
-def find_pins(service: OpenAIServing, body: ConversationFields, request: GenerateRequest) -> list[Pin]:
+def find_pins(service: OpenAIServing, body: ConversationFields, request: GenerateRequest, key_name: str) -> list[Pin]:
     """Return how many tokens of the prompt its breakpoints pin, and for how long.
 
     Text up to a breakpoint is rendered alone; what it has in common with the prompt is pinned. If the template renders
@@ -90,7 +93,7 @@ def find_pins(service: OpenAIServing, body: ConversationFields, request: Generat
         num_tokens = len(request.prompt)
         if cut is not None:
             try:
-                begun = _encode_prompt(service, cut)
+                begun = _encode_prompt(service, cut, key_name)
             except ValueError:
                 continue
             num_tokens = common_prefix_length(np.asarray(begun), np.asarray(request.prompt))
@@ -98,6 +101,6 @@ def find_pins(service: OpenAIServing, body: ConversationFields, request: Generat
     return pins
 
 
-def _encode_prompt(service: OpenAIServing, body: ConversationFields) -> list[int]:
-    chat = service.chat_renderer.render_prompt(to_chat_request(body))
+def _encode_prompt(service: OpenAIServing, body: ConversationFields, key_name: str) -> list[int]:
+    chat = service.chat_renderer.render_prompt(to_chat_request(body), key_name)
     return service.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)

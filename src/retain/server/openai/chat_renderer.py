@@ -9,13 +9,16 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 from retain.processing.input import InputProcessor
+from retain.sequences import count_common
 from retain.server.openai.chat_dialect import ChatDialect
-from retain.server.openai.chat_protocol import ChatCompletionRequest
+from retain.server.openai.chat_protocol import ChatCompletionRequest, InputMessageParam
 from retain.server.openai.errors import APIError
 from retain.server.openai.messages import fit_messages, render_prompt, to_template_messages, to_template_tools
 from retain.server.openai.prompt_normalization import normalize_prompt, without_header
 from retain.server.openai.protocol import Json
+from retain.server.openai.system_tails import SystemTails
 
+MOVED_TAIL = "prompt normalized: the end of the system prompt, which changes, was moved behind the history"
 log = logging.getLogger(__name__)
 
 
@@ -23,8 +26,8 @@ log = logging.getLogger(__name__)
 class RenderedChat:
     """A conversation with the text of its prompt.
 
-    `body` is the conversation as it was rendered, and `notes` warn of what was changed for that. `begun` is the end of
-    the prompt, where the answer has begun already. `num_system_tokens` are those that the policy keeps.
+    `body` is the conversation as later turns have it, and `notes` warn of what was changed for that. `begun` is the end
+    of the prompt, where the answer has begun already. `num_system_tokens` are those that the policy keeps.
     """
 
     body: ChatCompletionRequest
@@ -34,7 +37,8 @@ class RenderedChat:
     prompt: str
     begun: str
     num_system_tokens: int = 0
-    generation_prompt: str = ""  # the end of the prompt that later turns lack
+    ending: str = ""  # the end of the prompt that later turns lack: it begins the answer
+    tail: str = ""  # of the system prompt, where it stands behind the history
 
     @property
     def asked(self) -> str:
@@ -49,22 +53,29 @@ class ChatRenderer:
         self.input_processor = input_processor
         self.dialect = dialect
         self.normalizes = normalizes
+        self.system_tails = SystemTails()
         self._has_suggested = False
         self._generation_prompt = lru_cache(maxsize=64)(self._find_generation_prompt)
 
-    def render(self, body: ChatCompletionRequest) -> RenderedChat:
-        """Render a conversation that is to be answered. Raises APIError or ValueError."""
-        chat = self.render_prompt(body)
+    def render(self, body: ChatCompletionRequest, key_name: str) -> RenderedChat:
+        """Render a conversation that is to be answered. Raises APIError or ValueError.
+
+        Which end of a system prompt changes is learned from it, for later conversations of the API key.
+        """
+        body, notes = self._normalize(body)
+        if self.normalizes:
+            self.system_tails.note(key_name, body)
+        chat = self._render_split(body, notes, key_name)
         if not self.input_processor.protects_system(body.kv_policy):
             return chat
         return replace(chat, num_system_tokens=self.input_processor.tokenizer.count_system_tokens(chat.messages))
 
-    def render_prompt(self, body: ChatCompletionRequest) -> RenderedChat:
+    def render_prompt(self, body: ChatCompletionRequest, key_name: str) -> RenderedChat:
         """Render a conversation whose tokens are compared or counted only. Raises APIError or ValueError."""
-        if not self.normalizes and not self._has_suggested and without_header(body):
-            self._has_suggested = True
-            log.warning("a client begins each prompt with another line: --normalize-prompts drops it (logged once)")
-        body, notes = normalize_prompt(body) if self.normalizes else (body, [])
+        return self._render_split(*self._normalize(body), key_name)
+
+    def render_normalized(self, body: ChatCompletionRequest) -> RenderedChat:
+        """Render a conversation as it is. Raises APIError or ValueError."""
         tool_format = self.dialect.tool_format
         tools = to_template_tools(body)
         if tools and not tool_format:
@@ -78,7 +89,47 @@ class ChatRenderer:
         begun = prompt[prompt.rindex(last) :] if last else ""
         added = self._generation_prompt(json.dumps(body.template_variables)) if body.add_generation_prompt else ""
         added = added if prompt.endswith(added) else ""
-        return RenderedChat(body, notes, tools, messages, prompt, begun, generation_prompt=added)
+        return RenderedChat(body, [], tools, messages, prompt, begun, ending=added)
+
+    def _normalize(self, body: ChatCompletionRequest) -> tuple[ChatCompletionRequest, list[str]]:
+        """Return a conversation without what differs in each request, and what was changed, if that is wanted."""
+        if self.normalizes:
+            return normalize_prompt(body)
+        if not self._has_suggested and without_header(body):
+            self._has_suggested = True
+            log.warning("a client begins each prompt with another line: --normalize-prompts drops it (logged once)")
+        return body, []
+
+    def _render_split(self, body: ChatCompletionRequest, notes: list[str], key_name: str) -> RenderedChat:
+        """Render a conversation. An end of its system prompt that is known to change stands behind the history."""
+        if parts := self.system_tails.split(key_name, body):
+            head, tail = parts
+            first = body.messages[0].model_copy(update={"content": head})
+            shown = body.model_copy(update={"messages": [first, *body.messages[1:]]})
+            if moved := self._render_behind(shown, tail):
+                return replace(moved, notes=[*notes, MOVED_TAIL])
+        return replace(self.render_normalized(body), notes=notes)
+
+    def _render_behind(self, body: ChatCompletionRequest, tail: str) -> RenderedChat | None:
+        """Render a conversation with the tail of its system prompt behind its history.
+
+        Returns None where the template refuses that, or shows the history otherwise then.
+        """
+        if len(body.messages) < 2 or body.continue_final_message:
+            return None
+        added = InputMessageParam(role="system", content=tail.strip("\n"))
+        ended = body.model_copy(update={"add_generation_prompt": False})
+        try:
+            chat = self.render_normalized(body.model_copy(update={"messages": [*body.messages, added]}))
+            history = self.render_normalized(ended).prompt
+            last_text = to_template_messages(body.messages)[-1]["content"].strip()
+            num_needed = history.rindex(last_text) + len(last_text)
+        except ValueError:
+            return None
+        num_common = count_common(chat.prompt, history)
+        if num_common < num_needed or tail.strip() not in chat.prompt[num_common:]:
+            return None
+        return replace(chat, body=body, ending=chat.prompt[num_common:], tail=tail)
 
     def _find_generation_prompt(self, variables: str) -> str:
         """Return what `add_generation_prompt` adds to a prompt, under variables as JSON; "" where that is unclear."""

@@ -45,7 +45,7 @@ class ChatTurn:
         answer = self.parsers[index].answer
         tools = "+".join(sorted({call.name for call in answer.tool_calls}))
         history_len = len(request.text)
-        if answer.reasoning and not self.keeps_reasoning and not self.chat.begun:
+        if (self.chat.tail or (answer.reasoning and not self.keeps_reasoning)) and not self.chat.begun:
             history_len = self._count_history(answer, request)
         return Hint("end_turn", num_kept=history_len, tool=tools)
 
@@ -54,9 +54,9 @@ class ChatTurn:
         decode = self.renderer.input_processor.tokenizer.decode_raw
         turn = {"messages": [*self.chat.body.messages, *_show_turn(answer)]}
         end = {"add_generation_prompt": True, "continue_final_message": False}
-        following = self.renderer.render_prompt(self.chat.body.model_copy(update=turn | end)).prompt
+        following = self.renderer.render_normalized(self.chat.body.model_copy(update=turn | end)).prompt
         text = self.chat.prompt + decode(request.tokens[len(request.prompt) :])
-        return _count_before(request.tokens, len(text) - count_common(text, following), decode)
+        return count_before(request.tokens, len(text) - count_common(text, following), decode)
 
 
 def _show_turn(answer: ChatOutput) -> list[MessageParam]:
@@ -76,7 +76,7 @@ def _show_turn(answer: ChatOutput) -> list[MessageParam]:
     return [sent, *(shown or [InputMessageParam(role="user", content=SHOWN)])]
 
 
-def _count_before(ids: Sequence[int], num_chars: int, decode: Callable[[Sequence[int]], str]) -> int:
+def count_before(ids: Sequence[int], num_chars: int, decode: Callable[[Sequence[int]], str]) -> int:
     """Return how many of the tokens stand before the last `num_chars` characters of their text."""
     most = 16
     while most < len(ids) and len(decode(ids[-most:])) < num_chars:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from hashlib import blake2b
 from typing import Any
 
 from retain.processing import grammar
@@ -110,6 +111,29 @@ def _convert_answer(m: AssistantMessageParam) -> Json:
         for call in calls:
             call["function"]["arguments"] = _parse_arguments(call["function"]["arguments"])
     return fields
+
+
+def iter_texts(messages: Sequence[InputMessageParam | AssistantMessageParam]) -> Iterator[Any]:
+    """Yield what the messages consist of, so that a message that goes on begins with the same."""
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else []
+        texts = [part.text for part in parts] if parts else [message.content]
+        yield from ([message.role, text] for text in texts if text)
+        if others := message.model_dump(exclude={"role", "content"}, exclude_defaults=True):
+            yield others
+
+
+def hash_messages(root_hash: bytes, messages: Sequence[InputMessageParam | AssistantMessageParam]) -> list[bytes]:
+    """Return hashes of a conversation up to each of its texts, behind the root's."""
+    hashes = [root_hash]
+    for text in iter_texts(messages):
+        hashes.append(hash_value(text, hashes[-1]))
+    return hashes
+
+
+def hash_value(value: Any, parent_hash: bytes = b"") -> bytes:
+    """Return a hash of a value as JSON, and of what precedes it."""
+    return blake2b(parent_hash + json.dumps(value).encode(), digest_size=16).digest()
 
 
 def to_template_tools(body: ChatCompletionRequest) -> list[Json]:

@@ -6,15 +6,12 @@ of the cached tokens is the question of kv/prefix/diagnosis.py; its answer compl
 
 from __future__ import annotations
 
-import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from hashlib import blake2b
 from itertools import takewhile
 from threading import Lock
-from typing import Any
 
 import numpy as np
 
@@ -22,8 +19,8 @@ from retain.kv.prefix.start import MissReason, PrefixDiagnosis
 from retain.kv.text import hash_blocks
 from retain.processing.input import GenerateRequest
 from retain.sequences import count_common
-from retain.server.openai.chat_protocol import AssistantMessageParam, InputMessageParam
 from retain.server.openai.chat_renderer import RenderedChat
+from retain.server.openai.messages import hash_messages, hash_value, iter_texts
 
 BLOCK_SIZE = 32  # tokens of a hash: differences behind the last whole block are too small to matter
 MAX_BYTES = 16 << 20  # of what is kept: the prompts of about 7 million tokens
@@ -121,31 +118,14 @@ def build_fingerprint(chat: RenderedChat, request: GenerateRequest) -> PromptFin
     parts = {
         PromptChange.SALT: request.salt,
         PromptChange.TOOLS: chat.tools,
-        PromptChange.SYSTEM: list(_iter_texts(leading)),
+        PromptChange.SYSTEM: list(iter_texts(leading)),
         PromptChange.EFFORT: body.reasoning_effort,
         PromptChange.VARIABLES: body.template_variables,
     }
-    root_hash = _hash(b"", request.salt)
-    messages = [root_hash]
-    for text in _iter_texts(body.messages[len(leading) :]):
-        messages.append(_hash(messages[-1], text))
+    root_hash = hash_value(request.salt)
     return PromptFingerprint(
-        {part: _hash(b"", value) for part, value in parts.items()},
-        messages,
+        {part: hash_value(value) for part, value in parts.items()},
+        hash_messages(root_hash, body.messages[len(leading) :]),
         hash_blocks(root_hash, np.asarray(request.prompt, np.int32), BLOCK_SIZE),
         len(request.prompt),
     )
-
-
-def _iter_texts(messages: Sequence[InputMessageParam | AssistantMessageParam]) -> Iterator[Any]:
-    """Yield what the messages consist of, so that a message that goes on begins with the same."""
-    for message in messages:
-        parts = message.content if isinstance(message.content, list) else []
-        texts = [part.text for part in parts] if parts else [message.content]
-        yield from ([message.role, text] for text in texts if text)
-        if others := message.model_dump(exclude={"role", "content"}, exclude_defaults=True):
-            yield others
-
-
-def _hash(parent_hash: bytes, value: Any) -> bytes:
-    return blake2b(parent_hash + json.dumps(value).encode(), digest_size=16).digest()

@@ -29,7 +29,7 @@ from retain.server.openai.chat_dialect import ChatDialect
 from retain.server.openai.chat_output import ChatOutputParser
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from retain.server.openai.chat_renderer import ChatRenderer, RenderedChat
-from retain.server.openai.chat_turns import ChatTurn
+from retain.server.openai.chat_turns import ChatTurn, count_before
 from retain.server.openai.choice_builders import (
     ChatChoiceBuilder,
     CompletionChoiceBuilder,
@@ -152,13 +152,12 @@ class OpenAIServing:
         Every API of conversations converts its requests to chat completions, so that all have the same prompt.
         """
         dialect = self.dialect
-        chat = self.chat_renderer.render(body)
+        chat = self.chat_renderer.render(body, key.name)
         ids = self.llm.tokenizer.encode(chat.prompt, add_special_tokens=False)
-        num_begun = len(self.llm.tokenizer.encode(chat.generation_prompt, add_special_tokens=False))
         request = replace(
             self._build_base_request(ids, body, key),
             num_system_tokens=chat.num_system_tokens,
-            turn_end=max(len(ids) - num_begun, 0) if num_begun else 0,
+            turn_end=count_before(ids, len(chat.ending), self.llm.tokenizer.decode_raw) if chat.ending else 0,
         )
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
