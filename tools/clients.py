@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -57,6 +57,8 @@ class Recipe:
     plain: str = TITLE
     final: str = FINAL
     expected: str = ""  # what the client prints at the end: by default the final text
+    compaction: str = ""  # what the client says where it asks for a summary of its history
+    session: Json = field(default_factory=dict)  # what differs in a long session (tools/record_session.py)
 
 
 def recipe_names() -> list[str]:
@@ -114,6 +116,7 @@ class Run:
     output: str
     statuses: list[int]
     seconds: float
+    places: dict[str, str]  # of files, by name
 
     @property
     def turns(self) -> list[Generation]:
@@ -166,15 +169,18 @@ def answer(recipe: Recipe, work: Path, body: ChatCompletionRequest) -> str:
     return recipe.plain
 
 
-def run(recipe: Recipe, folder: Path, **server_options: Any) -> Run:
-    """Run an installed client against a server of its own."""
+Answer = Callable[[Recipe, Path, ChatCompletionRequest], str]
+
+
+def run(recipe: Recipe, folder: Path, say: Answer = answer, note: str = NOTE, **server_options: Any) -> Run:
+    """Run an installed client against a server of its own, whose model says what `say` returns."""
     with tempfile.TemporaryDirectory() as temporary:
         home, work = Path(temporary) / "home", Path(temporary) / "work"
         home.mkdir()
         work.mkdir()
-        (work / "note.txt").write_text(NOTE + "\n")
+        (work / "note.txt").write_text(note + "\n")
         subprocess.run(["git", "init", "-q", work], check=True)
-        with open_dictated_server(lambda body: answer(recipe, work, body), **server_options) as (server, log):
+        with open_dictated_server(lambda body: say(recipe, work, body), **server_options) as (server, log):
             url = server.url.removesuffix("/v1")
             places = {"url": url, "work": str(work), "home": str(home), "recipes": str(RECIPES), "folder": str(folder)}
 
@@ -195,7 +201,8 @@ def run(recipe: Recipe, folder: Path, **server_options: Any) -> Run:
                 status, text = run_command([fill(word) for word in command], work, environment)
                 output += text
                 statuses.append(status)
-            return Run(recipe, find_version(recipe, folder), log, output, statuses, perf_counter() - begin)
+            version = find_version(recipe, folder)
+            return Run(recipe, version, log, output, statuses, perf_counter() - begin, places)
 
 
 def client_environment(folder: Path, home: Path) -> dict[str, str]:

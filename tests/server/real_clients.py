@@ -28,9 +28,10 @@ from retain.processing.output import RequestOutputState
 from retain.server.launch import GracefulServer
 from retain.server.openai.chat_protocol import ChatCompletionRequest
 from tests.helpers.folders import save_model_folder
+from tests.helpers.recorded_sessions import RecordedRequest, RecordedSession
 from tests.helpers.tiny_models import tiny_checkpoint
 from tests.helpers.tokenizers import open_tokenizer
-from tests.server.conftest import run_server
+from tests.server.conftest import HTTP, run_server, wait_until
 
 Json = dict[str, Any]
 Recipe = Callable[[ChatCompletionRequest], str]
@@ -147,6 +148,30 @@ def open_dictated_server(recipe: Recipe, **options: Any) -> Iterator[tuple[Grace
         dictated(server, recipe) as log,
     ):
         yield server, log
+
+
+def replay(session: RecordedSession, **options: Any) -> list[tuple[RecordedRequest, Generation]]:
+    """Send the requests of a recorded session, and return each with its answer."""
+    answers = iter(session.requests)
+    with open_dictated_server(lambda body: next(answers).answer, **options) as (server, log):
+        for request in session.requests:
+            url = server.url.removesuffix("/v1") + request.path
+            answer = HTTP.post(url, json=request.body, timeout=120)
+            assert answer.status_code == 200, answer.text
+            wait_until(lambda: not server.service.admission.num_in_flight)
+    return list(zip(session.requests, log.generations, strict=True))
+
+
+def cached_shares(replayed: Sequence[tuple[RecordedRequest, Generation]]) -> dict[str, float]:
+    """Return the cached share of the prompts of each kind of requests, without the first turn."""
+    found: dict[str, list[Generation]] = {}
+    for request, generation in replayed:
+        found.setdefault(request.kind, []).append(generation)
+    found["turn"] = found["turn"][1:]
+    return {
+        kind: sum(one.cached_tokens for one in answers) / sum(one.prompt_tokens for one in answers)
+        for kind, answers in found.items()
+    }
 
 
 @contextmanager
