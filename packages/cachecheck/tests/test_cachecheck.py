@@ -89,6 +89,20 @@ def test_every_planted_fault_is_found_by_the_checks_of_the_guide_and_by_no_other
     assert faults(report) == FOUND_BY[fault][0] and report.exit_code == 1
 
 
+@pytest.mark.parametrize(
+    "fault", ["", "a stale block after an edit", "a hit ignores the salt", "a reset leaves a tier"]
+)
+def test_texts_have_several_blocks_where_blocks_are_large(fault, monkeypatch):
+    """As of vLLM on a CPU. A check whose requests find nothing tells nothing, and so says."""
+    monkeypatch.setattr(fake, "BLOCK", 128)
+    report = check(FAULTS.get(fault, fake.FakeServer)())
+    assert faults(report) == (FOUND_BY[fault][0] if fault else set())
+    assert fault or {result.outcome for result in report.results} == {Outcome.PASSED}
+    monkeypatch.setattr(fake, "BLOCK", 4096)
+    report = check(fake.FakeServer(), checks=("edits", "rounds"))
+    assert {result.outcome for result in report.results} == {Outcome.UNSURE} and report.exit_code == 2
+
+
 @pytest.mark.parametrize(("column", "lacking"), [(1, "salts"), (2, "logprobs")])
 @pytest.mark.parametrize("fault", FOUND_BY)
 def test_which_of_these_checks_find_it_on_a_server_that_lacks_something(fault, column, lacking):
@@ -329,3 +343,37 @@ def test_an_odd_answer_is_an_error_of_one_line(body, is_stream):
     with pytest.raises(ValueError) as error:
         client.ask(Prompt(("a",)), {"stream": True} if is_stream else {})
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize("num_closed", [1, 2])
+def test_a_kept_connection_that_the_server_closed_is_opened_again(num_closed):
+    """As llama.cpp's server does after a hundred requests. One that closes the new one, too, is told of."""
+    server = fake.FakeServer()
+    closed = []
+
+    def handle(request):
+        if len(server.bodies) == 300 and len(closed) < num_closed:
+            closed.append(request)
+            raise httpx.RemoteProtocolError("Server disconnected without sending a response.")
+        return server.handle(request)
+
+    config = CachecheckConfig(seed=7, checks=("rounds", "edits", "branches", "lengths"))
+    transport = Transport(httpx.MockTransport(handle), lambda: server.now)
+    report = run_checks("http://fake/v1", config, KEYS, RunEnvironment(transport, lambda command, timeout: None))
+    assert len(closed) == num_closed and not faults(report)
+    assert report.exit_code == (0 if num_closed == 1 else 2)
+
+
+def test_an_image_that_is_refused_as_an_error_of_the_server():
+    """llama.cpp's server has status 500 for it."""
+    server = fake.FakeServer()
+
+    def handle(request):
+        if b"image_url" in request.content:
+            return httpx.Response(500, json={"error": {"message": "image input is not supported"}})
+        return server.handle(request)
+
+    transport = Transport(httpx.MockTransport(handle), lambda: server.now)
+    config = CachecheckConfig(seed=7, checks=("images",))
+    (result,) = run_checks("http://fake/v1", config, KEYS, RunEnvironment(transport, lambda *_: None)).results
+    assert result.outcome == Outcome.PASSED

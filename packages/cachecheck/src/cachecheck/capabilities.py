@@ -13,6 +13,7 @@ from cachecheck.http_client import RefusedError
 from cachecheck.texts import Prompt, PromptSource
 
 NUM_WORDS = 150
+LARGE_BLOCK_FACTOR = 3  # where half of this text has no whole block
 NUM_TRIED = 12  # words of a text by which the server is asked whether it takes a field
 SPARE_WORDS = 8  # that texts may share by chance, with rounding to tokens
 BAD_SALT = 17  # no text: a server that knows salts refuses it
@@ -20,7 +21,10 @@ BAD_SALT = 17  # no text: a server that knows salts refuses it
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What a server can do. `overhead`: prompt tokens besides the words of a text."""
+    """What a server can do. `overhead`: prompt tokens besides the words of a text.
+
+    `factor`: how many times as long texts have to be, so that they have several blocks.
+    """
 
     endpoints: Sequence[Endpoint]
     with_logprobs: frozenset[Endpoint]
@@ -31,6 +35,7 @@ class Capabilities:
     opts_out: bool
     overhead: int
     tokens_per_word: float
+    factor: int
     is_warm: bool  # most of the first text was cached
 
     @property
@@ -53,7 +58,9 @@ def detect_capabilities(client: ServerClient, model: str, seed: int) -> Capabili
     detector = detectors[endpoints[-1]]
     text = detector.texts.prompt(NUM_WORDS)
     first, again = (detector.ask(text) for _ in range(2))
-    overhead, tokens_per_word = detector.measure_words(first)
+    short = detector.texts.prompt(NUM_WORDS // 2)
+    half, half_again = (detector.ask(short) for _ in range(2))
+    overhead, tokens_per_word = measure_words(first, half)
     counts_cached = again.cached is not None
     knows_salts = detector.accepts(cache_salt="a") and not detector.accepts(cache_salt=BAD_SALT)
     salted = detector.ask(text, cache_salt=detector.texts.name()) if knows_salts else None
@@ -67,6 +74,7 @@ def detect_capabilities(client: ServerClient, model: str, seed: int) -> Capabili
         opts_out=detector.opts_out(text, first, again),
         overhead=overhead,
         tokens_per_word=tokens_per_word,
+        factor=LARGE_BLOCK_FACTOR if again.num_cached > first.num_cached and not half_again.num_cached else 1,
         is_warm=2 * first.num_cached > (first.prompt_tokens or 0),
     )
 
@@ -108,11 +116,11 @@ class _Detector:
             return False
         return self.ask(text, cache_prompt=False).num_cached <= first.num_cached
 
-    def measure_words(self, long: Answer) -> tuple[int, float]:
-        """Return the prompt tokens besides the words, and those of a word: the words of the list are alike."""
-        half = self.ask(self.texts.prompt(NUM_WORDS // 2))
-        if long.prompt_tokens is None or half.prompt_tokens is None:
-            return 0, 1.0
-        per_word = (long.prompt_tokens - half.prompt_tokens) / (NUM_WORDS - NUM_WORDS // 2)
-        per_word = max(per_word, 0.1)
-        return max(0, round(long.prompt_tokens - per_word * NUM_WORDS)), per_word
+
+def measure_words(long: Answer, half: Answer) -> tuple[int, float]:
+    """Return the prompt tokens besides the words, and those of a word: the words of the list are alike."""
+    if long.prompt_tokens is None or half.prompt_tokens is None:
+        return 0, 1.0
+    per_word = (long.prompt_tokens - half.prompt_tokens) / (NUM_WORDS - NUM_WORDS // 2)
+    per_word = max(per_word, 0.1)
+    return max(0, round(long.prompt_tokens - per_word * NUM_WORDS)), per_word

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import httpx
@@ -56,13 +56,21 @@ class HttpClient:
     @contextmanager
     def _open(self, method: str, address: str, body: Json | None) -> Iterator[httpx.Response]:
         try:
-            with self._http.stream(method, address, json=body) as response:
+            with closing(self._send(method, address, body)) as response:
                 if not response.is_success:
                     kind = RefusedError if response.status_code in REFUSALS else ValueError
                     raise kind(f"{self.url}: {self._describe_error(response)}")
                 yield response
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ValueError(f"{self.url}: {error or type(error).__name__}") from None
+
+    def _send(self, method: str, address: str, body: Json | None) -> httpx.Response:
+        """Send a request, again where the server had closed the connection that was kept: it has read nothing."""
+        request = self._http.build_request(method, address, json=body)
+        try:
+            return self._http.send(request, stream=True)
+        except httpx.RemoteProtocolError:
+            return self._http.send(request, stream=True)
 
     def _lines(self, response: httpx.Response) -> Iterator[bytes]:
         """Yield lines as server-sent events have them: texts may hold what Python calls an end of a line."""

@@ -71,12 +71,17 @@ def _run_check(name: str, server: Server, seed: int) -> CheckResult:
     result = CheckResult(name)
     start = time.perf_counter()
     num_requests = server.num_requests
+    num_hits = server.num_hits
     runs: list[list[Case]] = []
     try:
         while len(runs) < NUM_RUNS and (not runs or any(case.needs_confirmation for case in runs[-1])):
-            texts = PromptSource(f"{seed} {name} {len(runs)}", server.capabilities.endpoint)
+            texts = PromptSource(f"{seed} {name} {len(runs)}", server.capabilities.endpoint, server.capabilities.factor)
             runs.append(_run_once(check, Probe(server, texts)))
         result.cases = confirm(runs)
+        has_fault = any(case.outcome == Outcome.FAULT for case in result.cases)
+        asked = server.num_requests > num_requests
+        if server.capabilities.counts_cached and asked and server.num_hits == num_hits and not has_fault:
+            result.cases.append(Case("hits", Outcome.UNSURE, "no request of this check found anything in the cache"))
     except SkipCheck as reason:
         result.skipped = str(reason)
     except ValueError as error:  # of one request; what was found before stays

@@ -51,6 +51,7 @@ class Server:
         self.block_size = 0  # of which all counts of cached tokens are multiples
         self.num_requests = 0
         self.num_cached_tokens = 0
+        self.num_hits = 0  # requests of which more was cached than a new text may have
         self._lock = threading.Lock()
 
     def ask(self, prompt: Prompt, fields: Json, key: int = 0) -> Answer:
@@ -63,6 +64,7 @@ class Server:
             self.num_requests += 1
             self.num_cached_tokens += answer.num_cached
             if answer.num_cached > self.capabilities.allowance:
+                self.num_hits += 1
                 self.block_size = math.gcd(self.block_size, answer.num_cached)
         return answer
 

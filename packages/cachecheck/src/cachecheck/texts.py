@@ -68,9 +68,11 @@ class Prompt:
 class PromptSource:
     """Draws words and prompts, in an order that follows from a seed."""
 
-    def __init__(self, seed: str, endpoint: Endpoint):
+    def __init__(self, seed: str, endpoint: Endpoint, factor: int = 1):
+        """`factor`: how many times as long texts are as a check asks for."""
         self._random = random.Random(seed)
         self.endpoint = endpoint
+        self.factor = factor
 
     def words(self, num_words: int) -> list[str]:
         """Return so many random words."""
@@ -85,8 +87,8 @@ class PromptSource:
         return words
 
     def prompt(self, num_words: int) -> Prompt:
-        """Return a prompt of so many words behind the opening."""
-        return self.of(self.quoting(num_words))
+        """Return a prompt of so many words, times the factor, behind the opening."""
+        return self.of(self.quoting(num_words * self.factor))
 
     def of(self, words: Sequence[str]) -> Prompt:
         """Return the prompt of these words behind the opening."""

@@ -16,11 +16,12 @@ NUM_ROUNDS = 2
 def run(probe: Probe) -> None:
     """Texts asked together answer as each does alone: those that are cached, and those that are not."""
     num_texts = probe.config.concurrency
-    beginning = probe.texts.words(SHARED)
+    factor = probe.texts.factor
+    beginning = probe.texts.words(SHARED * factor)
     groups = {
         "texts": [probe.texts.prompt(NUM_WORDS) for _ in range(num_texts)],
         "texts with one beginning": [
-            probe.texts.of([*beginning, *probe.texts.quoting(NUM_WORDS - SHARED)]) for _ in range(num_texts)
+            probe.texts.of([*beginning, *probe.texts.quoting((NUM_WORDS - SHARED) * factor)]) for _ in range(num_texts)
         ],
     }
     for name, prompts in groups.items():

@@ -13,7 +13,8 @@ NUM_EDITED = 3
 def run(probe: Probe) -> None:
     """An edited text has the answer that it has without a cache, and the text before keeps its own."""
     for place in PLACES:
-        words = probe.texts.words(NUM_WORDS)
+        place *= probe.texts.factor
+        words = probe.texts.words(NUM_WORDS * probe.texts.factor)
         words[-QUOTE:] = words[place - QUOTE : place]  # a model that copies goes on with the edited words
         original = probe.texts.of(words)
         first = probe.ask(original)

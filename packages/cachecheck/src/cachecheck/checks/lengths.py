@@ -33,7 +33,7 @@ def block_end_lengths(capabilities: Capabilities, block_sizes: Iterable[int]) ->
 def check_length(probe: Probe, length: int) -> None:
     """Ask a text of so many tokens, as far as words give that."""
     num_words = max(1, round((length - probe.capabilities.overhead) / probe.capabilities.tokens_per_word))
-    text = probe.texts.prompt(num_words)
+    text = probe.texts.of(probe.texts.quoting(num_words))
     first = probe.ask(text)
     probe.equal(first, probe.ask(text), f"{length} tokens, again")
     one, other = (text.extended(probe.texts.quoting(CONTINUATION)) for _ in range(2))
