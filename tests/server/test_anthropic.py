@@ -218,8 +218,8 @@ def test_loop_of_call_and_result(agent, agent_server):
     renderer, prompts = agent_server.service.chat_renderer, []
     render = renderer.render
 
-    def record(body):
-        chat = render(body)
+    def record(body, key_name):
+        chat = render(body, key_name)
         prompts.append(chat.prompt)
         return chat
 
@@ -262,16 +262,15 @@ def test_thinking_comes_out_and_goes_in(agent, agent_server):
     assert deltas[-1] == "signature_delta" and set(deltas[:-1]) == {"thinking_delta"}
     body = build_request(messages=[*QUESTION, {"role": "assistant", "content": [b.to_dict() for b in message.content]}])
     body["messages"] = [*body["messages"], {"role": "user", "content": "And Paris?"}]
-    prompt = agent_server.service.chat_renderer.render(to_chat_request(MessagesRequest(**body))).prompt
+    prompt = agent_server.service.chat_renderer.render(to_chat_request(MessagesRequest(**body)), "k").prompt
     assert f"<think>Rome, I think.</think>I look.{CALL}<|end|>\n<|user|>\nAnd Paris?" in prompt
 
 
 @pytest.mark.parametrize(("kind", "thinks"), [("disabled", False), ("adaptive", True), (None, False)])
 def test_template_is_told_whether_to_think(agent_server, kind, thinks):
     fields = {"thinking": {"type": kind}} if kind else {}
-    prompt = agent_server.service.chat_renderer.render(
-        to_chat_request(MessagesRequest(**build_request(**fields)))
-    ).prompt
+    body = to_chat_request(MessagesRequest(**build_request(**fields)))
+    prompt = agent_server.service.chat_renderer.render(body, "k").prompt
     assert prompt.endswith("<think>") == thinks
 
 

@@ -100,9 +100,9 @@ def test_the_prompt_has_what_the_client_sent(agent_server, name):
     renderer, request, prompts = agent_server.service.chat_renderer, REQUESTS[name], []
     render = renderer.render_prompt
 
-    def record(body):
-        prompts.append(render(body).prompt)
-        return render(body)
+    def record(body, key_name):
+        prompts.append(render(body, key_name).prompt)
+        return render(body, key_name)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(renderer, "render_prompt", record)
