@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +27,7 @@ from tools import clients
 from tools.clients import Recipe
 
 Json = dict[str, Any]
-MAX_NAME = 96  # characters of a text that is kept: a name, a role, an id
+NAME = re.compile(r"[!-~]{0,96}")  # a text that is kept: a name, a role, an id
 SUMMARY = "<analysis>It is short.</analysis>\n<summary>The user reads a note about milk again and again.</summary>"
 NOTE = "".join(f"{i}. Bring milk, and bread, and number {i} of the list.\n" for i in range(1, 60))
 PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -70,8 +71,7 @@ class Disguise:
     def _convert_text(self, text: str) -> str | Json:
         for place, shown in self.places.items():
             text = text.replace(place, shown)
-        is_name = len(text) <= MAX_NAME and not any(map(str.isspace, text))
-        if is_name or any(text in own for own in self.own_texts) or _is_call(text):
+        if NAME.fullmatch(text) or any(text in own for own in self.own_texts) or _is_call(text):
             return text
         if HEADER_LINE.match(text):
             return text

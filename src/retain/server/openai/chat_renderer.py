@@ -6,7 +6,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 
 from retain.processing.input import InputProcessor
 from retain.sequences import count_common
@@ -102,7 +102,7 @@ class ChatRenderer:
 
     def _render_split(self, body: ChatCompletionRequest, notes: list[str], key_name: str) -> RenderedChat:
         """Render a conversation. An end of its system prompt that is known to change stands behind the history."""
-        if parts := self.system_tails.split(key_name, body):
+        if (parts := self.system_tails.split(key_name, body)) and self._shows_tails:
             head, tail = parts
             first = body.messages[0].model_copy(update={"content": head})
             shown = body.model_copy(update={"messages": [first, *body.messages[1:]]})
@@ -119,10 +119,11 @@ class ChatRenderer:
             return None
         added = InputMessageParam(role="system", content=tail.strip("\n"))
         ended = body.model_copy(update={"add_generation_prompt": False})
+        last = to_template_messages(body.messages)[-1]
         try:
             chat = self.render_normalized(body.model_copy(update={"messages": [*body.messages, added]}))
             history = self.render_normalized(ended).prompt
-            last_text = to_template_messages(body.messages)[-1]["content"].strip()
+            last_text = "" if last["role"] == "system" else last["content"].strip()  # some show all of these first
             num_needed = history.rindex(last_text) + len(last_text)
         except ValueError:
             return None
@@ -130,6 +131,26 @@ class ChatRenderer:
         if num_common < num_needed or tail.strip() not in chat.prompt[num_common:]:
             return None
         return replace(chat, body=body, ending=chat.prompt[num_common:], tail=tail)
+
+    @cached_property
+    def _shows_tails(self) -> bool:
+        """Whether the template shows a tail behind a question, and behind results of tools and what was thought.
+
+        A prompt that has its tail in one place in one turn, and elsewhere in the next, is worse than one that never
+        moves it.
+        """
+        call = {"id": "call_000000000", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        question: list[Json] = [{"role": "system", "content": "0"}, {"role": "user", "content": "1"}]
+        called: list[Json] = [
+            {"role": "assistant", "content": None, "reasoning_content": "2", "tool_calls": [call]},
+            {"role": "tool", "content": "3", "tool_call_id": call["id"]},
+        ]
+        tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+        fields: list[Json] = [{"messages": question}]
+        if self.dialect.tool_format:
+            fields.append({"messages": question + called, "tools": tools})
+        bodies = (ChatCompletionRequest.model_validate({"model": "", **one}) for one in fields)
+        return all(self._render_behind(body, "TAIL") for body in bodies)
 
     def _find_generation_prompt(self, variables: str) -> str:
         """Return what `add_generation_prompt` adds to a prompt, under variables as JSON; "" where that is unclear."""

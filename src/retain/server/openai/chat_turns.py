@@ -6,7 +6,6 @@ later prompt goes on from. Only the template knows, so it is asked: it renders t
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 from retain.engine.hints import Hint
@@ -51,12 +50,12 @@ class ChatTurn:
 
     def _count_history(self, answer: ChatOutput, request: Request) -> int:
         """Return how many tokens of the text the next turn begins with."""
-        decode = self.renderer.input_processor.tokenizer.decode_raw
+        tokenizer = self.renderer.input_processor.tokenizer
         turn = {"messages": [*self.chat.body.messages, *_show_turn(answer)]}
         end = {"add_generation_prompt": True, "continue_final_message": False}
         following = self.renderer.render_normalized(self.chat.body.model_copy(update=turn | end)).prompt
-        text = self.chat.prompt + decode(request.tokens[len(request.prompt) :])
-        return count_before(request.tokens, len(text) - count_common(text, following), decode)
+        text = self.chat.prompt + tokenizer.decode_raw(request.tokens[len(request.prompt) :])
+        return count_before(request.tokens, text[count_common(text, following) :], tokenizer.token_bytes)
 
 
 def _show_turn(answer: ChatOutput) -> list[MessageParam]:
@@ -76,10 +75,11 @@ def _show_turn(answer: ChatOutput) -> list[MessageParam]:
     return [sent, *(shown or [InputMessageParam(role="user", content=SHOWN)])]
 
 
-def count_before(ids: Sequence[int], num_chars: int, decode: Callable[[Sequence[int]], str]) -> int:
-    """Return how many of the tokens stand before the last `num_chars` characters of their text."""
-    most = 16
-    while most < len(ids) and len(decode(ids[-most:])) < num_chars:
-        most *= 2
-    most = min(most, len(ids))
-    return len(ids) - bisect_left(range(most), num_chars, key=lambda n: len(decode(ids[len(ids) - n :])))
+def count_before(ids: Sequence[int], ending: str, token_bytes: Callable[[int], bytes]) -> int:
+    """Return how many of the tokens stand before the end of their text."""
+    num_bytes = len(ending.encode(errors="surrogatepass"))
+    num_before = len(ids)
+    while num_bytes > 0 and num_before:
+        num_before -= 1
+        num_bytes -= len(token_bytes(int(ids[num_before])))
+    return num_before

@@ -157,7 +157,7 @@ class OpenAIServing:
         request = replace(
             self._build_base_request(ids, body, key),
             num_system_tokens=chat.num_system_tokens,
-            turn_end=count_before(ids, len(chat.ending), self.llm.tokenizer.decode_raw) if chat.ending else 0,
+            turn_end=count_before(ids, chat.ending, self.llm.tokenizer.token_bytes) if chat.ending else 0,
         )
         max_tokens = self._resolve_max_tokens(body, request, body.requested_tokens)
         logprobs = body.top_logprobs if body.top_logprobs is not None else 0 if body.logprobs else None
