@@ -3,6 +3,7 @@
     python tools/gpu.py compile                 compile every kernel for sm_90 with Triton's compiler, without a GPU
     python tools/gpu.py all --out FILE          each part below in a process of its own with a limit; tests first
     python tools/gpu.py all --parts pools,step  only these parts
+    python tools/gpu.py all --seconds 285 --out FILE --skip-done FILE    go on where the call before ended
     python tools/gpu.py pools mass              decode attention: bandwidth of pools of each dtype; the cost of scoring
     python tools/gpu.py prompts evict           attention of a prompt with and without scores; the choice of victims
     python tools/gpu.py experts states          layers of experts; convolutions and linear attention
@@ -37,7 +38,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # so that a script finds the package beside it
 
-from tools.gpu_bench.all_parts import KERNEL_PARTS, run_all
+from tools.gpu_bench.all_parts import KERNEL_PARTS, list_parts, read_lines, run_all
 from tools.gpu_bench.timing import KernelBench, Line
 
 ROOT = Path(__file__).parents[1]
@@ -80,7 +81,7 @@ def model_lines(name: str, args: Namespace) -> Iterator[Line]:
         if args.kv_dtype == "auto":
             yield from models.bench_step(bench, sizes[-1:], "int8")
     elif name == "decode":
-        yield from models.bench_decode(bench, args.input_len, args.output_len)
+        yield from models.bench_decode(bench, args.input_len, args.output_len, read_lines(args.skip_done))
     elif name == "speculate":
         yield from models.bench_speculate(bench, args.speculate_input_len)
     else:
@@ -91,7 +92,8 @@ def lines_of(name: str, args: Namespace) -> Iterator[Line]:
     """Run one bench."""
     if name == "all":
         chosen = args.parts.split(",") if args.parts else None
-        return run_all([sys.executable, __file__], args.device, args.model, args.quick, args.seconds, chosen)
+        parts = list_parts([sys.executable, __file__], args.device, args.model, args.quick, args.skip_done)
+        return run_all(parts, args.seconds, chosen, read_lines(args.skip_done))
     if name == "compile":
         from tools.gpu_bench.compile import compile_kernels
 
@@ -115,6 +117,7 @@ def parse_args() -> Namespace:
     parser.add_argument("--compile-only", action="store_true", help="launch once what the parts time")
     parser.add_argument("--parts", help="parts of all, with commas between; default: each")
     parser.add_argument("--seconds", type=float, default=470.0, help="limit of all; what comes later is left out")
+    parser.add_argument("--skip-done", type=Path, help="lines of earlier calls, whose parts and budgets are left out")
     parser.add_argument("--out", help="a file to which the lines are added, too")
     args = parser.parse_args()
     on_gpu = {*args.bench} - {"compile"} if args.device == "cuda" else set()

@@ -16,9 +16,10 @@ import torch
 
 from retain.kernels import triton
 from tools.gpu import MODEL_PARTS, ROOT, lines_of
-from tools.gpu_bench.all_parts import KERNEL_PARTS, list_parts, run_all, run_part
+from tools.gpu_bench.all_parts import KERNEL_PARTS, Part, list_parts, read_lines, run_all, run_part
 from tools.gpu_bench.attention import compare_attention
 from tools.gpu_bench.cases import make_inputs
+from tools.gpu_bench.models import ModelBench, bench_decode
 from tools.gpu_bench.timing import KernelBench, Line, check
 
 ON_CPU = Namespace(
@@ -31,6 +32,7 @@ ON_CPU = Namespace(
     input_len=128,
     output_len=512,
     speculate_input_len=256,
+    skip_done=None,
 )
 DEVICE = "cpu" if triton.is_interpreted() else "cuda"
 
@@ -80,9 +82,12 @@ def test_one_failing_kernel_stops_no_other() -> None:
 
 def test_every_bench_is_a_part_of_all() -> None:
     parts = list_parts(["gpu.py"], "cuda", "random:tiny", quick=False)
-    assert {*parts} == {"tests", *KERNEL_PARTS, *MODEL_PARTS}
-    assert next(iter(parts)) == "tests"
-    assert all((ROOT / path).is_file() for path in parts["tests"].command if path.startswith("tests/"))
+    tests = ["failed-tests", "tests", "other-tests"]
+    assert [*parts][:3] == tests
+    assert {part.command[-1] for name, part in parts.items() if name not in tests} == {*KERNEL_PARTS, *MODEL_PARTS}
+    files = [path.partition("::")[0] for name in tests for path in parts[name].command if path.startswith("tests/")]
+    assert len({*files}) == len(files) - 2, "the files of tests that failed are there twice"
+    assert all((ROOT / file).is_file() for file in files)
 
 
 def python(code: str) -> list[str]:
@@ -119,20 +124,54 @@ def test_failures_are_explained_before_a_run_ends(tmp_path: Path) -> None:
     code = "import time\n\ndef test_triton_a():\n    assert 1 == 2\n\ndef test_triton_b():\n    time.sleep(1000)\n"
     (folder / "test_it.py").write_text(code)
     own = list_parts(["gpu.py"], "cuda", "random:tiny", quick=False)["tests"].command
-    command = [x for x in own if not x.startswith("tests/")]
+    command = [str(tmp_path) if x == str(ROOT) else x for x in own if not x.startswith("tests/")]
     at = command.index("-n")
     options = [*command[:at], "-n", "2", *command[at + 2 :], "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    lines = run_part("tests", ["env", "-C", str(tmp_path), f"PYTHONPATH={ROOT}", *options, "tests/test_it.py"], 200.0)
+    lines = run_part("tests", ["env", f"PYTHONPATH={ROOT}", *options, "tests/test_it.py"], 200.0)
     first = next(lines)
     lines.close()
     assert first["failed"] == "tests/test_it.py::test_triton_a" and "1 == 2" in first["message"]
 
 
 def test_what_comes_after_the_limit_of_all_is_left_out() -> None:
-    lines = list(run_all(["gpu.py"], "cpu", "random:tiny", True, 0.0, ["evict", "step"]))
+    parts = list_parts(["gpu.py"], "cpu", "random:tiny", quick=True)
+    lines = list(run_all(parts, 0.0, ["evict", "step"]))
     assert [line["part"] for line in lines if "left out" in line] == ["evict", "step"]
     with pytest.raises(SystemExit, match="no part 'nothing'"):
-        list(run_all(["gpu.py"], "cpu", "random:tiny", True, 0.0, ["nothing"]))
+        list(run_all(parts, 0.0, ["nothing"]))
+
+
+def test_calls_go_on_where_the_call_before_ended(tmp_path: Path) -> None:
+    """A part begins only where its limit is left. One that was cut is run again where it resumes."""
+    file = tmp_path / "lines.jsonl"
+    parts = {
+        "long": Part(python("print('{}')"), 1000.0),
+        "short": Part(python("print('{}')"), 5.0),
+        "hangs": Part(python("import time; time.sleep(1000)"), 1.0),
+        "resumes": Part(python("import time; time.sleep(1000)"), 1.0, resumes=True),
+    }
+
+    def call(seconds: float) -> list[str]:
+        lines = list(run_all(parts, seconds, None, read_lines(file)))
+        with file.open("a") as f:
+            f.writelines(json.dumps(line) + "\n" for line in lines)
+            f.write('{"cut')
+        return [line["part"] for line in lines if "exit" in line]
+
+    assert read_lines(file) == []
+    assert call(50.0) == ["short", "hangs", "resumes"]
+    assert call(2000.0) == ["long", "resumes"]
+
+
+def test_budgets_that_were_timed_are_left_out() -> None:
+    bench = ModelBench("random:tiny", "cpu", "1MiB", 2, 1)
+    lines = list(bench_decode(bench, 128, 512))
+    full = [line for line in lines if line["policy"] == "full"]
+    some = [line for line in lines if line["policy"] in ("full", "keyformer:budget=50%")]
+    again = list(bench_decode(bench, 128, 512, some))
+    assert [(x["policy"], x["batch"]) for x in [*some, *again]] == [(x["policy"], x["batch"]) for x in lines]
+    speeds = {(x["batch"], x["depth"]): x["tok_s"] for x in full}
+    assert all(x["speedup_over_full"] == x["tok_s"] / speeds[1, x["depth"]] for x in again if x["batch"] == 1)
 
 
 @pytest.mark.slow
@@ -140,7 +179,7 @@ def test_what_comes_after_the_limit_of_all_is_left_out() -> None:
 def test_the_command_runs_the_chosen_parts(tmp_path: Path) -> None:
     file = tmp_path / "lines.jsonl"
     command = [sys.executable, str(ROOT / "tools" / "gpu.py"), "all", "--quick", "--device", "cpu"]
-    command += ["--parts", "peer,evict"]
+    command += ["--parts", "peer,evict", "--seconds", "1000"]
     run = subprocess.run(
         [*command, "--model", "random:tiny", "--out", str(file)], capture_output=True, text=True, cwd=tmp_path
     )

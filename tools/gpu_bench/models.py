@@ -117,11 +117,12 @@ def time_batches(bench: ModelBench, llm: Any, policy: str, prompt_len: int, batc
         engine.step()
 
 
-def bench_decode(bench: ModelBench, prompt_len: int, output_len: int) -> Iterator[Line]:
+def bench_decode(bench: ModelBench, prompt_len: int, output_len: int, done: Sequence[Line] = ()) -> Iterator[Line]:
     """Measure decode speed at full cache and at budgets of a half and a fifth of the prompt.
 
     Batch sizes: the most requests that fit with the budget, the most whose full caches fit, and 1. Steps of the full
-    cache slow down evenly, so its speed is that in the middle of the output; steps of a budget do not.
+    cache slow down evenly, so its speed is that in the middle of the output; steps of a budget do not. Policies that
+    `done` lines have in all batches are left out.
     """
     max_model_len = prompt_len + output_len
     llm = bench.load(
@@ -137,11 +138,16 @@ def bench_decode(bench: ModelBench, prompt_len: int, output_len: int) -> Iterato
     full_batch = min(pages // full_pages, 64)
     if not full_batch:
         sys.exit(f"gpu.py: no memory for one request of {prompt_len} + {output_len} tokens; raise --kv-memory")
-    full_speed: dict[tuple[int, int], float] = {}  # by batch and depth
+    own_lines = [line for line in done if line.get("model") == bench.model and "tok_s" in line and "policy" in line]
+    full_speed: dict[tuple[int, int], float] = {  # by batch and depth
+        (line["batch"], line["depth"]): line["tok_s"] for line in own_lines if line["policy"] == "full"
+    }
     for policy, share in BUDGETS.items():
         # Two requests are in prefill. Each of the others has its budget, a page that fills, and one in reserve.
         own_batch = min(int((pages - 2 * full_pages) / (prompt_len * share / S + 2)), 256) if share else full_batch
         batches = [1] if not bench.timed_steps else [max(own_batch, full_batch), full_batch, 1]
+        if len([line for line in own_lines if line["policy"] == policy]) >= len({*batches}) * len(DEPTHS):
+            continue
         length = prompt_len if share else prompt_len + output_len // 2
         for times in time_batches(bench, llm, policy, length, batches):
             line = {"model": bench.model, "policy": policy, **times}
