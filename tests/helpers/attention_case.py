@@ -84,7 +84,7 @@ class AttentionCase:
         return _inputs(self).q, _inputs(self).q_pos.clone()
 
     def build_scoring(
-        self, noise: int, temperature: float = 1.0, redraw_noise: int = 1, decay: float = 1.0
+        self, noise: int, temperature: float = 1.0, noise_period: int = 1, decay: float = 1.0
     ) -> AttentionScoring:
         """Weights of all sizes, a fifth of them 0; the requests differ in their seeds only."""
         rng = torch.Generator().manual_seed(self.seed + 3)
@@ -96,7 +96,7 @@ class AttentionCase:
             decay=torch.full((B,), decay),
             noise=ones * noise,
             seed=ones.cumsum(0).int(),
-            redraw_noise=ones * redraw_noise,
+            noise_period=ones * noise_period,
         )
 
     def attend(self, backend: Backend, kv: KV | None = None, scoring: AttentionScoring | None = None) -> Tensor:

@@ -45,7 +45,7 @@ class ListPolicy:
     scope: str = "head"
     share: str = "none"
     norm_values: bool = False
-    redraw_noise: bool = True
+    noise_period: int = 1
     num_queries: int = 0  # of snapkv
     reread_chunk: int = 0
     instruction: tuple[int, ...] = ()  # before each part of a prompt that is read again
@@ -180,8 +180,8 @@ class ListModel:
         if policy.name != "keyformer":
             return softmax(x, sinks)
         tau = 1 + max(p - self.prompt_len + 1, 0) / self.expected_len
-        query_pos = torch.tensor(p if policy.redraw_noise else -1)
-        noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, query_pos), positions)
+        step = torch.tensor(p // policy.noise_period if policy.noise_period else -1)
+        noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, step), positions)
         return softmax((x + noise) / tau, None if sinks is None else (sinks + GUMBEL_MEAN) / tau)
 
     # ---- scores --------------------------------------------------------------------------------------------------

@@ -35,13 +35,15 @@ CASES = {
     "int4": AttentionCase((20, 1), ((6, 4), (33, 40)), dtype=torch.int4, shared_pages=False),
     "int8": AttentionCase((20, 1, 200), ((6, 4), (33, 40), (9, 8)), dtype=torch.int8, shared_pages=False),
 }
-# noise, temperature, redraw_noise, decay
+# noise, temperature, noise_period, decay
 SCORING_KINDS = {
     "h2o": (NO_NOISE, 1.0, 0, 1.0),
     "decaying": (NO_NOISE, 1.0, 0, 0.75),
     "tempered": (NO_NOISE, 1.5, 0, 1.0),
     "keyformer": (GUMBEL, 1.25, 1, 1.0),
     "keyformer, noise drawn once": (GUMBEL, 2.0, 0, 1.0),
+    "keyformer, noise of 5 positions": (GUMBEL, 1.25, 5, 1.0),
+    "noise of 64 positions": (GUMBEL, 1.0, 64, 1.0),
     "gaussian": (GAUSSIAN, 1.0, 1, 1.0),
     "constant": (CONSTANT, 1.5, 1, 1.0),
 }

@@ -62,7 +62,7 @@ class Step:
     alibi: bool = False
     sinks: bool = False  # and a softcap
     temperature: float = 1.25
-    redraw_noise: int = 1
+    noise_period: int = 1
 
     def build(self, backend: Backend, dtype: torch.dtype, columns: int = 1) -> tuple[KV, Tables]:
         """Tables over a pool whose pages are filled, each in the dtype that it is read in."""
@@ -107,7 +107,7 @@ class Step:
     def scoring(self, noise: int) -> AttentionScoring:
         ones, T = torch.ones(len(self.fresh), dtype=torch.int32), sum(self.fresh)
         weights = (torch.arange(T) % 3).float()
-        temperature, redraws = torch.full((T,), self.temperature), self.redraw_noise * ones
+        temperature, redraws = torch.full((T,), self.temperature), self.noise_period * ones
         return AttentionScoring(weights, temperature, ones * 0.5, noise * ones, ones, redraws)
 
 
@@ -125,7 +125,7 @@ TRITON_STEPS = {  # decode and prefill tiles; tables with several splits, and wi
     "int8, alibi": (replace(SMALL, D=64, demoted=((3, 9), (2, 0), (1, 2)), alibi=True), INT8, GAUSSIAN, 1),
     "float32": (replace(SMALL, own=((5, 2), (9, 0), (0, 1))), F32, NO_NOISE, 1),
     "float16, page size 48": (replace(SMALL, D=80, S=48, fresh=(2, 40, 1)), torch.float16, NO_NOISE, R),
-    "noise drawn once": (replace(SMALL, temperature=1.0, redraw_noise=0, sinks=True), F32, GUMBEL, R),
+    "noise drawn once": (replace(SMALL, temperature=1.0, noise_period=0, sinks=True), F32, GUMBEL, R),
     "noise of each query": (replace(SMALL, temperature=1.0), BF16, GUMBEL, 1),
     "k8v4": (replace(SMALL, D=64, demoted=((0, 0), (0, 30), (12, 0))), torch.uint8, GUMBEL, R),
     "int4": (SMALL, INT4, GUMBEL, 1),

@@ -64,8 +64,9 @@ class Step:
         return o, kv.mass
 
 
-# Without a temperature noise is a factor of the weights. Heads that share it have it drawn for each token.
+# Without a temperature noise is a factor of the weights. Rows that share it have it drawn once.
 KINDS = SCORING_KINDS | {"noise": (GUMBEL, 1.0, 1, 1.0), "noise drawn once": (GUMBEL, 1.0, 0, 0.75)}
+KINDS |= {f"noise of {n} positions": (GUMBEL, 1.0, n, 1.0) for n in (5, 16)}
 CASES = {
     "one query head": (CHUNKS.with_changes(R=1), "keyformer", "sum"),
     "S 64": (CHUNKS.with_changes(S=64, pages=((5, 5), (2, 2), (3, 3)), D=64, R=4, dtype=BF16), "h2o", "sum"),
@@ -96,6 +97,13 @@ CASES = {
     "noise of 32 heads": (PROMPT.with_changes(R=32, fresh=(20,)), "noise", "sum"),
     "noise drawn once": (CHUNKS.with_changes(R=2, sinks=True), "noise drawn once", "each"),
     "noise drawn once, float16": (PROMPT.with_changes(R=4, D=64, dtype=F16), "noise drawn once", "sum"),
+    "noise of 64 positions, one query head": (CHUNKS.with_changes(R=1, alibi=True), "noise of 64 positions", "sum"),
+    "noise of 64 positions": (CHUNKS.with_changes(R=3, dtype=BF16), "noise of 64 positions", "each"),
+    "noise of 64 positions, 4 heads": (PROMPT.with_changes(R=4, S=64, pages=((3, 3),)), "noise of 64 positions", "sum"),
+    "noise of 64 positions, int8": (PROMPT.with_changes(R=1, D=64, dtype=torch.int8), "noise of 64 positions", "sum"),
+    "noise of 5 positions": (CHUNKS.with_changes(R=4), "noise of 5 positions", "each"),
+    "noise of 16 positions": (CHUNKS.with_changes(R=1), "noise of 16 positions", "sum"),
+    "tempered noise of 5 positions": (CHUNKS.with_changes(R=2), "keyformer, noise of 5 positions", "sum"),
     "window": (CHUNKS.with_changes(window=40), "h2o", "sum"),
 }
 
@@ -158,7 +166,7 @@ def mixed_scoring(case: AttentionCase) -> AttentionScoring:
         temperature=temperature,
         decay=torch.tensor([0.5, 0.0, 1.0, 1.0, 0.25]),
         noise=torch.tensor([NO_NOISE, NO_NOISE, GUMBEL, GAUSSIAN, GUMBEL], dtype=torch.int32),
-        redraw_noise=torch.tensor([0, 0, 1, 0, 1], dtype=torch.int32),
+        noise_period=torch.tensor([0, 0, 1, 0, 64], dtype=torch.int32),
     )
 
 

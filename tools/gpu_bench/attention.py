@@ -27,6 +27,7 @@ from tools.gpu_bench.cases import (
 )
 from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
+KEYFORMER_PROMPTS = {"keyformer": 1, "keyformer, noise of 16 positions": 16, "keyformer, noise drawn once": 0}
 POOLS = {"bf16": BF16, "int8": torch.int8, "k8v4": torch.uint8, "int4": INT4, "fp8": FP8}
 OTHER_OPTIONS = [  # how a launch may be compiled
     {"num_warps": warps, "num_stages": stages, "maxnreg": registers}
@@ -147,11 +148,9 @@ def bench_prompts(bench: KernelBench) -> Iterator[Line]:
                 "plain": inputs.attend(),
                 "torch SDPA, causal": torch_prompt(inputs),
                 "h2o": inputs.attend(h2o_scoring(tokens, 1)),
-                "keyformer": inputs.attend(keyformer_scoring(tokens, 1, temperature=1.0)),
-                "keyformer, noise drawn once": inputs.attend(
-                    keyformer_scoring(tokens, 1, temperature=1.0, redraws=False)
-                ),
             }
+            for kind, period in KEYFORMER_PROMPTS.items():
+                functions[kind] = inputs.attend(keyformer_scoring(tokens, 1, temperature=1.0, noise_period=period))
             H, _, D = sizes
             flops = 4 * H * D * tokens * (prompt_len - tokens / 2)  # a query sees half of its own chunk
             for line in compare(bench, functions, {"shape": shape, "tokens": tokens, "slots": prompt_len}):

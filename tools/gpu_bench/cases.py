@@ -156,8 +156,8 @@ def demoted_pages(kv: Any) -> Any:
     return triton.reinterpret(kv, PageFormat(num_slots, INT4, kv.k_dim, kv.v_dim))
 
 
-def keyformer_scoring(T: int, B: int, temperature: float = 1.5, redraws: bool = True) -> Any:
-    """Return Keyformer's scoring of every query."""
+def keyformer_scoring(T: int, B: int, temperature: float = 1.5, noise_period: int = 1) -> Any:
+    """Return Keyformer's scoring of every query; noise is drawn anew for so many positions, or once (0)."""
     from retain.kernels.slots.scoring import GUMBEL, AttentionScoring
 
     ones = torch.ones(B, dtype=torch.int32)
@@ -167,7 +167,7 @@ def keyformer_scoring(T: int, B: int, temperature: float = 1.5, redraws: bool = 
         decay=torch.ones(B),
         noise=ones * GUMBEL,
         seed=ones,
-        redraw_noise=ones * redraws,
+        noise_period=ones * noise_period,
     )
 
 
@@ -228,9 +228,8 @@ def read_head(inputs: AttentionInputs, b: int, g: int) -> tuple[Tensor, Tensor, 
 
 def draw_noise(scoring: Any, b: int, g: int, query_pos: Tensor, pos: Tensor) -> Tensor:
     """Return the noise of a head's slots for each query [t, slots], or [1] where there is none."""
-    from retain.kernels.reference.noise import noise_key, sample_noise
+    from retain.kernels.reference.noise import noise_key, noise_step, sample_noise
 
-    per_query = query_pos if scoring.redraw_noise[b] else torch.full_like(query_pos, -1)
-    key = noise_key(scoring.seed[b].to(pos.device), 0, g, per_query)
+    key = noise_key(scoring.seed[b].to(pos.device), 0, g, noise_step(query_pos, scoring.noise_period[b].to(pos.device)))
     noise = sample_noise(int(scoring.noise[b]), key[:, None], pos)
     return noise.to(pos.device).double().expand(len(query_pos), len(pos))

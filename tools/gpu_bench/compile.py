@@ -22,6 +22,8 @@ from tools.gpu_bench.launches import (
 from tools.gpu_bench.timing import Line
 from tools.gpu_bench.weights import QUICK_WEIGHT_CASES, WEIGHT_CASES, launch_weight_kernels
 
+COUNTED_KERNELS = ("attention_decode", "attention_prefill", "recompute_mass")
+
 
 def compile_kernels(arch: int, quick: bool) -> Iterator[Line]:
     """Give the registers, spills and shared memory of every kernel that the launch cases use."""
@@ -79,6 +81,9 @@ def kernel_constants(args: dict[str, Any]) -> Line:
         "M",
         "R",
         "S",
+        "TT",
+        "HEADS",
+        "PERIOD",
         "PART",
         "UPDATE_MASS",
         "NOISE",
@@ -116,8 +121,8 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
 
         out = run_tool("-res-usage")
         # What is looked for in the instructions takes seconds.
-        has_redux, is_decode = "redux.sync" in kernel.asm["ptx"], kernel.metadata.name == "attention_decode"
-        sass = run_tool("-sass") if has_redux or is_decode else ""
+        has_redux, is_counted = "redux.sync" in kernel.asm["ptx"], kernel.metadata.name in COUNTED_KERNELS
+        sass = run_tool("-sass") if has_redux or is_counted else ""
     used = re.search(r"REG:(\d+) STACK:(\d+)", out)
     assert used, out
     ptx = kernel.asm["ptx"]
@@ -126,12 +131,15 @@ def kernel_usage(kernel: Any, triton: Path) -> Line:
         "mma": len(re.findall(r"\bw?g?mma\.", ptx)), "async copies": ptx.count("cp.async.c"),
         "fused": ptx.count("fma.rn.f32"),
         "conditional reductions": len(re.findall(r"@!?U?P\d\s+REDUX", sass)),
-        **(count_instructions(sass) if is_decode else {}),
+        **(count_instructions(sass) if is_counted else {}),
     }  # fmt: skip
 
 
 def count_instructions(sass: str) -> Line:
-    """Return the instructions of a warp of decode attention: for a block, and what a split and a program add."""
+    """Return the instructions of a warp of attention or of its masses: in the innermost loop, and outside of it.
+
+    Of decode attention these are those for a block, and what a split and a program add.
+    """
     lines = re.findall(r"/\*([0-9a-f]{4,})\*/ +(\S.*?) *;", sass)
     indices = {int(address, 16): i for i, (address, _) in enumerate(lines)}
     loops = []

@@ -112,9 +112,9 @@ def launch_llama_attention(quick: bool) -> None:
     for dtype in (BF16, torch.int8, torch.uint8, INT4, FP8):
         make_inputs((8, 2, 128), 512, 2, dtype, cpu).attend()()
     for heads in (8,) if quick else (8, 2):  # 4 query heads share a kv head, or none
-        for redraws in (True, False):
+        for period in (1, 16, 64, 0):
             inputs = make_inputs((heads, 2, 128), 512, 1, BF16, cpu, tokens=512, holes=0)
-            inputs.attend(keyformer_scoring(512, 1, temperature=1.0, redraws=redraws))()
+            inputs.attend(keyformer_scoring(512, 1, temperature=1.0, noise_period=period))()
 
 
 def launch_program(kv: Any, tables: Any, R: int, slopes: Any, dtype: torch.dtype) -> None:

@@ -131,7 +131,7 @@ def build_attention_scoring(scheduled: Sequence[ScheduledRequest]) -> AttentionS
         decay=torch.tensor([w.decay for w in each]),
         noise=torch.tensor([w.noise for w in each], dtype=torch.int32),
         seed=torch.tensor([s.request.noise_seed for s in scheduled], dtype=torch.int32),
-        redraw_noise=torch.tensor([int(w.redraw_noise) for w in each], dtype=torch.int32),
+        noise_period=torch.tensor([w.noise_period for w in each], dtype=torch.int32),
     )
 
 

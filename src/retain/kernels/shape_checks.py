@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from retain.kernels.api import KV, Batch, Tables
+from retain.kernels.attention_params import AttentionParams
 
 
 def check_write(kv: KV, slot_mapping: Tensor, k: Tensor, v: Tensor, pos: Tensor) -> None:
@@ -48,6 +49,25 @@ def check_looks(tables: Tables, T: int) -> None:
         raise ValueError(f"tables.looks must be [{T}] and contiguous, not {list(looks.shape)}")
     if looks.dtype != torch.int32:
         raise TypeError(f"tables.looks must be int32, not {looks.dtype}")
+
+
+def check_places(function: str, src: Tensor, dst: Tensor, dims: int, dtype: torch.dtype) -> None:
+    """Raise ValueError unless both tensors have this dtype, and one shape of so many dimensions."""
+    if src.shape != dst.shape or src.dim() != dims:
+        raise shape_error(function, f"src and dst {['[n]', '[M, n]'][dims - 1]}", src=src, dst=dst)
+    if src.dtype != dtype or dst.dtype != dtype:
+        name = str(dtype).removeprefix("torch.")
+        raise ValueError(f"{function}: src and dst must be {name}, not {src.dtype} and {dst.dtype}")
+
+
+def check_attend(q: Tensor, kv: KV, tables: Tables, q_pos: Tensor, params: AttentionParams) -> None:
+    """Raise ValueError unless queries [T, H, D], their positions and parameters fit a pool and tables of one layer."""
+    T, H, D = q.shape
+    G = tables.pages.shape[1]
+    if D != kv.k_dim or H % G or q_pos.shape != (T,):
+        raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
+    params.check(H, G, D)
+    check_looks(tables, T)
 
 
 def shape_error(function: str, expected: str, **got: Tensor) -> ValueError:

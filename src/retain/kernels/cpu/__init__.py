@@ -41,7 +41,7 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.cpu.memory import map_zeros
-from retain.kernels.shape_checks import check_looks, check_write, shape_error
+from retain.kernels.shape_checks import check_attend, check_places, check_write, shape_error
 from retain.kernels.slots.pool_dtypes import INT4, INTEGER_DTYPES, dtype_name
 from retain.kernels.slots.reinterpret import PageFormat, view_pages
 from retain.kernels.slots.scoring import AttentionScoring
@@ -171,18 +171,14 @@ def attend(
     """Attend with every fresh query to the visible slots of its own request. q may be strided but for its last dim."""
     if q.dtype not in DTYPES:
         return attend(q.float(), kv, tables, q_pos, params, scoring=scoring, layer=layer).to(q.dtype)
-    T, H, D = q.shape
-    G = tables.pages.shape[1]
-    if D != kv.k_dim or H % G or q_pos.shape != (T,):
-        raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
+    check_attend(q, kv, tables, q_pos, params)
+    T, H, _ = q.shape
     if q_pos.dtype != torch.int32:
         raise TypeError(f"attend: q_pos must be int32, not {q_pos.dtype}")
     q_token, q_head, q_dim = q.stride()
     if q_dim != 1:
         raise ValueError("attend: the last dimension of q must be contiguous")
-    params.check(H, G, D)
     ffi.check_tables(tables)
-    check_looks(tables, T)
     ffi.check_scoring(scoring, T, len(tables.rows))
     tables = replace(tables, rows=tables.rows.contiguous(), query_start_loc=tables.query_start_loc.contiguous())
     q_pos = q_pos.contiguous()
@@ -190,8 +186,8 @@ def attend(
     o = q.new_empty(T, H, kv.v_dim)
     _C.attend(
         ffi.to_c_pool(kv), ffi.to_c_tables(tables), *ffi.to_c_demoted(tables),
-        q.data_ptr(), q_token, q_head, q.dtype == torch.bfloat16, o.data_ptr(), q_pos.data_ptr(), T, H // G,
-        ffi.to_c_params(params), ffi.to_c_scoring(scoring, layer),
+        q.data_ptr(), q_token, q_head, q.dtype == torch.bfloat16, o.data_ptr(), q_pos.data_ptr(),
+        T, H // tables.pages.shape[1], ffi.to_c_params(params), ffi.to_c_scoring(scoring, layer),
     )  # fmt: skip
     return o
 
@@ -222,10 +218,7 @@ def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy pages with positions and masses."""
-    if src.shape != dst.shape or src.dim() != 1:
-        raise shape_error("copy", "src and dst [n]", src=src, dst=dst)
-    if src.dtype != torch.int64 or dst.dtype != torch.int64:
-        raise ValueError(f"copy: src and dst must be int64, not {src.dtype} and {dst.dtype}")
+    check_places("copy", src, dst, 1, torch.int64)
     src = src.contiguous()
     dst = dst.contiguous()
     _C.copy(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), src.shape[0])
@@ -233,10 +226,7 @@ def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
 
 def move(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy slots with positions and masses."""
-    if src.shape != dst.shape or src.dim() != 2:
-        raise shape_error("move", "src and dst [M, n]", src=src, dst=dst)
-    if src.dtype != torch.int32 or dst.dtype != torch.int32:
-        raise ValueError(f"move: src and dst must be int32, not {src.dtype} and {dst.dtype}")
+    check_places("move", src, dst, 2, torch.int32)
     src = src.contiguous()
     dst = dst.contiguous()
     _C.move(ffi.to_c_pool(kv), src.data_ptr(), dst.data_ptr(), *src.shape)

@@ -6,7 +6,7 @@ C++ reads these addresses without a check of types and shapes: callers check the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -70,8 +70,7 @@ def to_c_group(group: GroupInputs) -> _C.GroupArgs:
 
 def to_c_params(params: AttentionParams, address: Callable[[Tensor], int] = Tensor.data_ptr) -> _C.AttentionParams:
     """Convert the parameters of attention. C++ has their fields in the same order, and 0 for what is absent."""
-    values = [getattr(params, f.name) for f in fields(params)]
-    return _C.AttentionParams(*(address(x) if isinstance(x, Tensor) else x or 0 for x in values))
+    return _C.AttentionParams(*(address(x) if isinstance(x, Tensor) else x or 0 for x in vars(params).values()))
 
 
 def to_c_router(r: Router, num_experts: int, address: Callable[[Tensor], int]) -> _C.Router:
@@ -98,9 +97,7 @@ def to_c_scoring(scoring: AttentionScoring | None, layer: int = 0) -> _C.Attenti
     """Convert the scoring of a step; without one, C++ changes no mass."""
     if scoring is None:
         return _C.AttentionScoring()
-    s = scoring
-    fields = (s.weights, s.temperature, s.decay, s.noise, s.seed, s.redraw_noise)
-    return _C.AttentionScoring(*(x.data_ptr() for x in fields), layer)
+    return _C.AttentionScoring(*(x.data_ptr() for x in vars(scoring).values()), layer)
 
 
 def check_tables(t: Tables) -> None:
@@ -129,20 +126,15 @@ def check_eviction_lists(lists: EvictionLists, holes: Tensor, n: int) -> None:
     """Raise ValueError or TypeError unless the lists, and room for n holes of each, are those of the contract."""
     N, L, G, _ = lists.pages.shape
     B, M, _ = lists.slots_used.shape
+    tensors = {name: x for name, x in vars(lists).items() if name != "max_slots"} | {"holes": holes}
     shapes = [x.shape for x in (lists.rows, lists.layers, lists.slots_used, lists.evictable, lists.by_mass, holes)]
     if shapes != [(B,), (M,), (B, M, G), (B, 2), (B,), (N, L, G, holes.shape[-1])] or not 0 <= n <= holes.shape[-1]:
         raise shape_error(
             "punch",
             f"slots_used [B, M, {G}], rows [B], layers [M], evictable [B, 2], by_mass [B], holes [{N}, {L}, {G}, {n}]",
-            slots_used=lists.slots_used,
-            rows=lists.rows,
-            layers=lists.layers,
-            evictable=lists.evictable,
-            by_mass=lists.by_mass,
-            holes=holes,
+            **tensors,
         )
-    tensors = {f.name: getattr(lists, f.name) for f in fields(lists) if f.name != "max_slots"}
-    for name, x in {**tensors, "holes": holes}.items():
+    for name, x in tensors.items():
         if x.dtype != torch.int32:
             raise TypeError(f"punch: {name} must be int32, not {x.dtype}")
         if name in ("pages", "holes") and x.stride(-1) != 1 and x.shape[-1] > 1:
@@ -162,18 +154,9 @@ def check_scoring(scoring: AttentionScoring | None, T: int, B: int) -> None:
     """Raise ValueError or TypeError unless the scoring fits T fresh tokens of B requests."""
     if scoring is None:
         return
-    s = scoring
-    f32 = torch.float32
-    i32 = torch.int32
-    fields = {
-        "weights": (s.weights, T, f32),
-        "temperature": (s.temperature, T, f32),
-        "decay": (s.decay, B, f32),
-        "noise": (s.noise, B, i32),
-        "seed": (s.seed, B, i32),
-        "redraw_noise": (s.redraw_noise, B, i32),
-    }
-    for name, (x, n, dtype) in fields.items():
+    for name, x in vars(scoring).items():
+        n = T if name in ("weights", "temperature") else B
+        dtype = torch.float32 if name in ("weights", "temperature", "decay") else torch.int32
         if x.shape != (n,) or not x.is_contiguous():
             raise ValueError(f"scoring.{name} must be [{n}] and contiguous, not {list(x.shape)}")
         if x.dtype != dtype:

@@ -21,7 +21,8 @@ class AttentionScoring:
 
     The kinds of noise have the mean and deviation of Keyformer's Gumbel noise (table 4). Noise is a hash of seed,
     layer, kv head and slot position, so it is never stored and all backends draw the same; see reference/noise.py.
-    `redraw_noise` adds the query's position to the hash. The query heads of a kv head share their noise.
+    The query heads of a kv head share their noise, and so do the queries at positions with one quotient by
+    `noise_period`, which is part of the hash. A chunk of a prompt is no part of it.
     """
 
     weights: Tensor  # float32 [T]
@@ -29,4 +30,4 @@ class AttentionScoring:
     decay: Tensor  # float32 [B]
     noise: Tensor  # int32 [B]: NO_NOISE, GUMBEL, GAUSSIAN or CONSTANT
     seed: Tensor  # int32 [B]
-    redraw_noise: Tensor  # int32 [B]: 1 to draw noise for every query, 0 to draw it once
+    noise_period: Tensor  # int32 [B]: positions of queries that share a draw; 0: all queries do

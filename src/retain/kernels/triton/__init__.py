@@ -25,7 +25,7 @@ from torch import Tensor
 
 from retain.kernels.api import CPU, KV, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
-from retain.kernels.shape_checks import check_looks, check_write, shape_error
+from retain.kernels.shape_checks import check_attend, check_places, check_write, shape_error
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, dtype_name
 from retain.kernels.slots.reinterpret import PageFormat
 from retain.kernels.slots.scoring import AttentionScoring
@@ -127,13 +127,8 @@ def attend(
     """Attend with every fresh query to the visible slots of its own request. q may be strided but for its last dim."""
     if q.dtype not in DTYPES:
         return attend(q.float(), kv, tables, q_pos, params, scoring=scoring, layer=layer).to(q.dtype)
-    T, H, D = q.shape
-    G = tables.pages.shape[1]
-    if D != kv.k_dim or H % G or q_pos.shape != (T,):
-        raise shape_error("attend", f"q [T, H, {kv.k_dim}] with H a multiple of {G}, q_pos [T]", q=q, q_pos=q_pos)
-    params.check(H, G, D)
-    check_looks(tables, T)
-    tiles = plan.plan_attention(tables, H // G, D, kv, scoring)
+    check_attend(q, kv, tables, q_pos, params)
+    tiles = plan.plan_attention(tables, q.shape[1] // tables.pages.shape[1], kv.k_dim, kv, scoring)
     return attention.attend(q, kv, tables, tiles, q_pos, params, layer)
 
 
@@ -152,10 +147,7 @@ def requantize(kv: KV, src: Tensor, to: KV, dst: Tensor, pos: Tensor) -> None:
 
 def copy(kv: KV, src: Tensor, dst: Tensor) -> None:
     """Copy pages with positions and masses."""
-    if src.shape != dst.shape or src.dim() != 1:
-        raise shape_error("copy", "src and dst [n]", src=src, dst=dst)
-    if src.dtype != torch.int64 or dst.dtype != torch.int64:
-        raise ValueError(f"copy: src and dst must be int64, not {src.dtype} and {dst.dtype}")
+    check_places("copy", src, dst, 1, torch.int64)
     src, dst = src.to(kv.device).contiguous(), dst.to(kv.device).contiguous()
     pages = page_layout.page_args(kv)
     sketch_pages = () if kv.sketches is None else (kv.sketches,)

@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key
+from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key, noise_step
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
     find_block,
@@ -74,7 +74,7 @@ def attention_decode(
     k, v, k_scales, v_scales, k_words, v_words, pos,
     pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
     tiles, q_pos, slopes, factor, softcap,
-    weights, temperature, noise, seed, redraw_noise, layer,
+    weights, temperature, noise, seed, noise_period, layer,
     split_weights, block_max, max_slots, num_blocks,  # with UPDATE_MASS: [t, H, max_slots], [t, H, num_blocks]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, MIN_BLOCKS: tl.constexpr, ALIBI: tl.constexpr,
@@ -147,8 +147,8 @@ def attention_decode(
             kind = tl.load(noise + b)
             # Rows of one token share the noise of a slot.
             drawn_at = tl.load(q_pos + first + tl.zeros((1,), tl.int32)) if ONE_TOKEN else p
-            drawn_at = tl.where(tl.load(redraw_noise + b) == 1, drawn_at, -1)
-            noise_keys = noise_key(tl.load(seed + b), layer, g, drawn_at)[None, :]
+            step = noise_step(drawn_at, tl.load(noise_period + b))
+            noise_keys = noise_key(tl.load(seed + b), layer, g, step)[None, :]
             inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
             # What is not changed has the same bits as beside requests that are not changed.
             is_changed = draws_noise(kind) | (inverse_temperature != 1.0)

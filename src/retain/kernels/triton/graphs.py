@@ -87,7 +87,7 @@ def inputs_of(shape: GraphShape) -> dict[str, NDArray[Any]]:
         inputs |= {"dense_tiles": int32(6 * B), "look_tiles": int32(6 * T), "looks": int32(T)}
     if shape.noise_mode is not None:
         inputs |= {"weights": np.zeros(T, np.float32), "temperature": np.ones(T, np.float32)}
-        inputs |= {"decay": np.ones(B, np.float32), "noise": int32(B), "seed": int32(B), "redraw_noise": int32(B)}
+        inputs |= {"decay": np.ones(B, np.float32), "noise": int32(B), "seed": int32(B), "noise_period": int32(B)}
     return inputs
 
 

@@ -158,14 +158,15 @@ def _launch_prefill_mass(call: AttentionCall, scoring: PrefillScoring) -> None:
         **visibility_args(tables), tiles=scoring.tiles, q_pos=call.q_pos, **score_args(call.params, q),
         **_scoring_args(call), decay=call.plan.mass_buffers.scoring.decay, log_weights=scoring.log_weights, T=len(q),
         TT=block.rows // heads, HEADS=heads, C=kv.mass.shape[1], DENSE=tables.dense is not None,
-        **scoring.constants, **dot_args(kv), **shape | {"N": block.slots}, **key_args(call), **pages.constants,
+        PERIOD=scoring.noise_period, **scoring.constants, **dot_args(kv), **shape | {"N": block.slots},
+        **key_args(call), **pages.constants,
         num_warps=block.num_warps, num_stages=block.num_stages,
     )  # fmt: skip
 
 
 def _scoring_args(call: AttentionCall) -> KernelArgs:
     """Return the layer, and the scoring on the device; where the kernels read no masses, q stands in for pointers."""
-    names = "weights", "temperature", "noise", "seed", "redraw_noise"
+    names = "weights", "temperature", "noise", "seed", "noise_period"
     buffers = call.plan.mass_buffers
     return {name: getattr(buffers.scoring, name) if buffers else call.q for name in names} | {"layer": call.layer}
 
@@ -183,9 +184,10 @@ def _change_args(call: AttentionCall, tiles: TileList, scoring: PrefillScoring |
     is_exact = call.kv.dtype == torch.float32 or triton.knobs.runtime.interpret
     noise_dot = {"NOISE_DOT": tl.float32 if is_exact else tl.bfloat16}
     if scoring is None:
-        return noise_dot | {"CHANGE": prefill_kernels.UNCHANGED.value, "NOISE": 0, "REDRAW": 0, "NOISE_COLUMNS": 0}
+        unchanged = {"CHANGE": prefill_kernels.UNCHANGED.value, "NOISE": 0, "REDRAW": False, "NOISE_COLUMNS": 0}
+        return noise_dot | unchanged
     columns = count_noise_columns(scoring, shape_args(call)["R"], tiles.rows_per_tile, call.kv.device)
-    return noise_dot | scoring.constants | {"NOISE_COLUMNS": columns}
+    return noise_dot | scoring.constants | {"REDRAW": scoring.noise_period > 0, "NOISE_COLUMNS": columns}
 
 
 def score_args(p: AttentionParams, q: Tensor) -> KernelArgs:

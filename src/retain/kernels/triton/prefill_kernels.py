@@ -6,8 +6,8 @@ blocks of other tables are masked. A block is N slots, of one page or several.
 
 Demoted tokens have tables and pages of their own (PART): a second launch goes on from the output of the first.
 
-Gumbel noise without a temperature is a factor of weights. Where rows share it, it is drawn for each token of a tile,
-not for each row: the sum of a row's changed weights is a column of a product of weights and noise (NOISE_COLUMNS).
+Gumbel noise without a temperature is a factor of weights. Where rows share it, a tile draws it once, not for each
+row: the sum of a row's changed weights is a column of a product of weights and noise (NOISE_COLUMNS).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key
+from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key, noise_step
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import find_block, load_slot_scales, load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
@@ -106,12 +106,12 @@ def attend_blocks(
 
 
 @triton.jit
-def own_noise(M: tl.constexpr, R: tl.constexpr, NOISE_COLUMNS: tl.constexpr, REDRAW: tl.constexpr):
-    """Return a mask bool [M, NOISE_COLUMNS]: the column of each row's noise, the first where it is drawn once.
+def own_noise(p, oldest, period, NOISE_COLUMNS: tl.constexpr):
+    """Return a mask bool [M, NOISE_COLUMNS]: the column of the noise of rows at positions p.
 
-    Tiles begin at a token, because R divides M.
+    The first column is that of the oldest position. Positions are consecutive, so there are columns for all.
     """
-    own = tl.arange(0, M) // R if REDRAW else tl.arange(0, M) * 0
+    own = noise_step(p, period) - noise_step(oldest, period)
     return own[:, None] == tl.arange(0, NOISE_COLUMNS)[None, :]
 
 
@@ -121,7 +121,7 @@ def attention_prefill(
     k, v, k_scales, v_scales, pos,
     pages, page_row, page_head, counts, count_row, count_head, windows, window_row, dense,
     tiles, q_pos, slopes, factor, softcap, sinks,
-    weights, temperature, noise, seed, redraw_noise, layer, lse, log_weights, T,  # lse [T, H], log_weights [H, T]
+    weights, temperature, noise, seed, noise_period, layer, lse, log_weights, T,  # lse [T, H], log_weights [H, T]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, V: tl.constexpr,
     VP: tl.constexpr, M: tl.constexpr, N: tl.constexpr, PART: tl.constexpr, ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr, SINKS: tl.constexpr, DENSE: tl.constexpr, DOT: tl.constexpr, UPDATE_MASS: tl.constexpr,
@@ -173,15 +173,13 @@ def attention_prefill(
     kind, keys, inverse_temperature = 0, p, slope
     if CHANGE != UNCHANGED:
         kind = tl.load(noise + b)
-        if REDRAW:
-            drawn_for = p
-            if NOISE_COLUMNS:
-                token = m0 // R + tl.arange(0, NOISE_COLUMNS)
-                drawn_for = tl.load(q_pos + first + token, mask=token < tokens, other=-1)
-            redrawn_at = tl.where(tl.load(redraw_noise + b) == 1, drawn_for, -1)
+        if not REDRAW:
+            steps = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
+        elif NOISE_COLUMNS:
+            steps = noise_step(oldest, tl.load(noise_period + b)) + tl.arange(0, NOISE_COLUMNS)
         else:
-            redrawn_at = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
-        keys = noise_key(tl.load(seed + b), layer, g, redrawn_at)
+            steps = noise_step(p, tl.load(noise_period + b))
+        keys = noise_key(tl.load(seed + b), layer, g, steps)
         inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
     if SINKS and PART != SECOND:  # as a slot without a value
         row_max = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E
@@ -202,7 +200,7 @@ def attention_prefill(
             if CHANGE == WEIGHTS:  # relative to row_max
                 z_sum = tl.where(z_sum > 0.0, tl.exp2(z_max - finite_or_zero(row_max)), 0.0)
     if NOISE_COLUMNS:
-        z_sum = tl.where(own_noise(M, R, NOISE_COLUMNS, REDRAW), z_sum[:, None], 0.0)
+        z_sum = tl.where(own_noise(p, oldest, tl.load(noise_period + b), NOISE_COLUMNS), z_sum[:, None], 0.0)
     table = pages + row.to(tl.int64) * page_row + g * page_head
     if DENSE:
         row_max, row_sum, acc, z_max, z_sum = attend_blocks(
@@ -219,12 +217,13 @@ def attention_prefill(
         S, D, DP, V, VP, N, True, ALIBI, SOFTCAP, CHANGE, NOISE, NOISE_COLUMNS, NOISE_DOT, DOT, PRECISION,
         K_PAGE, V_PAGE, QUANTIZED, K_GROUP, V_GROUP,
     )  # fmt: skip
-    if NOISE_COLUMNS:
-        z_sum = tl.sum(tl.where(own_noise(M, R, NOISE_COLUMNS, REDRAW), z_sum, 0.0), 1)
     # Loaded again, because registers that hold rows and heads over the loops would be spilled.
     m = tl.load(tiles + 6 * j + 4, volatile=True) + tl.arange(0, M)
     valid = m < tokens * R
     t, h = first + m // R, g * R + m % R
+    if NOISE_COLUMNS:
+        p = tl.load(q_pos + t, mask=valid, other=-1)
+        z_sum = tl.sum(tl.where(own_noise(p, oldest, tl.load(noise_period + b), NOISE_COLUMNS), z_sum, 0.0), 1)
     out = acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
     to = o + t.to(tl.int64)[:, None] * G * R * V + h[:, None] * V + e[None, :]
     tl.store(to, out.to(o.dtype.element_ty), mask=valid[:, None] & (e < V)[None, :])

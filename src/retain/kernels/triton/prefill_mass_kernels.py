@@ -6,7 +6,8 @@ the tokens before a block see none of it and are left out, and those behind it n
 
 The columns of a product are TT tokens of each of HEADS query heads, which share noise. Tensor cores give a thread every
 eighth column, and TT is mostly a multiple of 8: a thread that has a token of one head has it of the others, and draws
-noise once.
+noise once. Tiles begin at positions that TT divides where a period of noise does, so that the compiler sees which
+columns share a draw.
 """
 
 from __future__ import annotations
@@ -22,12 +23,20 @@ from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
 
 
 @triton.jit
+def noise_steps(first_pos, t, TT: tl.constexpr, PERIOD: tl.constexpr):
+    """Return which draws the tokens t of a tile have, whose first position is first_pos."""
+    if TT % PERIOD == 0 or PERIOD % TT == 0:
+        return first_pos // PERIOD + t // PERIOD
+    return (first_pos + t) // PERIOD
+
+
+@triton.jit
 def sum_weights(
     begin, end, total, keys, key_factor, slot_pos, base,
     q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, first_head, T,
-    slopes, factor, softcap, kind, seed, redraws, layer, g,
+    slopes, factor, softcap, kind, seed, layer, g,
     D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr, TT: tl.constexpr, HEADS: tl.constexpr, MASKED: tl.constexpr,
-    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr,
+    ALIBI: tl.constexpr, SOFTCAP: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, PERIOD: tl.constexpr,
     FOLDED: tl.constexpr, DOT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of tokens `begin` to `end` of some query heads to the sums [N, HEADS * TT] of a block of slots.
@@ -40,7 +49,7 @@ def sum_weights(
     slope = tl.load(slopes + h) * LOG2E if ALIBI else h
     for t0 in range(begin, end, TT):
         t = t0 + column % TT
-        there = t < tokens
+        there = (t >= 0) & (t < tokens)
         qt = tl.load(
             q + (first + t).to(tl.int64)[None, :] * q_token + h[None, :] * q_head + d[:, None],
             mask=there[None, :] & (d < D)[:, None],
@@ -64,8 +73,10 @@ def sum_weights(
         if ALIBI:
             z += slope[None, :] * (slot_pos - base).to(tl.float32)[:, None]
         if CHANGE == SCORES:
-            drawn_at = tl.where(redraws, p, -1) if REDRAW else tl.full((1,), -1, tl.int32)
-            noise_keys = noise_key(seed, layer, g, drawn_at)
+            steps = tl.full((1,), -1, tl.int32)
+            if PERIOD:
+                steps = noise_steps(first_pos + t0, column % TT, TT, PERIOD)
+            noise_keys = noise_key(seed, layer, g, steps)
             z = add_noise(z, kind, noise_keys[None, :], slot_pos[:, None], NOISE)
             z *= (1.0 / tl.load(temperature + first + t, mask=there, other=1.0))[None, :]
         if not FOLDED:
@@ -73,10 +84,9 @@ def sum_weights(
         w = tl.exp2(z)
         if MASKED:
             w = tl.where((slot_pos >= 0)[:, None] & (slot_pos[:, None] <= p[None, :]), w, 0.0)
-        if CHANGE == WEIGHTS and REDRAW:
-            own = t0 + tl.arange(0, TT)
-            drawn_at = tl.load(q_pos + first + own, mask=own < tokens, other=-1) if MASKED else first_pos + own
-            noise_keys = noise_key(seed, layer, g, tl.where(redraws, drawn_at, -1))
+        if CHANGE == WEIGHTS and PERIOD:
+            steps = noise_steps(first_pos + t0, tl.arange(0, TT), TT, PERIOD)
+            noise_keys = noise_key(seed, layer, g, steps)
             factors = draw_gumbel_factors(kind, noise_keys[None, :], slot_pos[:, None])  # [N, TT]
             w = tl.reshape(tl.reshape(w, (N, HEADS, TT)) * factors[:, None, :], (N, HEADS * TT))
         if CHANGE == SCORES:
@@ -89,10 +99,10 @@ def sum_weights(
 def recompute_mass(
     q, q_token, q_head, k, k_scales, pos, mass, pages, page_row, page_head, counts, count_row, count_head,
     windows, window_row, dense, tiles, q_pos, slopes, factor, softcap,
-    weights, temperature, decay, noise, seed, redraw_noise, layer, log_weights, T,  # log_weights [H, T]
+    weights, temperature, decay, noise, seed, noise_period, layer, log_weights, T,  # log_weights [H, T]
     G: tl.constexpr, R: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, N: tl.constexpr,
     TT: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr, ALIBI: tl.constexpr, SOFTCAP: tl.constexpr,
-    DENSE: tl.constexpr, DOT: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, REDRAW: tl.constexpr,
+    DENSE: tl.constexpr, DOT: tl.constexpr, CHANGE: tl.constexpr, NOISE: tl.constexpr, PERIOD: tl.constexpr,
     PRECISION: tl.constexpr,
     K_PAGE: tl.constexpr, V_PAGE: tl.constexpr, QUANTIZED: tl.constexpr, K_GROUP: tl.constexpr, V_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -124,33 +134,37 @@ def recompute_mass(
     key_factor = factor + tl.zeros((N,), tl.float32)
     if QUANTIZED and not K_GROUP:
         key_factor *= load_slot_scales(k_scales, page, place, there, S, D, K_PAGE)
-    first_pos, num_tiles = tl.load(q_pos + first, mask=tokens > 0, other=0), (tokens + TT - 1) // TT
+    first_pos = tl.load(q_pos + first, mask=tokens > 0, other=0)
+    before = 0  # places of the first tile that have no token
+    if PERIOD:
+        before = first_pos % TT
+    num_tiles = (tokens + before + TT - 1) // TT
     begin, diagonal = 0, num_tiles  # tiles of tokens before the block, and those that do not see all of it
     if DENSE:
-        begin = tl.where(is_dense, tl.minimum(tl.maximum(i * N - first_pos, 0) // TT, num_tiles), 0)
-        sees_all = tl.minimum((tl.maximum(i * N + N - 1 - first_pos, 0) + TT - 1) // TT, num_tiles)
-        diagonal = tl.where(is_dense, sees_all, num_tiles)
-    kind, seed_b, redraws = tl.load(noise + b), tl.load(seed + b), tl.load(redraw_noise + b) == 1
+        begin = tl.where(is_dense, tl.minimum((tl.maximum(i * N - first_pos, 0) + before) // TT, num_tiles), 0)
+        unseen = tl.maximum(i * N + N - 1 - first_pos, 0) + before
+        diagonal = tl.where(is_dense, tl.minimum((unseen + TT - 1) // TT, num_tiles), num_tiles)
+    kind, seed_b = tl.load(noise + b), tl.load(seed + b)
     at, total = mass + page * C * S + place, tl.zeros((N, HEADS * TT), tl.float32)
     for r in range(0, R, HEADS):
         total = sum_weights(
-            begin * TT, diagonal * TT, total, keys, key_factor, slot_pos, base,
+            begin * TT - before, diagonal * TT - before, total, keys, key_factor, slot_pos, base,
             q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, g * R + r, T,
-            slopes, factor, softcap, kind, seed_b, redraws, layer, g,
-            D, DP, N, TT, HEADS, True, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
+            slopes, factor, softcap, kind, seed_b, layer, g,
+            D, DP, N, TT, HEADS, True, ALIBI, SOFTCAP, CHANGE, NOISE, PERIOD, FOLDED, DOT, PRECISION,
         )  # fmt: skip
         if DENSE:
             total = sum_weights(
-                diagonal * TT, num_tiles * TT, total, keys, key_factor, slot_pos, base,
+                diagonal * TT - before, num_tiles * TT - before, total, keys, key_factor, slot_pos, base,
                 q, q_token, q_head, log_weights, weights, temperature, q_pos, first, tokens, first_pos, g * R + r, T,
-                slopes, factor, softcap, kind, seed_b, redraws, layer, g,
-                D, DP, N, TT, HEADS, False, ALIBI, SOFTCAP, CHANGE, NOISE, REDRAW, FOLDED, DOT, PRECISION,
+                slopes, factor, softcap, kind, seed_b, layer, g,
+                D, DP, N, TT, HEADS, False, ALIBI, SOFTCAP, CHANGE, NOISE, PERIOD, FOLDED, DOT, PRECISION,
             )  # fmt: skip
         if C > 1 or r == R - HEADS:
             added = tl.sum(tl.reshape(total, (N, HEADS, TT)), 2)
             if C == 1:
                 added = tl.sum(added, 1)[:, None]
-            if CHANGE == WEIGHTS and not REDRAW:
+            if CHANGE == WEIGHTS and not PERIOD:
                 key = noise_key(seed_b, layer, g, tl.full((1,), -1, tl.int32))
                 added *= draw_gumbel_factors(kind, key, slot_pos)[:, None]
             columns = (r + tl.arange(0, HEADS)) * S if C > 1 else tl.zeros((1,), tl.int32)

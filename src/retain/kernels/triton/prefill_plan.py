@@ -34,7 +34,8 @@ class PrefillScoring:
     scored: dict[int, range]  # the tokens that are scored, by request
     tiles: Tensor  # int32 [n, 6], one for each request whose masses change: with its scored tokens
     log_weights: Tensor  # float32 [H, T]; see prefill_kernels.py
-    constants: dict[str, int]  # CHANGE, NOISE and REDRAW of the kernels
+    constants: dict[str, int]  # CHANGE and NOISE of the kernels
+    noise_period: int  # positions of queries that share a draw; 0: all do
 
     @property
     def changes_softmax(self) -> bool:
@@ -69,18 +70,20 @@ def mass_block(D: int, R: int, kv: KV) -> BlockSize:
 
 
 def count_noise_columns(scoring: PrefillScoring, R: int, rows: int, device: torch.device) -> int:
-    """Return the columns of noise of a tile of so many rows: one for each token, or 0 where each row draws its own.
+    """Return the columns of noise of a tile of so many rows: one for each draw, or 0 where each row draws its own.
 
     Columns take shared memory: a tile of bfloat16 needs 102 to 108 KB with them, where sm_86, 89 and 120 have 99 KB.
 
-    Of noise that is drawn once, the first of 16 is used: with 8, the least of tensor cores, Triton 3.6 spills. Below 4
-    query heads that share noise, columns would cost more than they save.
+    There are 16 at least: with 8, the least of tensor cores, Triton 3.6 spills. More than 32, where fewer than 4 rows
+    share a draw, would cost more than they save.
     """
     if scoring.constants["CHANGE"] != prefill_kernels.WEIGHTS.value or not _has_large_shared_memory(device):
         return 0
-    if not scoring.constants["REDRAW"]:
-        return 16
-    return rows // R if R >= 4 and rows % R == 0 and rows // R >= 8 else 0
+    tokens = (rows + R - 2) // R + 1 if rows % R else rows // R  # at most, where a tile begins inside of a token
+    period = scoring.noise_period
+    draws = (tokens - 2) // period + 2 if period else 1
+    columns = max(int(triton.next_power_of_2(draws)), 16)
+    return columns if columns <= 32 else 0
 
 
 def _has_large_shared_memory(device: torch.device) -> bool:
@@ -94,18 +97,18 @@ def plan_prefill_scoring(
     scoring: AttentionScoring, starts: Sequence[int], requests: Sequence[tuple[int, int]], H: int, device: torch.device
 ) -> list[PrefillScoring]:
     """Plan the masses of `requests` (b and its row), which begin at `starts`: those that are scored alike together."""
-    alike: dict[tuple[int, int, bool], list[tuple[int, int, range]]] = {}
+    alike: dict[tuple[int, int, int], list[tuple[int, int, range]]] = {}
     for b, row in requests:
         scored = _scored_tokens(scoring, starts[b], starts[b + 1])
         if len(scored) or float(scoring.decay[b]) != 1.0:
             alike.setdefault(_change(scoring, b, scored), []).append((b, row, scored))
     log_weights = torch.empty(H if alike else 0, len(scoring.weights), device=device)
     plans = []
-    for (change, noise_mode, redraws), members in alike.items():
+    for (change, noise_mode, period), members in alike.items():
         rows = [(b, row, scored.start, len(scored), 0, 0) for b, row, scored in members]
         tiles = to_device(torch.tensor(rows, dtype=torch.int32), device)
-        constants = {"CHANGE": change, "NOISE": noise_mode, "REDRAW": redraws}
-        plans.append(PrefillScoring({b: scored for b, _, scored in members}, tiles, log_weights, constants))
+        constants = {"CHANGE": change, "NOISE": noise_mode}
+        plans.append(PrefillScoring({b: scored for b, _, scored in members}, tiles, log_weights, constants, period))
     return plans
 
 
@@ -115,8 +118,8 @@ def _scored_tokens(scoring: AttentionScoring, begin: int, end: int) -> range:
     return range(begin + int(places[0]), begin + int(places[-1]) + 1) if len(places) else range(0)
 
 
-def _change(scoring: AttentionScoring, b: int, scored: range) -> tuple[int, int, bool]:
-    """Return CHANGE, NOISE and REDRAW of the kernels for a request."""
+def _change(scoring: AttentionScoring, b: int, scored: range) -> tuple[int, int, int]:
+    """Return CHANGE and NOISE of the kernels, and the period of noise, for a request."""
     kind, own = int(scoring.noise[b]), slice(scored.start, scored.stop)
     draws = kind in (GUMBEL, GAUSSIAN)
     is_tempered = bool((scoring.temperature[own] != 1).any() or (scoring.weights[own] < 0).any())
@@ -124,4 +127,4 @@ def _change(scoring: AttentionScoring, b: int, scored: range) -> tuple[int, int,
     if is_tempered or kind == GAUSSIAN:
         change = prefill_kernels.SCORES
     mode = noise.ONLY_GAUSSIAN if kind == GAUSSIAN else noise.ONLY_GUMBEL
-    return int(change.value), int(mode.value) if draws else 0, draws and bool(scoring.redraw_noise[b])
+    return int(change.value), int(mode.value) if draws else 0, int(scoring.noise_period[b]) if draws else 0

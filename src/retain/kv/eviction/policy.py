@@ -32,7 +32,7 @@ class QueryWeights:
     tau: Floats | None = None  # [n]; None is 1
     decay: float = 1.0
     noise: int = NO_NOISE
-    redraw_noise: bool = True
+    noise_period: int = 1  # positions of queries that share a draw; 0: all do
 
 
 @dataclass(frozen=True)

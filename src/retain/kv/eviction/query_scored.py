@@ -105,10 +105,7 @@ def sum_output_changes(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
 
 def sum_squared_weights(view: CacheView, q: Tensor, pos: Tensor) -> Tensor:
     """Return the squared weights of queries [G, R, n, D], summed, float32 [G, R, S]; pos as in `attention_weights`."""
-    found = torch.zeros(())
-    for weights in iter_weights(view, q, pos):
-        found = found + weights.square_().sum(2)
-    return found
+    return sum((weights.square_().sum(2) for weights in iter_weights(view, q, pos)), torch.zeros(()))
 
 
 def iter_weights(view: CacheView, q: Tensor, pos: Tensor) -> Iterator[Tensor]:

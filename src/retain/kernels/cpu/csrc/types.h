@@ -220,8 +220,13 @@ struct AttentionScoring {
   const float* decay;           // [B]
   const int32_t* noise;         // [B], a NoiseKind each
   const int32_t* seed;          // [B]
-  const int32_t* redraw_noise;  // [B]; 1: the query's position enters the seed too
+  const int32_t* noise_period;  // [B]: positions of queries that share a draw; 0: all do
   int layer;
+
+  // The part of the noise's hash that follows from a query's position.
+  INLINE int32_t noise_step(int b, int32_t position) const {
+    return noise_period[b] > 0 ? position / noise_period[b] : -1;
+  }
 };
 
 // What the attention of a layer needs beside queries and tables. See kernels/attention_params.py for the fields.

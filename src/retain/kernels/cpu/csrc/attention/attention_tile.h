@@ -277,17 +277,23 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   const int lines = prefetcher.lines_per_step(bytes, vectors);
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
-  for (int r = 0, noise_token = -1; r < rows; ++r) {
+  int drawn_step = -2;
+  float drawn_temperature = 0;  // as its inverse; 0: no noise is drawn yet
+  for (int r = 0, scored_token = -1; r < rows; ++r) {
     float *partial = partials + r * size, *row = x + r * SCORE_STRIDE;
     F maxima = splat(NEG_INF);
     for (int s = 0; s < n * S; s += WIDTH) maxima = max(maxima, load<WIDTH>(row + s));
     const float maximum = partial_max(partial, D) = reduce_max<WIDTH>(maxima);
     const int token = args.tables.query_start_loc[tile.b] + (tile.begin + r) / args.R;
     const int entry = mass ? r * mass->num_blocks + block : 0;
-    if (mass && token != noise_token) {
-      noise_token = token, transform = score_transform(args, tile, token);
-      if (transform.kind >= ScoreKind::noised)
+    if (mass && token != scored_token) {
+      scored_token = token, transform = score_transform(args, tile, token);
+      const int step = args.scoring.noise_step(tile.b, args.q_pos[token]);
+      const bool is_drawn = step == drawn_step && transform.inv_temperature == drawn_temperature;
+      if (transform.kind >= ScoreKind::noised && !is_drawn) {
+        drawn_step = step, drawn_temperature = transform.inv_temperature;
         draw_noise<T>(args, tile, token, transform.inv_temperature, n, pos, noise);
+      }
     }
     const MassOutput<T> mass_output = {transform, noise, page_index,
                                        mass ? reinterpret_cast<T*>(mass->weights) + r * mass->num_slots : nullptr};

@@ -53,9 +53,9 @@ static void bind_structs(nb::module_& m) {
   nb::class_<AttentionScoring>(m, "AttentionScoring")
       .def(nb::init<>())  // without weights: no mass changes
       .def("__init__", [](AttentionScoring* s, Address weights, Address temperature, Address decay, Address noise,
-                          Address seed, Address redraw_noise, int layer) {
+                          Address seed, Address noise_period, int layer) {
         new (s) AttentionScoring{ptr<float>(weights), ptr<float>(temperature), ptr<float>(decay), ptr<int32_t>(noise),
-                                 ptr<int32_t>(seed), ptr<int32_t>(redraw_noise), layer};
+                                 ptr<int32_t>(seed), ptr<int32_t>(noise_period), layer};
       });
   nb::class_<AttentionParams>(m, "AttentionParams")
       .def("__init__", [](AttentionParams* p, float scale, Address alibi_slopes, Address key_offset, float softcap,
