@@ -37,6 +37,7 @@ METADATA = {
     "storage_offset", "untyped_storage", "as_subclass", "__repr__", "__hash__", "__iter__", "is_floating_point",
 }
 # fmt: on
+VIEWS = {"view", "transpose", "__getitem__", "split", "unbind", "flatten", "reshape", "expand", "permute", "unsqueeze"}
 LAUNCH_OPTIONS = ("grid", "warmup", "num_warps", "num_stages", "maxnreg", "enable_fp_fusion")  # beside a kernel's own
 
 
@@ -58,7 +59,8 @@ class FakeDeviceThread(TorchFunctionMode):
 class FakeDevice(TorchFunctionMode):
     """Simulates the device inside a `with` block; `host_syncs` are the places where the host waited for it.
 
-    `num_uploads` counts copies from the host to the device, `launches` has the names of the kernels that ran.
+    `num_uploads` counts copies from the host to the device, `launches` has the names of the kernels that ran,
+    `operations` those of torch's functions that compute, allocate or copy there.
     """
 
     def __init__(self) -> None:
@@ -66,6 +68,7 @@ class FakeDevice(TorchFunctionMode):
         self.host_syncs: list[str] = []
         self.num_uploads = 0  # copies from the host
         self.launches: list[str] = []
+        self.operations: list[str] = []
         self.records_syncs = True
 
     def __enter__(self) -> FakeDevice:
@@ -125,6 +128,7 @@ class FakeDevice(TorchFunctionMode):
                 args = tuple(map(to_plain_tensor, args))
             return func(*args, **kwargs).as_subclass(FakeDeviceTensor)
         if on_device and name not in METADATA:
+            self.operations += [] if name in VIEWS else [name]
             self._check_devices(name, args, kwargs)
         return func(*args, **kwargs)
 

@@ -412,6 +412,67 @@ def test_fake_device_refuses_mixing_and_records_waits() -> None:
         assert len(device.host_syncs) == 5
 
 
+@pytest.mark.skipif(not triton.is_interpreted(), reason="a GPU counts no uploads")
+@pytest.mark.parametrize(
+    ("policy", "params", "uploads", "operations"),
+    [
+        ("full", GREEDY, 1, 5),
+        pytest.param("h2o:budget=20,interval=4", GREEDY, 1, 5, marks=slow),
+        pytest.param("full", SamplingParams(temperature=0.7, ignore_eos=True, seed=3), 2, 24, marks=slow),
+        pytest.param(
+            "full", SamplingParams(temperature=0.7, top_k=9, top_p=0.9, min_p=0.1, ignore_eos=True), 2, 42, marks=slow
+        ),
+    ],
+)
+def test_the_host_does_little_for_a_recorded_step(
+    policy: str, params: SamplingParams, uploads: int, operations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its launches wait for nothing. New pages of any number of rows, and evictions, are one upload more each."""
+    from retain.kernels.triton.graphs import CapturedStep, CUDAGraphRunner
+    from tests.helpers.fake_device import DEVICE, FakeDevice
+
+    capture, recorded = CUDAGraphRunner._capture, [0, 0]  # launches and operations of recorded steps
+
+    def capture_counted(self: CUDAGraphRunner, shape: Any, batch: Any) -> CapturedStep:
+        step = capture(self, shape, batch)
+
+        def replay() -> Any:
+            before = len(device.launches), len(device.operations)
+            output = step.replay()
+            recorded[0] += len(device.launches) - before[0]
+            recorded[1] += len(device.operations) - before[1]
+            num_replays.append(1)
+            return output
+
+        return CapturedStep(step.inputs, replay)
+
+    monkeypatch.setattr(CUDAGraphRunner, "_capture", capture_counted)
+    num_replays: list[int] = []
+    counts: list[tuple[int, int, int]] = []  # uploads, launches and operations of a step
+    with FakeDevice() as device:
+        with device.allow_syncs():
+            engine = make_engine("llama", backend="triton", device=DEVICE, num_pages=3000, max_running_requests=8)
+        engine.depth = 2
+        S = engine.cache.page_size
+        engine.add(*(make_request([*range(11 + i, 20 + i)], S + 8, policy, params) for i in range(4)))
+        while engine.has_unfinished_requests:
+            before = device.num_uploads, len(device.launches), len(device.operations), len(num_replays), *recorded
+            launched = engine.launch()
+            assert not device.host_syncs
+            if len(num_replays) > before[3]:
+                launches = len(device.launches) - before[1] - (recorded[0] - before[4])
+                done = len(device.operations) - before[2] - (recorded[1] - before[5])
+                counts.append((device.num_uploads - before[0], launches, done))
+            with device.allow_syncs():
+                if len(engine.pending_steps) > 1 or not launched:
+                    engine.collect()
+    steady = [count for count in counts if count[0] == uploads]
+    assert len(steady) > len(counts) // 3
+    assert max(launches for _, launches, _ in counts) <= 3  # pending tokens, slots, evictions
+    assert max(done for *_, done in steady) <= operations
+    assert max(n for n, *_ in counts) <= uploads + 2
+
+
 @slow
 def test_a_step_is_launched_before_tokens_are_known() -> None:
     """With ends, cancellation, preemption, eviction, a ring, penalties and drafts. Only `collect` waits for tokens."""

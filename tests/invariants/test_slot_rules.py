@@ -16,7 +16,7 @@ from retain.kernels import triton
 from retain.kernels.api import GroupInputs, Tables
 from retain.kernels.slots.slot_rule import SlotRule
 from retain.kv.manager import KVCacheManager
-from retain.kv.memory import block_tables, demoted_tables, device_tables
+from retain.kv.memory import demoted_tables, device_tables
 from retain.kv.memory.cache import KVCache
 from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.skipif(not triton.is_interpreted(), reason="the tables 
 class CopiedRows(DeviceRows):
     """Tables that kernels read as they were when they were uploaded, on a CPU, too."""
 
-    def __init__(self, arrays: Sequence[Ints], device: torch.device, counts: Ints | None = None):
+    def __init__(self, arrays: Sequence[Ints], device: torch.device, counts: Ints):
         super().__init__(arrays, device, counts)
         self.tensors = [x.clone() for x in self.host_tensors]
 
@@ -40,7 +40,7 @@ def num_compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     """Compare both in every step. Returns the numbers of slots, and of tokens that fill holes."""
     from retain.kernels.triton.step_inputs import FreshTokens
 
-    for module in (block_tables, demoted_tables, device_tables):
+    for module in (demoted_tables, device_tables):
         monkeypatch.setattr(module, "DeviceRows", CopiedRows)
     counts = {"all": 0, "holes": 0}
     group_inputs = KVCacheManager.group_inputs
@@ -49,7 +49,9 @@ def num_compared(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         found = group_inputs(self, rows, positions, tables)
         last = np.array([positions[rows == row].max() for row in rows], np.int32)
         for group, inputs in zip(self.slots.groups, found, strict=True):
-            rule = group.tables.slot_rule(self._hole_indices(group.tables, rows, positions))
+            rule = group.tables.on_device.slot_rule(
+                self._hole_indices(group.tables, rows, positions), group.tables.is_state
+            )
             slots = torch.full(inputs.slot_mapping.shape, -7, dtype=torch.int32)
             fresh = FreshTokens(*(torch.from_numpy(x) for x in (rows, positions, last)))
             indices = torch.zeros(0, dtype=torch.int32) if rule.hole_indices is None else rule.hole_indices

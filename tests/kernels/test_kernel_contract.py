@@ -70,7 +70,7 @@ def test_auto_says_that_the_fastest_backend_cannot_run(
 def tables_of_step(fill: int, window: int, dense: bool, fresh: int, demoted: DemotedBlockTables | None) -> Tables:
     """Build the tables of a step: two rows of two layers with two kv heads, of which row `fill` has fresh tokens."""
     pages, counts = (np.full(shape, fill, np.int32) for shape in ((2, 2, 2, 3), (2, 2, 2)))
-    device_tables = DeviceTables(pages, counts, np.full((2, 2), window, np.int32), torch.device("cpu"), demoted)
+    device_tables = DeviceTables([pages, counts, np.full((2, 2), window, np.int32)], torch.device("cpu"), demoted)
     device_tables.mark_dirty(fill, dense=dense)
     int32 = torch.int32
     return device_tables.build_tables(torch.tensor([fill], dtype=int32), torch.tensor([0, fresh], dtype=int32))

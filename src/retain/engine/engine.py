@@ -240,8 +240,8 @@ class Engine:
         self._collected_at = now
         if all(s.request.finish_reason is not None for s in step.scheduled):
             return  # launched beside the end of its requests: nobody may have asked for it for a while
-        waited_for_device = bool(sampled) or self.cache.kv.device.type == "cpu"
-        if waited_for_device and not step.batch.before_attention:
+        # Where nothing was sampled, nobody has waited for a device.
+        if (sampled or self.cache.kv.device.type == "cpu") and not step.batch.before_attention:
             self.cache.prefix_cache.record_compute(len(step.batch.input_ids), step_s)
         self.speculator.update(step.scheduled, sampled, step_s, step.draft_s)
 

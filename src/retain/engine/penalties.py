@@ -88,8 +88,7 @@ class LogitPenalties:
         self._output = TokenCounts(like)
         self._counts_text = params.repetition_penalty != 1
         self._counts_output = params.presence_penalty != 0 or params.frequency_penalty != 0
-        biased = [token for token, _ in params.logit_bias]
-        self._biased = to_device_like(like, biased)
+        self._biased = to_device_like(like, [token for token, _ in params.logit_bias])
         self._bias = to_device_like(like, [bias for _, bias in params.logit_bias], torch.float32)
 
     def update(self, tokens: Sequence[int], num_prompt_tokens: int) -> None:

@@ -63,5 +63,4 @@ def can_share_prompt(request: Request, leader: Request) -> bool:
 def score_key(request: Request) -> tuple[object, ...]:
     """Return all that masses at the end of the prompt depend on, but for the prompt; () if there are none."""
     key = request.policy.score_key
-    uses_noise = request.policy.uses_noise
-    return (*key, request.noise_seed) if uses_noise else key
+    return (*key, request.noise_seed) if request.policy.uses_noise else key

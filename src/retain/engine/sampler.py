@@ -23,7 +23,7 @@ from retain.engine.spec_decode.rejection_sampler import (
     verify_deterministic,
     verify_greedy,
 )
-from retain.kernels.transfers import HostCopy, to_device_like
+from retain.kernels.transfers import HostCopy, to_device, to_device_like, upload
 from retain.sampling_params import SamplingParams
 
 
@@ -91,14 +91,16 @@ def sample(logits: Tensor, requests: Sequence[Request], hidden_states: Tensor | 
     tokens = argmax_tokens(adjusted)  # [N]
     random_rows = [i for i, r in enumerate(row_requests) if not r.params.greedy]
     probs = adjusted[:0]  # [n, V], of the random rows
-    if random_rows:
-        probs = compute_probs(select_rows(adjusted, random_rows), [row_requests[i].params for i in random_rows])
     undrafted = [k for k, i in enumerate(random_rows) if not row_requests[i].drafts]
-    if undrafted:
+    if random_rows:
         rows = [random_rows[k] for k in undrafted]
-        uniforms = [row_requests[i].next_uniform() for i in rows]
+        params = [row_requests[i].params for i in random_rows]
+        uniforms = torch.tensor([row_requests[i].next_uniform() for i in rows], dtype=torch.float64)
+        numbers = sampling_columns(params, logits.shape[1]), uniforms, torch.tensor(rows, dtype=torch.int64)
+        columns, uniforms, index = upload(numbers, tokens.device)
+        probs = compute_probs(select_rows(adjusted, random_rows), params, columns)
+    if undrafted:
         sampled = sample_inverse_cdf(select_rows(probs, undrafted), uniforms)
-        index = to_device_like(tokens, rows)
         tokens = tokens.index_copy(0, index, sampled.where(tokens.index_select(0, index) >= 0, -1))
     first_probs = {i: k for k, i in enumerate(random_rows)}
     ranges = list(zip(requests, starts, starts[1:], strict=False))
@@ -198,31 +200,36 @@ def mask_stop_tokens(
     return logits
 
 
-def compute_probs(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def sampling_columns(params: Sequence[SamplingParams], V: int) -> Tensor:
+    """Return temperature, top-k, top-p and min-p of rows of V logits, float32 [n, 4] on the host."""
+    # A temperature is neither 0 nor infinite in float32.
+    rows = [(min(max(p.temperature, 1e-6), 1e30), p.top_k if 0 < p.top_k < V else V, p.top_p, p.min_p) for p in params]
+    return torch.tensor(rows, dtype=torch.float32)
+
+
+def compute_probs(logits: Tensor, params: Sequence[SamplingParams], columns: Tensor | None = None) -> Tensor:
     """Return distributions [n, V] after temperature, top-k, top-p and min-p, in this order; each row by its own params.
 
-    Logits are float32 [n, V]; temperatures must be above 0.
+    Logits are float32 [n, V]; temperatures must be above 0. `columns` are those of `sampling_columns`, where the caller
+    has them on the device.
     """
-
-    def column(values: Sequence[float]) -> Tensor:
-        return to_device_like(logits, values, torch.float32)[:, None]  # [n, 1]
-
     V = logits.shape[1]
+    if columns is None:
+        columns = to_device(sampling_columns(params, V), logits.device)
+    temperature, k, top_p, min_p = (columns[:, i, None] for i in range(4))  # [n, 1] each
     x = logits - logits.amax(-1, keepdim=True)  # before dividing: a tiny temperature must not overflow
-    x = x / column([min(max(p.temperature, 1e-6), 1e30) for p in params])  # neither 0 nor infinite in float32
+    x = x / temperature
     if any(0 < p.top_k < V or p.top_p < 1 for p in params):
         x, order = x.sort(stable=True, dim=-1, descending=True)  # of equal logits the lower token comes first
-        k = column([p.top_k if 0 < p.top_k < V else V for p in params])
         x = x.masked_fill(torch.arange(V, device=x.device) >= k, -torch.inf)
         p_sorted = x.softmax(-1)
         mass_before = p_sorted.cumsum(-1) - p_sorted
         mass_before[:, 0] = -1.0  # the likeliest token is always kept, even if top_p is 0 in float32
-        top_p = column([p.top_p for p in params])
         x = x.masked_fill((mass_before >= top_p) & (top_p < 1), -torch.inf)
         x = torch.empty_like(x).scatter_(-1, order, x)
     probs = x.softmax(-1)
     if any(p.min_p for p in params):
-        probs = probs.masked_fill(probs < column([p.min_p for p in params]) * probs.amax(-1, keepdim=True), 0)
+        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
 

@@ -45,7 +45,7 @@ class DraftTables:
             if slots_in_page(kv.page_size, kv.k_dim, kv.dtype, dtype, v_dim=kv.v_dim) <= kv.page_size:
                 raise ValueError("saves no memory: a page of this cache has as many slots")
         copy_tables = copies.open_tables(dtype) if dtype else None
-        self.on_device = DeviceTables(self.pages, self.counts, tables.window, tables.kv.device, copy_tables)
+        self.on_device = DeviceTables([self.pages, self.counts, tables.window], tables.kv.device, copy_tables)
 
     @property
     def max_pages(self) -> int:

@@ -27,6 +27,7 @@ from retain.kv.journal import journaled
 from retain.kv.memory.block_layout import BlockLayout, block_layout
 from retain.kv.memory.block_tables import UNBOUNDED, BlockTables
 from retain.kv.memory.cache import KVCache
+from retain.kv.memory.device_rows import upload_rows
 from retain.kv.memory.group_pages import first_attention_group
 from retain.kv.memory.grouped_cache import GroupedKVCache
 from retain.kv.memory.page_store import PageStore
@@ -206,7 +207,7 @@ class KVCacheManager:
     def _device_inputs(self, t: BlockTables, rows: Ints, positions: Ints, attended: Tables) -> GroupInputs:
         t.note_written(rows, positions)
         L, G = t.counts.shape[1:]
-        rule = t.slot_rule(self._hole_indices(t, rows, positions))
+        rule = t.on_device.slot_rule(self._hole_indices(t, rows, positions), t.is_state)
         return GroupInputs(t.kv, attended, torch.zeros(L, G, 0, dtype=torch.int32), rule)
 
     def slot_mapping(self, rows: Ints, positions: Ints) -> list[Tensor]:
@@ -267,7 +268,9 @@ class KVCacheManager:
         return before_attention if loads or blocks else None
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> list[Tables]:
-        """Return the tables of each KV cache group, see DeviceTables.build_tables."""
+        """Return the tables of each KV cache group, see DeviceTables.build_tables. One upload for all of them."""
+        demoted = [tables.demoted.rows for tables in self.slots.tables if tables.demoted]
+        upload_rows([*(tables.on_device.rows for tables in self.slots.tables), *demoted])
         return [tables.on_device.build_tables(rows, query_start_loc) for tables in self.slots.tables]
 
     @property

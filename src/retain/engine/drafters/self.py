@@ -121,8 +121,7 @@ class Drafter:
         must_select = num_computed // self._target.cache.page_size >= self._page_budget
         request.score_decay = self.decay if must_select else None
         num_rounds = self._num_rounds[request] = self._num_rounds.get(request, -1) + must_select
-        has_masses = num_rounds > 0 or not must_select
-        return has_masses and row.reserve(end)
+        return (num_rounds > 0 or not must_select) and row.reserve(end)
 
     def _fill_tables(self, request: Request, row: RequestRow, num_drafts: int) -> None:
         """Fill the drafter's tables of a request's row for this round."""

@@ -94,8 +94,7 @@ class AcceptanceRate:
 
     def estimate(self, prior: float = 0.0, prior_weight: float = 0.0) -> float:
         """Return the probability that the next draft is accepted; a prior counts like so many drafts."""
-        accepted = self.decayed_accepted + prior_weight * prior
-        return min(accepted / (self.decayed_tried + prior_weight), 0.99)
+        return min((self.decayed_accepted + prior_weight * prior) / (self.decayed_tried + prior_weight), 0.99)
 
 
 @dataclass

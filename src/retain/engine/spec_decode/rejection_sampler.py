@@ -56,12 +56,13 @@ def sample_one(q: Tensor, next_uniform: UniformSampler) -> int:
     return int(sample_inverse_cdf(q[None], [next_uniform()])[0])
 
 
-def sample_inverse_cdf(p: Tensor, uniforms: Sequence[float]) -> Tensor:
+def sample_inverse_cdf(p: Tensor, uniforms: Sequence[float] | Tensor) -> Tensor:
     """Sample one token of each row of p [n, V], by inverting its cumulative distribution at a number in [0, 1).
 
-    Returns int64 [n].
+    Numbers may be float64 on the device of p. Returns int64 [n].
     """
     c = p.double().cumsum(-1)
-    tokens = torch.searchsorted(c, (to_device_like(c, uniforms, c.dtype) * c[:, -1])[:, None], right=True)[:, 0]
+    at = uniforms if isinstance(uniforms, Tensor) else to_device_like(c, uniforms, c.dtype)
+    tokens = torch.searchsorted(c, (at * c[:, -1])[:, None], right=True)[:, 0]
     last = p.shape[1] - 1 - p.flip(-1).ne(0).int().argmax(-1)  # rounding must not give an impossible token
     return torch.minimum(tokens, last)

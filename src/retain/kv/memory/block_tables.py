@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 
 from retain.kernels.api import KV, NO_WINDOW
 from retain.kernels.slots.kv_cache_spec import KVCacheGroupSpec
-from retain.kernels.slots.slot_rule import SlotRule
 from retain.kv.memory.demoted_tables import DemotedBlockTables
-from retain.kv.memory.device_rows import DeviceRows
 from retain.kv.memory.device_tables import DeviceTables
 from retain.kv.memory.page_store import PageStore
 from retain.kv.memory.pool import PagePool
@@ -76,8 +74,8 @@ class BlockTables:
         self.demoted: DemotedBlockTables | None = None
         if demoted_store:
             self.demoted = DemotedBlockTables(demoted_store, N, L, G, max_pages * self.page_size)
-        self.on_device = DeviceTables(self.pages, self.counts, self.window, store.kv.device, self.demoted)
-        self.rings_on_device = DeviceRows([self.ring_base, self.capacity], store.kv.device)
+        arrays = [self.pages, self.counts, self.window, self.ring_base, self.capacity]
+        self.on_device = DeviceTables(arrays, store.kv.device, self.demoted)
 
     @property
     def pool(self) -> PagePool:
@@ -136,15 +134,6 @@ class BlockTables:
     def mark_dirty(self, row: int, dense: bool | None = None) -> None:
         """Upload the row's tables before the next step. `dense`: position i of unwindowed layers is at place i."""
         self.on_device.mark_dirty(row, dense)
-        self.rings_on_device.mark_dirty(row)
-
-    def slot_rule(self, hole_indices: Ints | None) -> SlotRule:
-        """Return what the slots of fresh tokens follow from on the device; `hole_indices` are those of tokens [T]."""
-        self.rings_on_device.upload()
-        ring_base, capacity = self.rings_on_device.tensors
-        pages, windows, holes = self.on_device.slot_sources()
-        indices = None if hole_indices is None else torch.from_numpy(hole_indices)
-        return SlotRule(pages, windows, ring_base, capacity, holes, indices, self.is_state)
 
     def full_layers(self, row: int) -> Ints:
         """Layers without a window, [M]."""
@@ -213,9 +202,7 @@ class BlockTables:
 
     def positions(self, row: int) -> list[list[list[int]]]:
         """List the positions in the slots of every layer and head, [L][G], ascending."""
-        kinds: list[BlockTables | DemotedBlockTables] = [self]
-        if self.demoted:
-            kinds.append(self.demoted)
+        kinds: list[BlockTables | DemotedBlockTables] = [self, *([self.demoted] if self.demoted else [])]
         _, L, G = self.counts.shape
 
         def of_head(layer: int, g: int) -> list[int]:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import EvictionLists, Tables
-from retain.kernels.transfers import to_device
+from retain.kernels.slots.slot_rule import SlotRule
+from retain.kernels.transfers import to_device, upload
 from retain.kv.memory.demoted_tables import DemotedBlockTables
 from retain.kv.memory.device_rows import DeviceRows
 from retain.types import Ints
@@ -20,16 +22,15 @@ from retain.types import Ints
 class DeviceTables:
     """Pages [N, L, G, n], counts [N, L, G] and windows [N, L] on a device; `holes` [N, L, G, i] exist only here.
 
-    `demoted` tables upload their own rows.
+    Behind these arrays come base and capacity of rings [N, L], where slots follow from them. `demoted` tables have rows
+    of their own.
     """
 
-    def __init__(
-        self, pages: Ints, counts: Ints, windows: Ints, device: torch.device, demoted: DemotedBlockTables | None = None
-    ):
-        N, L, G, _ = pages.shape
+    def __init__(self, arrays: Sequence[Ints], device: torch.device, demoted: DemotedBlockTables | None = None):
+        N, L, G, _ = arrays[0].shape
         self.dense: Ints = np.zeros(N, np.int32)
-        self.rows = DeviceRows([pages, counts, windows, self.dense], device, counts)
-        self.counts = counts
+        self.counts = arrays[1]
+        self.rows = DeviceRows([*arrays, self.dense], device, self.counts)
         self.device = device
         self.demoted = demoted
         self.holes = torch.zeros(N, L, G, 0, dtype=torch.int32, device=device)
@@ -50,14 +51,9 @@ class DeviceTables:
     ) -> EvictionLists:
         """Return the lists of rows [B] and layers [M] that have `slots_used` [B, M, G]; one upload for all numbers."""
         self.rows.upload()
-        numbers = [np.array(rows), layers, slots_used, np.array(evictable), np.array(by_mass)]
-        words = self._to_device(np.concatenate([x.ravel() for x in numbers], dtype=np.int32))
-        parts = torch.split(words, [x.size for x in numbers])
-        row_numbers, layer_numbers, used, ranges, kinds = (
-            part.view(x.shape) for part, x in zip(parts, numbers, strict=True)
-        )
-        pages = self.rows.tensors[0]
-        return EvictionLists(pages, row_numbers, layer_numbers, used, ranges, kinds, int(slots_used.max()))
+        numbers = [np.array(x, np.int32) for x in (rows, layers, slots_used, evictable, by_mass)]
+        r, i, used, ranges, kinds = upload([torch.from_numpy(x) for x in numbers], self.device)
+        return EvictionLists(self.rows.tensors[0], r, i, used, ranges, kinds, int(slots_used.max()))
 
     def set_holes(self, rows: Sequence[int], layers: Ints, holes: Tensor) -> None:
         """Store the holes [B, M, G, n] of these layers, which each row's next tokens fill one after another."""
@@ -67,11 +63,8 @@ class DeviceTables:
 
     def reserve_holes(self, n: int) -> None:
         """Have room for n holes of each list, at least."""
-        *shape, size = self.holes.shape
-        if n > size:
-            larger = self.holes.new_zeros(*shape, n)
-            larger[..., :size] = self.holes
-            self.holes = larger
+        if n > self.holes.shape[-1]:
+            self.holes = F.pad(self.holes, (0, n - self.holes.shape[-1]))
 
     def get_holes(self, row: int, layers: Ints, begin: int, end: int) -> Tensor:
         """Return the holes from number `begin` to `end` of a row in these layers, int32 [M, G, n]."""
@@ -96,16 +89,17 @@ class DeviceTables:
             found[:, :, tokens] = torch.where(evicts[:, None], holes, found[:, :, tokens])
         return found
 
-    def slot_sources(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return pages, windows and holes as they are now, see `SlotRule`."""
+    def slot_rule(self, hole_indices: Ints | None, keeps_last: bool) -> SlotRule:
+        """Return what the slots of fresh tokens follow from; `hole_indices` are those of tokens [T]."""
         self.rows.upload()
-        pages, _, windows, _ = self.rows.tensors
-        return pages, windows, self.holes
+        pages, _, windows, ring_base, capacity, _ = self.rows.tensors
+        indices = None if hole_indices is None else torch.from_numpy(hole_indices)
+        return SlotRule(pages, windows, ring_base, capacity, self.holes, indices, keeps_last)
 
     def build_tables(self, rows: Tensor, query_start_loc: Tensor) -> Tables:
         """Return the tables of all layers for a step; rows [B] and query_start_loc [B + 1] are int32 on the host."""
         self.rows.upload()
-        pages, counts, windows, dense = self.rows.tensors
+        pages, counts, windows, *_, dense = self.rows.tensors
         return Tables(
             pages=pages.transpose(0, 1),
             counts=counts.transpose(0, 1),

@@ -41,8 +41,7 @@ class GroupPages:
     @property
     def unused_bytes(self) -> tuple[int, ...]:
         """The bytes of K and V in a page that slots of each group leave unused."""
-        whole = sum(self.key_and_value_bytes)
-        return tuple(whole - sum(f.bytes) for f in self.formats)
+        return tuple(sum(self.key_and_value_bytes) - sum(f.bytes) for f in self.formats)
 
 
 def divide_pages(
@@ -64,8 +63,8 @@ def divide_pages(
     formats = []
     demoted: list[PageFormat | None] = []
     for g in spec.groups:
-        most = max(LARGEST_PAGE // page_size, 1)
-        slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), int(log2(most)))
+        most = int(log2(max(LARGEST_PAGE // page_size, 1)))
+        slots = page_size * 2 ** min(round(log2(largest / _slot_bytes(g, dtype))), most)
         columns = num_heads // g.num_kv_heads if score_columns > 1 and g in spec.attention_groups else 1
         formats.append(
             PageFormat(slots, _slot_dtype(g, dtype), g.k_dim, g.v_dim, columns, has_sketches and None in g.windows)

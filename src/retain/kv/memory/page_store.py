@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from retain.kernels.api import KV, Backend
 from retain.kernels.slots.pool_dtypes import slots_in_page
 from retain.kernels.slots.reinterpret import PageFormat
 from retain.kv.memory.pool import PagePool, Pages
+
+PUNCHED_AHEAD = 1024  # free pages whose slots become holes together with those of pages that are taken
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,15 +58,27 @@ class PageStore:
     def allocate(self, n: int) -> Pages:
         """Take n pages whose slots are all holes, [n]. Raises OutOfPages."""
         pages = self.pool.allocate(n)
-        self.kv.pos[self.kv.to_index(pages)] = -1  # the previous owner left its positions behind
+        if not self.has_holes_only[pages].all():  # previous owners left positions behind
+            candidates = np.concatenate((pages, self.pool.free_list[: self.pool.num_free][-PUNCHED_AHEAD:]))
+            left = candidates[~self.has_holes_only[candidates]]
+            self.kv.pos[self.kv.to_index(left)] = -1
+            self.has_holes_only[left] = True
+        self.has_holes_only[pages] = False
         if self.kv.resident:
             self.kv.resident.forget(pages, self.page_size)
         if self.kind or self.others:  # as numbers of this kind, bytes of another kind may be infinite
-            i = self.kv.to_index(pages[self.pool.kinds[pages] != self.kind])
-            self.kv.k[i] = 0
-            self.kv.v[i] = 0
+            others = pages[self.pool.kinds[pages] != self.kind]
+            if len(others):
+                i = self.kv.to_index(others)
+                self.kv.k[i] = 0
+                self.kv.v[i] = 0
             self.pool.kinds[pages] = self.kind
         return pages
+
+    @cached_property
+    def has_holes_only(self) -> NDArray[np.bool_]:
+        """Whether all slots of a page are known to be holes, [P]; only those of free pages are."""
+        return np.zeros(self.kv.num_pages, np.bool_)
 
     def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Read K [..., D] and V [..., v_dim] of slots [...] of any shape, float32."""

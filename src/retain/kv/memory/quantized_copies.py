@@ -61,22 +61,21 @@ class QuantizedCopy:
         """
         t = self.tables
         S = t.page_size
-        row = self.row
         copies = self.copy_tables
         begin = self.num_tokens
         all_tokens = num_tokens // S * S
-        layers = t.full_layers(row)
+        layers = t.full_layers(self.row)
         end = min(all_tokens, begin + max(MAX_COPIED_TOKENS // S, 1) * S)
         if end <= begin:
             return True
         counts = np.full((len(layers), t.counts.shape[2]), -(-all_tokens // copies.store.page_size), np.int32)
-        if not self.ensure_free(int((counts - copies.counts[row, layers]).sum())):
+        if not self.ensure_free(int((counts - copies.counts[self.row, layers]).sum())):
             return False
-        copies.allocate(row, layers, counts)
+        copies.allocate(self.row, layers, counts)
         for layer in layers:
-            pages = t.kv.to_index(t.pages[row, layer, :, begin // S : end // S].ravel())
+            pages = t.kv.to_index(t.pages[self.row, layer, :, begin // S : end // S].ravel())
             src = (pages[:, None] * S + torch.arange(S, device=t.kv.device)).flatten()  # [G n S]
-            dst = t.kv.to_index(copies.slots(row, int(layer), begin, end).ravel())
+            dst = t.kv.to_index(copies.slots(self.row, int(layer), begin, end).ravel())
             t.store.backend.requantize(t.kv, src, copies.store.kv, dst, t.kv.pos[pages].flatten())
         self.num_tokens = end
         return end == all_tokens
