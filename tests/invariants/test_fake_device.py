@@ -449,6 +449,7 @@ def test_the_host_does_little_for_a_recorded_step(
     monkeypatch.setattr(CUDAGraphRunner, "_capture", capture_counted)
     num_replays: list[int] = []
     counts: list[tuple[int, int, int]] = []  # uploads, launches and operations of a step
+    unrecorded: list[int] = []  # uploads
     with FakeDevice() as device:
         with device.allow_syncs():
             engine = make_engine("llama", backend="triton", device=DEVICE, num_pages=3000, max_running_requests=8)
@@ -463,6 +464,8 @@ def test_the_host_does_little_for_a_recorded_step(
                 launches = len(device.launches) - before[1] - (recorded[0] - before[4])
                 done = len(device.operations) - before[2] - (recorded[1] - before[5])
                 counts.append((device.num_uploads - before[0], launches, done))
+            else:
+                unrecorded.append(device.num_uploads - before[0])
             with device.allow_syncs():
                 if len(engine.pending_steps) > 1 or not launched:
                     engine.collect()
@@ -471,6 +474,7 @@ def test_the_host_does_little_for_a_recorded_step(
     assert max(launches for _, launches, _ in counts) <= 3  # pending tokens, slots, evictions
     assert max(done for *_, done in steady) <= operations
     assert max(n for n, *_ in counts) <= uploads + 2
+    assert max(unrecorded) <= uploads + 6  # free pages, tables, tiles, scoring, its tiles, evictions
 
 
 @slow

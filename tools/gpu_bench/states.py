@@ -105,7 +105,7 @@ def make_states(
         x=x.to(dtype),
         gates=torch.randn(batch * tokens, 2 * H, device=device).to(dtype),
         groups=groups,
-        requests=request_tiles(groups[0].tables, device),
+        requests=request_tiles(groups[0].tables).to(device),
         positions=torch.arange(end - tokens, end, device=device, dtype=torch.int32).repeat(batch),
         weight=torch.randn(sizes.width, WINDOW, device=device) / WINDOW,
         params=params,

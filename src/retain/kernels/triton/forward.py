@@ -63,7 +63,7 @@ class TritonProgram(TorchProgram[DeviceStep, DeviceOperands]):
             plan_attention(g.tables, H // g.tables.pages.shape[2], g.kv.k_dim, g.kv, batch.scoring) if H else None
             for g, H in zip(batch.groups, num_heads, strict=True)
         ]
-        requests = request_tiles(batch.groups[0].tables, self.device)
+        requests = request_tiles(batch.groups[0].tables)
         return self._keep(self._run_step(upload_step(batch, plans, requests, self.device)))
 
     def _note_attention(self, operations: Iterable[ops.Operation]) -> Iterator[ops.Operation]:

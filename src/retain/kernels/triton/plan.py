@@ -8,7 +8,7 @@ rows is one decode tile, computed in splits of its table. A request with many is
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,7 +17,7 @@ from torch import Tensor
 from retain.kernels.api import KV, Tables
 from retain.kernels.slots.pool_dtypes import QUANTIZED_DTYPES, key_bytes, value_bytes
 from retain.kernels.slots.scoring import GAUSSIAN, GUMBEL, AttentionScoring
-from retain.kernels.transfers import to_device
+from retain.kernels.transfers import to_device, upload
 from retain.kernels.triton import decode_kernels, noise
 from retain.kernels.triton.prefill_plan import PrefillScoring, attention_block, plan_prefill_scoring
 
@@ -129,15 +129,12 @@ def max_decode_rows(D: int) -> int:
     return MAX_DECODE_ROWS if D <= 256 else 16
 
 
-def request_tiles(tables: Tables, device: torch.device) -> Tensor:
-    """Return tiles int32 [B, 6] with all fresh tokens of a request."""
-    begin = tables.query_start_loc[:-1]
+def request_tiles(tables: Tables) -> Tensor:
+    """Return tiles int32 [B, 6] with all fresh tokens of a request, on the host."""
+    starts = tables.query_start_loc
     tiles = torch.zeros(len(tables.rows), 6, dtype=torch.int32)
-    tiles[:, 0] = torch.arange(len(tiles))
-    tiles[:, 1] = tables.rows
-    tiles[:, 2] = begin
-    tiles[:, 3] = tables.query_start_loc[1:] - begin
-    return to_device(tiles, device)
+    tiles[:, :4] = torch.stack((torch.arange(len(tiles)), tables.rows, starts[:-1], starts.diff()), 1)
+    return tiles
 
 
 def max_demoted_pages(tables: Tables) -> int:
@@ -170,20 +167,23 @@ def plan_attention(tables: Tables, R: int, D: int, kv: KV, scoring: AttentionSco
             prefill_requests.append((b, row))
     blocks = decode_blocks(kv)
     num_splits = blocks.max_splits(max_pages * kv.page_size)
-    decode_lists = []
-    for rows_per_tile, tiles in sorted(decode.items()):
-        max_rows = R * max(tokens for _, _, _, tokens, *_ in tiles)
-        decode_lists.append(TileList(_tiles_to_device(tiles, kv.device), rows_per_tile, num_splits, max_rows))
     mass_buffers, prefill_scoring = None, []
     if scoring:
         H = R * tables.pages.shape[-2]
         prefill_scoring = plan_prefill_scoring(scoring, starts, prefill_requests, H, kv.device)
         mass_buffers = make_mass_buffers(scoring, kv, max_pages, starts[-1], H, num_decode_tokens)
+    decode_parts = sorted(decode.items())
+    prefill_parts = divide_by_scoring(prefill, R, rows_per_prefill_tile, prefill_scoring)
+    tiles_of_parts = [torch.tensor(tiles, dtype=torch.int32) for _, tiles in (*decode_parts, *prefill_parts)]
+    on_device = upload(tiles_of_parts, kv.device)
     plan = AttentionPlan(
-        decode=decode_lists,
+        decode=[
+            TileList(data, rows_per_tile, num_splits, R * max(tokens for _, _, _, tokens, *_ in tiles))
+            for (rows_per_tile, tiles), data in zip(decode_parts, on_device, strict=False)
+        ],
         prefill=[
-            TileList(_tiles_to_device(tiles, kv.device), rows_per_prefill_tile, 0, scoring=own_scoring)
-            for own_scoring, tiles in divide_by_scoring(prefill, R, rows_per_prefill_tile, prefill_scoring)
+            TileList(data, rows_per_prefill_tile, 0, scoring=own_scoring)
+            for (own_scoring, _), data in zip(prefill_parts, on_device[len(decode_parts) :], strict=True)
         ],
         prefill_scoring=prefill_scoring,
         mass_buffers=mass_buffers,
@@ -282,9 +282,9 @@ def make_mass_buffers(
     scoring: AttentionScoring, kv: KV, max_pages: int, T: int, H: int, num_decode_tokens: int
 ) -> MassBuffers:
     """Copy the scoring to the device and allocate its buffers."""
-    on_device = {f.name: to_device(getattr(scoring, f.name), kv.device) for f in fields(scoring)}
+    uploaded = AttentionScoring(*upload([*vars(scoring).values()], kv.device))
     buffers = allocate_mass_buffers(kv, max_pages, T, H, num_decode_tokens)
-    return MassBuffers(AttentionScoring(**on_device), noise_mode_of(scoring), *buffers)
+    return MassBuffers(uploaded, noise_mode_of(scoring), *buffers)
 
 
 def allocate_mass_buffers(

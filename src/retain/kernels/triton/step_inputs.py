@@ -91,7 +91,7 @@ def fresh_token_arrays(batch: Batch) -> tuple[NDArray[np.int32], NDArray[np.int3
 def upload_step(
     batch: Batch, plans: Sequence[AttentionPlan | None], requests: Tensor, device: torch.device
 ) -> DeviceStep:
-    """Return a step on the device; `plans` and `requests` are there, see DeviceStep."""
+    """Return a step on the device, where its `plans` are; `requests` are on the host, see DeviceStep."""
     pending = batch.pending_tokens
     rules = [group.slot_rule for group in batch.groups]
     none = batch.positions[:0]
@@ -99,8 +99,8 @@ def upload_step(
     indices = [none if rule is None or rule.hole_indices is None else rule.hole_indices for rule in rules]
     rows, last_positions = map(torch.from_numpy, fresh_token_arrays(batch)) if any(rules) else (none, none)
     inputs = batch.input_ids, batch.positions, batch.logits_indices, pending.sources if pending else none
-    uploaded = upload((*inputs, adapters, rows, last_positions, *indices), device)
-    input_ids, positions, logits_indices, sources, adapters, rows, last_positions, *indices = uploaded
+    uploaded = upload((*inputs, requests, adapters, rows, last_positions, *indices), device)
+    input_ids, positions, logits_indices, sources, requests, adapters, rows, last_positions, *indices = uploaded
     if pending:
         insert_pending_tokens(input_ids, sources, pending.sampled)
     fresh = FreshTokens(rows, positions, last_positions)
