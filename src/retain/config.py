@@ -9,8 +9,8 @@ from typing import Annotated
 from retain.options import Bounds, NonNegativeInt, PositiveInt, Size, check_bounds, option
 
 DTYPES = ("bfloat16", "float32", "float16")
-# As multiples of page_size: pages of about the bytes that bfloat16 has.
-SLOTS_PER_PAGE = {"int8": 2, "k8v4": 2.5, "int4": 3.5, "fp8": 2}
+# As multiples of page_size: pages of no more bytes than bfloat16 has, of whole blocks that a GPU attends to (64 slots).
+SLOTS_PER_PAGE = {"int8": 2, "k8v4": 2, "int4": 3, "fp8": 2}
 WEIGHTS = ("auto", "bf16", "int8", "int4")
 KV_DTYPES = ("auto", "bfloat16", "int8", "k8v4", "int4", "fp8")
 PROMPT_ACTIVATIONS = ("int8", "bfloat16")
@@ -138,8 +138,8 @@ class Config:
 
     @property
     def slots_per_page(self) -> int:
-        """Slots of a page, a multiple of 16, whose bytes stay about those of 16 bits."""
-        return int(self.page_size * SLOTS_PER_PAGE.get(self.slot_dtype, 1)) // 16 * 16
+        """Slots of a page, a multiple of 16, whose bytes are no more than those of 16 bits."""
+        return self.page_size * SLOTS_PER_PAGE.get(self.slot_dtype, 1)
 
 
 def default_kv_memory(max_request_bytes: int, free_gpu_memory: int | None = None) -> int:

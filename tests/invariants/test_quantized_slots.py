@@ -176,7 +176,7 @@ def test_a_store_of_another_precision_is_not_read(other_dtype: str, tmp_path: Pa
     assert again.token_ids == first.token_ids
 
 
-@pytest.mark.parametrize(("kv_dtype", "slots_per_page"), [("int8", 128), ("k8v4", 160), ("int4", 224), ("fp8", 128)])
+@pytest.mark.parametrize(("kv_dtype", "slots_per_page"), [("int8", 128), ("k8v4", 128), ("int4", 192), ("fp8", 128)])
 def test_as_many_more_slots_as_the_bytes_say(kv_dtype: str, slots_per_page: int) -> None:
     """Pages keep about their bytes, and one budget of memory holds more of them by the bytes of a slot."""
     options = {"kv_memory": "2MiB", "backend": "reference"}

@@ -127,7 +127,7 @@ def page_size(dtype: torch.dtype) -> int:
     from retain.config import SLOTS_PER_PAGE
     from retain.kernels.slots.pool_dtypes import dtype_name
 
-    return int(PAGE_SIZE * SLOTS_PER_PAGE.get(dtype_name(dtype), 1)) // 16 * 16
+    return PAGE_SIZE * SLOTS_PER_PAGE.get(dtype_name(dtype), 1)
 
 
 def draw_counts(batch: int, G: int, n: int) -> Tensor:
