@@ -16,9 +16,11 @@ import torch
 
 from retain.kernels import triton
 from tools.gpu import MODEL_PARTS, ROOT, lines_of
+from tools.gpu_bench import library_prompts
 from tools.gpu_bench.all_parts import KERNEL_PARTS, Part, list_parts, read_lines, run_all, run_part
 from tools.gpu_bench.attention import compare_attention
 from tools.gpu_bench.cases import make_inputs
+from tools.gpu_bench.library_prompts import compare_library_prompts
 from tools.gpu_bench.models import ModelBench, bench_decode
 from tools.gpu_bench.timing import KernelBench, Line, check
 
@@ -69,6 +71,23 @@ def test_a_wrong_kernel_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check(lambda: compare_attention(bench, inputs, None))["wrong"]
     assert check(lambda: [0.001, float("nan")])["wrong"]
     assert check(lambda: [1 / 0])["error"] == "ZeroDivisionError: division by zero"
+
+
+def test_the_library_is_asked_for_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that a device lacks are named. One whose rows know how many there are is seen."""
+    bench = KernelBench(torch.device(DEVICE), quick=True)
+    lines = {line["kernel"]: line for line in compare_library_prompts(bench, (4, 2, 32), 256)}
+    assert [*lines] == ["cudnn", "flash", "efficient", "math"]
+    assert all(("unavailable" in line) != ("equal beside" in line) for line in lines.values())
+    measured = [line for line in lines.values() if "cuts" in line]
+    assert measured and all(line["tflop_s"] > 0 for line in measured)
+    assert all({*line["equal before"], *line["equal behind"]} <= {*line["cuts"]} for line in measured)
+    q = torch.randn(2, 2, 64, 8)
+    monkeypatch.setattr(library_prompts, "causal", lambda q, k, v: q * 2)
+    assert library_prompts.compare_bits(q, q, q, [9])["equal before"] == [9]
+    monkeypatch.setattr(library_prompts, "causal", lambda q, k, v: q * q.shape[2] + q.shape[0])
+    found = library_prompts.compare_bits(q, q, q, [9])
+    assert found["equal before"] == [] and not found["equal beside"]
 
 
 def test_one_failing_kernel_stops_no_other() -> None:

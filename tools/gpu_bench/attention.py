@@ -25,6 +25,7 @@ from tools.gpu_bench.cases import (
     pools,
     requests_in,
 )
+from tools.gpu_bench.library_prompts import compare_library_prompts
 from tools.gpu_bench.timing import KernelBench, Line, check, relative_difference
 
 KEYFORMER_PROMPTS = {"keyformer": 1, "keyformer, noise of 16 positions": 16, "keyformer, noise drawn once": 0}
@@ -141,6 +142,8 @@ def bench_prompts(bench: KernelBench) -> Iterator[Line]:
     """Time the attention of a prompt of 8192 tokens in one layer, and of its last 2048, with and without scores."""
     prompt_len, chunk = (192, 64) if bench.quick else (8192, 2048)
     yield from check_prompts(bench)
+    for sizes in (QUICK_SHAPES if bench.quick else SHAPES).values():
+        yield from compare_library_prompts(bench, sizes, prompt_len)
     for shape, sizes in (QUICK_SHAPES if bench.quick else SHAPES).items():
         for tokens in (prompt_len, chunk):
             inputs = make_inputs(sizes, prompt_len, 1, BF16, bench.device, tokens=tokens, holes=0)
