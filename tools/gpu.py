@@ -140,12 +140,22 @@ def round_numbers(x: Any) -> Any:
     return float(f"{x:.4g}") if isinstance(x, float) else x
 
 
+def end_cut_line(file: str) -> None:
+    """End the last line of a file, if a call that was killed has cut it."""
+    path = Path(file)
+    if path.is_file() and path.stat().st_size and not path.read_bytes().endswith(b"\n"):
+        with path.open("a", encoding="utf-8") as f:
+            f.write("\n")
+
+
 def main() -> None:
     """Run the benches of the command line."""
     if importlib.util.find_spec("retain") is None:  # not installed: use the source
         sys.path.insert(0, str(ROOT / "src"))
         os.environ["PYTHONPATH"] = os.pathsep.join(sys.path[:2])
     args = parse_args()
+    if args.out:
+        end_cut_line(args.out)
     for name in args.bench:
         for line in lines_of(name, args):
             text = json.dumps(round_numbers({"bench": name} | line))

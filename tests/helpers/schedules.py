@@ -423,7 +423,7 @@ def draw_options(rng: random.Random, name: str) -> dict[str, Any]:
         "value": lambda: "norm",
         "damping": lambda: rng.choice([0.5, 0.9]),
         "noise": lambda: rng.choice(["gaussian", "none", "constant"]),
-        "redraw": lambda: rng.choice(["once", "16", "5"]),
+        "redraw": lambda: rng.choice(["once", "4", "64"]),
         "tau": lambda: rng.choice(["1", "2", "0.5..3"]),
         "keep": lambda: "prompt",
         "seed": lambda: rng.randrange(9),

@@ -41,7 +41,7 @@ POLICIES = {
     "h2o:budget=40,interval=5,share=all": ListPolicy("h2o", share="all", interval=5),
     "keyformer:budget=40,interval=1": ListPolicy("keyformer"),
     "keyformer:budget=40,interval=5,redraw=once": ListPolicy("keyformer", noise_period=0, interval=5),
-    "keyformer:budget=40,interval=5,redraw=5": ListPolicy("keyformer", noise_period=5, interval=5),
+    "keyformer:budget=40,interval=5,redraw=4": ListPolicy("keyformer", noise_period=4, interval=5),
     "tova:budget=40,interval=1": ListPolicy("tova"),
     "snapkv:budget=40,interval=4,queries=16": ListPolicy("snapkv", num_queries=16, interval=4),
     "reread:budget=40,interval=3,rereads=30": ListPolicy("reread", interval=3, reread_chunk=30),

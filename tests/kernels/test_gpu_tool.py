@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from retain.kernels import triton
-from tools.gpu import MODEL_PARTS, ROOT, lines_of
+from tools.gpu import MODEL_PARTS, ROOT, end_cut_line, lines_of
 from tools.gpu_bench import library_prompts
 from tools.gpu_bench.all_parts import KERNEL_PARTS, Part, list_parts, read_lines, run_all, run_part
 from tools.gpu_bench.attention import compare_attention
@@ -81,7 +81,8 @@ def test_the_library_is_asked_for_its_bits(monkeypatch: pytest.MonkeyPatch) -> N
     assert all(("unavailable" in line) != ("equal beside" in line) for line in lines.values())
     measured = [line for line in lines.values() if "cuts" in line]
     assert measured and all(line["tflop_s"] > 0 for line in measured)
-    assert all({*line["equal before"], *line["equal behind"]} <= {*line["cuts"]} for line in measured)
+    assert all({*line["equal before"], *line.get("equal behind", ())} <= {*line["cuts"]} for line in measured)
+    assert any("equal behind" in line for line in measured)
     q = torch.randn(2, 2, 64, 8)
     monkeypatch.setattr(library_prompts, "causal", lambda q, k, v: q * 2)
     assert library_prompts.compare_bits(q, q, q, [9])["equal before"] == [9]
@@ -167,19 +168,23 @@ def test_calls_go_on_where_the_call_before_ended(tmp_path: Path) -> None:
         "long": Part(python("print('{}')"), 1000.0),
         "short": Part(python("print('{}')"), 5.0),
         "hangs": Part(python("import time; time.sleep(1000)"), 1.0),
+        "fails": Part(python("raise ValueError"), 5.0),
         "resumes": Part(python("import time; time.sleep(1000)"), 1.0, resumes=True),
     }
 
     def call(seconds: float) -> list[str]:
         lines = list(run_all(parts, seconds, None, read_lines(file)))
+        end_cut_line(str(file))
         with file.open("a") as f:
             f.writelines(json.dumps(line) + "\n" for line in lines)
             f.write('{"cut')
         return [line["part"] for line in lines if "exit" in line]
 
     assert read_lines(file) == []
-    assert call(50.0) == ["short", "hangs", "resumes"]
-    assert call(2000.0) == ["long", "resumes"]
+    assert call(50.0) == ["short", "hangs", "fails", "resumes"]
+    assert call(2000.0) == ["long", "fails", "resumes"]
+    assert call(0.0) == []
+    assert {line.get("part") for line in read_lines(file)} == {*parts}
 
 
 def test_budgets_that_were_timed_are_left_out() -> None:
@@ -189,6 +194,8 @@ def test_budgets_that_were_timed_are_left_out() -> None:
     some = [line for line in lines if line["policy"] in ("full", "keyformer:budget=50%")]
     again = list(bench_decode(bench, 128, 512, some))
     assert [(x["policy"], x["batch"]) for x in [*some, *again]] == [(x["policy"], x["batch"]) for x in lines]
+    half = [line for line in lines if line["policy"] == "keyformer:budget=50%" and line["depth"] == 1]
+    assert "keyformer:budget=50%" in {x["policy"] for x in bench_decode(bench, 128, 512, [*full, *half, *half])}
     speeds = {(x["batch"], x["depth"]): x["tok_s"] for x in full}
     assert all(x["speedup_over_full"] == x["tok_s"] / speeds[1, x["depth"]] for x in again if x["batch"] == 1)
 

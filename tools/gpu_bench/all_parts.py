@@ -141,9 +141,15 @@ def run_all(
 
 
 def has_ended(name: str, part: Part, done: Sequence[Line]) -> bool:
-    """Return whether lines say that a part has run to its end, or, where it cannot resume, to its limit."""
+    """Return whether lines say that a part has run to its end, or, where it cannot resume, to its limit.
+
+    Of tests an end with failures counts, too.
+    """
     ends = [line for line in done if line.get("part") == name and "exit" in line]
-    return any("limit" not in line or not part.resumes for line in ends)
+    is_test = any(x.startswith("tests/") for x in part.command)
+    return any(
+        not part.resumes if "limit" in line else line["exit"] == 0 or (is_test and line["exit"] == 1) for line in ends
+    )
 
 
 def read_lines(file: Path | None) -> list[Line]:
@@ -151,7 +157,8 @@ def read_lines(file: Path | None) -> list[Line]:
     lines: list[Line] = []
     for text in file.read_text(encoding="utf-8").splitlines() if file and file.is_file() else ():
         with suppress(ValueError):
-            lines.append(json.loads(text))
+            line = json.loads(text)
+            lines += [line] if isinstance(line, dict) else []
     return lines
 
 

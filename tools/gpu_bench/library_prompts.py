@@ -7,7 +7,6 @@ where all of these are equal, and is worth it where `tflop_s` is above ours.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,25 +34,36 @@ def compare_library_prompts(bench: KernelBench, sizes: tuple[int, int, int], T: 
         line: Line = {"case": "torch SDPA", "kernel": name, "tokens": T}
         try:
             with sdpa_kernel(kernel):
-                yield line | compare_bits(q, k, v, cuts) | {"tflop_s": time_prompt(bench, q[:1], k[:1], v[:1])}
+                line |= compare_bits(q, k, v, cuts) | {"tflop_s": time_prompt(bench, q[:1], k[:1], v[:1])}
         except RuntimeError as error:  # this device, or these heads, have no such kernel
             yield line | {"unavailable": describe_error(error)}
+            continue
+        try:
+            with sdpa_kernel(kernel):
+                yield line | compare_ends(q[:1], k[:1], v[:1], cuts)
+        except RuntimeError as error:  # the mask of an end has kernels of its own
+            yield line | {"no ends": describe_error(error)}
 
 
 def compare_bits(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> Line:
-    """Return the cuts before which, and behind which, the first of two prompts keeps its bits; and whether beside."""
+    """Return the cuts before which the first of two prompts keeps its bits; and whether it does beside the other."""
+    alone = causal(q[:1], k[:1], v[:1])
+    equal = [c for c in cuts if torch.equal(causal(q[:1, :, :c], k[:1, :, :c], v[:1, :, :c]), alone[:, :, :c])]
+    return {"cuts": cuts, "equal before": equal, "equal beside": torch.equal(causal(q, k, v)[:1], alone)}
+
+
+def compare_ends(q: Tensor, k: Tensor, v: Tensor, cuts: list[int]) -> Line:
+    """Return the cuts behind which a prompt keeps its bits. Heads share no keys: the mask of an end allows none."""
     from torch.nn.attention.bias import causal_lower_right
 
     T, R = q.shape[2], q.shape[1] // k.shape[1]
-    alone = causal(q[:1], k[:1], v[:1])
-    all_k, all_v = (x[:1].repeat_interleave(R, 1) for x in (k, v))  # this mask allows no shared heads
-    found: dict[str, Any] = {"equal before": [], "equal behind": []}
-    for cut in cuts:
-        before = causal(q[:1, :, :cut], k[:1, :, :cut], v[:1, :, :cut])
-        found["equal before"] += [cut] if torch.equal(before, alone[:, :, :cut]) else []
-        behind = F.scaled_dot_product_attention(q[:1, :, cut:], all_k, all_v, attn_mask=causal_lower_right(T - cut, T))
-        found["equal behind"] += [cut] if torch.equal(behind, alone[:, :, cut:]) else []
-    return {"cuts": cuts, **found, "equal beside": torch.equal(causal(q, k, v)[:1], alone)}
+    k, v = (x.repeat_interleave(R, 1) for x in (k, v))
+    whole = causal(q, k, v)
+
+    def end(cut: int) -> Tensor:
+        return F.scaled_dot_product_attention(q[:, :, cut:], k, v, attn_mask=causal_lower_right(T - cut, T))
+
+    return {"equal behind": [cut for cut in cuts if torch.equal(end(cut), whole[:, :, cut:])]}
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from statistics import mean
 from time import perf_counter
 from typing import Any
@@ -138,7 +139,8 @@ def bench_decode(bench: ModelBench, prompt_len: int, output_len: int, done: Sequ
     full_batch = min(pages // full_pages, 64)
     if not full_batch:
         sys.exit(f"gpu.py: no memory for one request of {prompt_len} + {output_len} tokens; raise --kv-memory")
-    own_lines = [line for line in done if line.get("model") == bench.model and "tok_s" in line and "policy" in line]
+    sizes = {"model": bench.model, "kv_memory": bench.kv_memory, "input_len": prompt_len, "output_len": output_len}
+    own_lines = [line for line in done if line | sizes == line and "tok_s" in line]
     full_speed: dict[tuple[int, int], float] = {  # by batch and depth
         (line["batch"], line["depth"]): line["tok_s"] for line in own_lines if line["policy"] == "full"
     }
@@ -146,11 +148,12 @@ def bench_decode(bench: ModelBench, prompt_len: int, output_len: int, done: Sequ
         # Two requests are in prefill. Each of the others has its budget, a page that fills, and one in reserve.
         own_batch = min(int((pages - 2 * full_pages) / (prompt_len * share / S + 2)), 256) if share else full_batch
         batches = [1] if not bench.timed_steps else [max(own_batch, full_batch), full_batch, 1]
-        if len([line for line in own_lines if line["policy"] == policy]) >= len({*batches}) * len(DEPTHS):
+        timed = {(line["batch"], line["depth"]) for line in own_lines if line["policy"] == policy}
+        if timed >= {*product(batches, DEPTHS)}:
             continue
         length = prompt_len if share else prompt_len + output_len // 2
         for times in time_batches(bench, llm, policy, length, batches):
-            line = {"model": bench.model, "policy": policy, **times}
+            line = sizes | {"policy": policy, **times}
             if "wall_ms" in times:
                 batch, depth = times["batch"], times["depth"]
                 speed = 1e3 * batch / times["wall_ms"]

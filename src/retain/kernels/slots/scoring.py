@@ -22,7 +22,7 @@ class AttentionScoring:
     The kinds of noise have the mean and deviation of Keyformer's Gumbel noise (table 4). Noise is a hash of seed,
     layer, kv head and slot position, so it is never stored and all backends draw the same; see reference/noise.py.
     The query heads of a kv head share their noise, and so do the queries at positions with one quotient by
-    `noise_period`, which is part of the hash. A chunk of a prompt is no part of it.
+    `noise_period`, which is part of the hash: draws depend on no chunk of a prompt.
     """
 
     weights: Tensor  # float32 [T]

@@ -108,7 +108,7 @@ def recompute_mass(
 ):  # fmt: skip
     """Add the weights of the scored tokens of one request to the mass of N slots of one kv head.
 
-    The tokens of a request have consecutive positions where its row is dense.
+    The fresh tokens of a request have consecutive positions.
     """
     FOLDED: tl.constexpr = not (SOFTCAP or CHANGE == SCORES or (QUANTIZED and not K_GROUP))
     j, g, i = tl.program_id(0), tl.program_id(1), tl.program_id(2)

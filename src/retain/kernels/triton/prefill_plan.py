@@ -74,8 +74,8 @@ def count_noise_columns(scoring: PrefillScoring, R: int, rows: int, device: torc
 
     Columns take shared memory: a tile of bfloat16 needs 102 to 108 KB with them, where sm_86, 89 and 120 have 99 KB.
 
-    There are 16 at least: with 8, the least of tensor cores, Triton 3.6 spills. More than 32, where fewer than 4 rows
-    share a draw, would cost more than they save.
+    There are 16 at least: with 8, the least of tensor cores, Triton 3.6 spills. More than a quarter of the rows would
+    cost more than they save.
     """
     if scoring.constants["CHANGE"] != prefill_kernels.WEIGHTS.value or not _has_large_shared_memory(device):
         return 0
@@ -83,7 +83,7 @@ def count_noise_columns(scoring: PrefillScoring, R: int, rows: int, device: torc
     period = scoring.noise_period
     draws = (tokens - 2) // period + 2 if period else 1
     columns = max(int(triton.next_power_of_2(draws)), 16)
-    return columns if columns <= 32 else 0
+    return columns if 4 * columns <= rows else 0
 
 
 def _has_large_shared_memory(device: torch.device) -> bool:

@@ -20,7 +20,8 @@ from retain.kv.eviction.policy import QueryWeights
 from retain.plugins import check_choice
 
 NOISE_KINDS = {"gumbel": GUMBEL, "gaussian": GAUSSIAN, "constant": CONSTANT, "none": NO_NOISE}
-REDRAW_WORDS = {"step": 1, "once": 0}
+# Positions of queries that share a draw. A kernel of a GPU is compiled for each number: only these.
+REDRAWS = {"step": 1, "once": 0} | {str(2**i): 2**i for i in range(1, 9)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +29,13 @@ class Policy(AttentionScoredPolicy):
     """Rank by accumulated attention, tempered and noised."""
 
     noise: str = "gumbel"
-    redraw: str = "step"  # or once, or how many positions share a draw
+    redraw: str = "step"  # or once, or 2, 4, 8 ... 256 positions
     tau: str = "1..2"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choice("noise", self.noise, *NOISE_KINDS)
-        if self.redraw not in REDRAW_WORDS and not (self.redraw.isdecimal() and 0 < int(self.redraw) < 2**31):
-            raise ValueError(f"keyformer: redraw is step, once or a number of positions, not {self.redraw!r}")
+        check_choice("redraw", self.redraw, *REDRAWS)
         if not all(0 < tau < math.inf for tau in self.tau_range):
             raise ValueError(f"keyformer: tau must be above 0 and finite, not {self.tau}")
 
@@ -56,7 +56,7 @@ class Policy(AttentionScoredPolicy):
     def query_weights(self, pos: NDArray[np.int32], expected_tokens: int) -> QueryWeights:
         """Weigh every query alike, by the temperature of its place in the answer."""
         first, last = self.tau_range
-        period = int(REDRAW_WORDS.get(self.redraw, self.redraw))
+        period = REDRAWS[self.redraw]
         step = np.maximum(pos - self.prompt_len + 1, 0)  # of the answer
         tau = (first + step * (last - first) / max(expected_tokens, 1)).astype(np.float32)
         return QueryWeights(np.ones(len(pos), np.float32), tau, noise=NOISE_KINDS[self.noise], noise_period=period)
