@@ -108,6 +108,7 @@ def test_every_bench_is_a_part_of_all() -> None:
     files = [path.partition("::")[0] for name in tests for path in parts[name].command if path.startswith("tests/")]
     assert len({*files}) == len(files) - 2, "the files of tests that failed are there twice"
     assert all((ROOT / file).is_file() for file in files)
+    assert sum(part.limit for part in parts.values()) <= 3 * 285, "three calls of five minutes run all"
 
 
 def python(code: str) -> list[str]:
