@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Timer
 from time import perf_counter
@@ -50,6 +50,7 @@ KERNEL_PARTS = ("pools", "mass", "prompts", "options", "weights", "experts", "st
 LLAMA_POOL = "24GiB"  # so that the prompts of its largest batches are not most of the time
 ROOT = Path(__file__).parents[2]
 WHICH_TESTS = "triton or device or prefill or noise"
+QUICK_FACTOR = 3  # on limits of a machine without a GPU
 LONGEST_LINES = 20  # of the end of a part's output that is no result
 
 
@@ -84,8 +85,8 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool, done: 
     ]
     if device == "cpu":
         compiles = []
-    return {
-        "failed-tests": Part(test_command(FAILED_TESTS, device), 120 if quick else 40, compiles),
+    parts = {
+        "failed-tests": Part(test_command(FAILED_TESTS, device), 40, compiles),
         "tests": Part(test_command(QUICK_TESTS if quick else ATTENTION_TESTS, device), 90, compiles),
         "other-tests": Part(test_command(QUICK_TESTS if quick else OTHER_TESTS, device), 90, compiles),
         "budgets-mpt": Part([*mpt, *small, *pool, *before, "decode"], 110, resumes=True),
@@ -103,6 +104,7 @@ def list_parts(tool: Sequence[str], device: str, model: str, quick: bool, done: 
         "evict": Part([*bench, "evict"], 15),
         "peer": Part([*bench, *small, "peer"], 30),
     }
+    return {name: replace(part, limit=QUICK_FACTOR * part.limit) for name, part in parts.items()} if quick else parts
 
 
 def test_command(tests: Sequence[str], device: str) -> list[str]:
