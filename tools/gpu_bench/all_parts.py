@@ -50,7 +50,7 @@ KERNEL_PARTS = ("pools", "mass", "prompts", "options", "weights", "experts", "st
 LLAMA_POOL = "24GiB"  # so that the prompts of its largest batches are not most of the time
 ROOT = Path(__file__).parents[2]
 WHICH_TESTS = "triton or device or prefill or noise"
-QUICK_FACTOR = 3  # on limits of a machine without a GPU
+QUICK_FACTOR = 3  # on the limits of quick parts, which other work may slow down on a CPU
 LONGEST_LINES = 20  # of the end of a part's output that is no result
 
 
