@@ -180,8 +180,8 @@ class ListModel:
         if policy.name != "keyformer":
             return softmax(x, sinks)
         tau = 1 + max(p - self.prompt_len + 1, 0) / self.expected_len
-        step = torch.tensor(p // policy.noise_period if policy.noise_period else -1)
-        noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, step), positions)
+        draw = torch.tensor(p // policy.noise_period if policy.noise_period else -1)
+        noise = sample_noise(GUMBEL, noise_key(torch.tensor(self.seed), *head, draw), positions)
         return softmax((x + noise) / tau, None if sinks is None else (sinks + GUMBEL_MEAN) / tau)
 
     # ---- scores --------------------------------------------------------------------------------------------------

@@ -228,8 +228,8 @@ def read_head(inputs: AttentionInputs, b: int, g: int) -> tuple[Tensor, Tensor, 
 
 def draw_noise(scoring: Any, b: int, g: int, query_pos: Tensor, pos: Tensor) -> Tensor:
     """Return the noise of a head's slots for each query [t, slots], or [1] where there is none."""
-    from retain.kernels.reference.noise import noise_key, noise_step, sample_noise
+    from retain.kernels.reference.noise import noise_draw, noise_key, sample_noise
 
-    key = noise_key(scoring.seed[b].to(pos.device), 0, g, noise_step(query_pos, scoring.noise_period[b].to(pos.device)))
+    key = noise_key(scoring.seed[b].to(pos.device), 0, g, noise_draw(query_pos, scoring.noise_period[b].to(pos.device)))
     noise = sample_noise(int(scoring.noise[b]), key[:, None], pos)
     return noise.to(pos.device).double().expand(len(query_pos), len(pos))

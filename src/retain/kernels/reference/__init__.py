@@ -14,7 +14,7 @@ from torch import Tensor
 from retain.kernels.api import CPU, KV, NO_WINDOW, EvictionLists, Program, Tables
 from retain.kernels.attention_params import AttentionParams
 from retain.kernels.reference.looks import look, read_sketches, sketch_slots
-from retain.kernels.reference.noise import GUMBEL_MEAN, noise_key, noise_step, sample_noise
+from retain.kernels.reference.noise import GUMBEL_MEAN, noise_draw, noise_key, sample_noise
 from retain.kernels.reference.program import ReferenceProgram
 from retain.kernels.reference.slots import read_slots
 from retain.kernels.reference.softmax import adjust_scores, softmax
@@ -134,7 +134,7 @@ def attend(
                     part.mass[pages] *= scored.decay[b]
                 noise: Tensor | float = 0.0
                 if (kind := int(scored.noise[b])) != NO_NOISE:
-                    key = noise_key(scored.seed[b], layer, params.first_head + g, noise_step(p, scored.noise_period[b]))
+                    key = noise_key(scored.seed[b], layer, params.first_head + g, noise_draw(p, scored.noise_period[b]))
                     noise = sample_noise(kind, key, pos)
             for h in range(g * R, (g + 1) * R):
                 x = params.scale * q[fresh, h].float() @ k.T  # [t, S]

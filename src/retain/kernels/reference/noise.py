@@ -27,15 +27,15 @@ def mix_bits(x: Tensor) -> Tensor:
     return ((x ^ (x >> 15)) * 0x846CA68B) & MASK_32
 
 
-def noise_step(query_pos: Tensor, period: Tensor) -> Tensor:
-    """Return which draw queries have: that of `period` positions, or -1 for a period of 0."""
+def noise_draw(query_pos: Tensor, period: Tensor) -> Tensor:
+    """Return the number of the draw of noise that queries share: one for each `period` positions; -1 for period 0."""
     return torch.where(period > 0, query_pos // period.clamp(min=1), -1)
 
 
-def noise_key(seed: Tensor, layer: int, head: int, step: Tensor) -> Tensor:
-    """Return the part of the hash that all slots of a query share; `step` is that of `noise_step`."""
+def noise_key(seed: Tensor, layer: int, head: int, draw: Tensor) -> Tensor:
+    """Return the part of the hash that all slots of a query share; `draw` is that of `noise_draw`."""
     x = mix_bits(seed.long() + GOLDEN_RATIO)
-    for part in (layer, head, step.long()):
+    for part in (layer, head, draw.long()):
         x = mix_bits(x + GOLDEN_RATIO * (part + 1))
     return x
 

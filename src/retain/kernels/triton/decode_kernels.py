@@ -22,7 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_key, noise_step
+from retain.kernels.triton.noise import LOG2E, PLAIN, add_noise, draws_noise, noise_draw, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import (
     find_block,
@@ -147,8 +147,8 @@ def attention_decode(
             kind = tl.load(noise + b)
             # Rows of one token share the noise of a slot.
             drawn_at = tl.load(q_pos + first + tl.zeros((1,), tl.int32)) if ONE_TOKEN else p
-            step = noise_step(drawn_at, tl.load(noise_period + b))
-            noise_keys = noise_key(tl.load(seed + b), layer, g, step)[None, :]
+            draw = noise_draw(drawn_at, tl.load(noise_period + b))
+            noise_keys = noise_key(tl.load(seed + b), layer, g, draw)[None, :]
             inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
             # What is not changed has the same bits as beside requests that are not changed.
             is_changed = draws_noise(kind) | (inverse_temperature != 1.0)

@@ -22,18 +22,18 @@ def mix_bits(x):
 
 
 @triton.jit
-def noise_step(query_pos, period):
-    """Return which draw rows at positions int32 [M] have: that of `period` positions, or -1 for a period of 0."""
+def noise_draw(query_pos, period):
+    """Return the number of the draw of noise of rows at positions int32 [M]; -1, shared by all, for a period of 0."""
     return tl.where(period > 0, query_pos // tl.maximum(period, 1), -1)
 
 
 @triton.jit
-def noise_key(seed, layer, head, step):
-    """Return the part of the hash that all slots of a row share; `step` int32 [M] is that of `noise_step`."""
+def noise_key(seed, layer, head, draw):
+    """Return the part of the hash that all slots of a row share; `draw` int32 [M] is that of `noise_draw`."""
     x = mix_bits(seed.to(tl.uint32) + GOLDEN_RATIO)
     x = mix_bits(x + GOLDEN_RATIO * (layer + 1).to(tl.uint32))
     x = mix_bits(x + GOLDEN_RATIO * (head + 1).to(tl.uint32))
-    return mix_bits(x + GOLDEN_RATIO * (step + 1).to(tl.uint32))
+    return mix_bits(x + GOLDEN_RATIO * (draw + 1).to(tl.uint32))
 
 
 @triton.jit

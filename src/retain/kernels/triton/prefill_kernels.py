@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_key, noise_step
+from retain.kernels.triton.noise import LOG2E, add_noise, draw_gumbel_factors, mean_noise, noise_draw, noise_key
 from retain.kernels.triton.page_layout import TABLE_ADDRESSES
 from retain.kernels.triton.quantized_loads import find_block, load_slot_scales, load_vectors
 from retain.kernels.triton.softmax import NO_WINDOW, cap_scores, finite_or_zero, safe_log2
@@ -111,7 +111,7 @@ def own_noise(p, oldest, period, NOISE_COLUMNS: tl.constexpr):
 
     The first column is that of the oldest position. Positions are consecutive, so there are columns for all.
     """
-    own = noise_step(p, period) - noise_step(oldest, period)
+    own = noise_draw(p, period) - noise_draw(oldest, period)
     return own[:, None] == tl.arange(0, NOISE_COLUMNS)[None, :]
 
 
@@ -174,12 +174,12 @@ def attention_prefill(
     if CHANGE != UNCHANGED:
         kind = tl.load(noise + b)
         if not REDRAW:
-            steps = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
+            draws = tl.full((max(NOISE_COLUMNS, 1),), -1, tl.int32)
         elif NOISE_COLUMNS:
-            steps = noise_step(oldest, tl.load(noise_period + b)) + tl.arange(0, NOISE_COLUMNS)
+            draws = noise_draw(oldest, tl.load(noise_period + b)) + tl.arange(0, NOISE_COLUMNS)
         else:
-            steps = noise_step(p, tl.load(noise_period + b))
-        keys = noise_key(tl.load(seed + b), layer, g, steps)
+            draws = noise_draw(p, tl.load(noise_period + b))
+        keys = noise_key(tl.load(seed + b), layer, g, draws)
         inverse_temperature = 1.0 / tl.load(temperature + t, mask=valid, other=1.0)
     if SINKS and PART != SECOND:  # as a slot without a value
         row_max = tl.load(sinks + h, mask=valid, other=0.0) * LOG2E

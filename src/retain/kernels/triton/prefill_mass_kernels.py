@@ -23,8 +23,8 @@ from retain.kernels.triton.softmax import NO_WINDOW, cap_scores
 
 
 @triton.jit
-def noise_steps(first_pos, t, TT: tl.constexpr, PERIOD: tl.constexpr):
-    """Return which draws the tokens t of a tile have, whose first position is first_pos."""
+def noise_draws(first_pos, t, TT: tl.constexpr, PERIOD: tl.constexpr):
+    """Return the number of the draw of noise of tokens t of a tile, whose first position is first_pos."""
     if TT % PERIOD == 0 or PERIOD % TT == 0:
         return first_pos // PERIOD + t // PERIOD
     return (first_pos + t) // PERIOD
@@ -73,10 +73,10 @@ def sum_weights(
         if ALIBI:
             z += slope[None, :] * (slot_pos - base).to(tl.float32)[:, None]
         if CHANGE == SCORES:
-            steps = tl.full((1,), -1, tl.int32)
+            draws = tl.full((1,), -1, tl.int32)
             if PERIOD:
-                steps = noise_steps(first_pos + t0, column % TT, TT, PERIOD)
-            noise_keys = noise_key(seed, layer, g, steps)
+                draws = noise_draws(first_pos + t0, column % TT, TT, PERIOD)
+            noise_keys = noise_key(seed, layer, g, draws)
             z = add_noise(z, kind, noise_keys[None, :], slot_pos[:, None], NOISE)
             z *= (1.0 / tl.load(temperature + first + t, mask=there, other=1.0))[None, :]
         if not FOLDED:
@@ -85,8 +85,8 @@ def sum_weights(
         if MASKED:
             w = tl.where((slot_pos >= 0)[:, None] & (slot_pos[:, None] <= p[None, :]), w, 0.0)
         if CHANGE == WEIGHTS and PERIOD:
-            steps = noise_steps(first_pos + t0, tl.arange(0, TT), TT, PERIOD)
-            noise_keys = noise_key(seed, layer, g, steps)
+            draws = noise_draws(first_pos + t0, tl.arange(0, TT), TT, PERIOD)
+            noise_keys = noise_key(seed, layer, g, draws)
             factors = draw_gumbel_factors(kind, noise_keys[None, :], slot_pos[:, None])  # [N, TT]
             w = tl.reshape(tl.reshape(w, (N, HEADS, TT)) * factors[:, None, :], (N, HEADS * TT))
         if CHANGE == SCORES:

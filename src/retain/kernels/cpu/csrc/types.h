@@ -223,8 +223,8 @@ struct AttentionScoring {
   const int32_t* noise_period;  // [B]: positions of queries that share a draw; 0: all do
   int layer;
 
-  // The part of the noise's hash that follows from a query's position.
-  INLINE int32_t noise_step(int b, int32_t position) const {
+  // The number of the draw of noise that a query has at its position; -1: all queries share one.
+  INLINE int32_t noise_draw(int b, int32_t position) const {
     return noise_period[b] > 0 ? position / noise_period[b] : -1;
   }
 };
@@ -319,11 +319,11 @@ INLINE Bits mix(Bits x) {
   x = (x ^ (x >> 16)) * 0x7feb352d;
   return (x ^ (x >> 15)) * 0x846ca68b;
 }
-INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t step) {
+INLINE uint32_t noise_key(int32_t seed, int32_t layer, int32_t head, int32_t draw) {
   uint32_t x = mix(uint32_t(seed) + GOLDEN_RATIO);
   x = mix(x + GOLDEN_RATIO * uint32_t(layer + 1));
   x = mix(x + GOLDEN_RATIO * uint32_t(head + 1));
-  return mix(x + GOLDEN_RATIO * uint32_t(step + 1));
+  return mix(x + GOLDEN_RATIO * uint32_t(draw + 1));
 }
 
 INLINE int pages_per_block(const Pool& kv) { return ACC_BLOCK / kv.S > 0 ? ACC_BLOCK / kv.S : 1; }

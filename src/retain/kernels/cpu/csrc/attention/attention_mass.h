@@ -74,7 +74,7 @@ void draw_noise(const AttentionArgs& args, const QueryTile& tile, int token, flo
                 const int32_t* const* pos, float* out) {
   const AttentionScoring& scoring = args.scoring;
   const uint32_t key = noise_key(scoring.seed[tile.b], scoring.layer, args.params.first_head + tile.g,
-                                 scoring.noise_step(tile.b, args.q_pos[token]));
+                                 scoring.noise_draw(tile.b, args.q_pos[token]));
   const int S = args.kv.S;
   for (int j = 0; j < n; ++j)
     for (int s = 0; s < S; s += WIDTH) {

@@ -277,7 +277,7 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
   const int lines = prefetcher.lines_per_step(bytes, vectors);
   alignas(64) float noise[SCORE_STRIDE];
   ScoreTransform transform = {ScoreKind::none, 1};
-  int drawn_step = -2;
+  int drawn = -2;
   float drawn_temperature = 0;  // as its inverse; 0: no noise is drawn yet
   for (int r = 0, scored_token = -1; r < rows; ++r) {
     float *partial = partials + r * size, *row = x + r * SCORE_STRIDE;
@@ -288,10 +288,10 @@ bool attend_tile_impl(const AttentionArgs& args, const QueryTile& tile, int bloc
     const int entry = mass ? r * mass->num_blocks + block : 0;
     if (mass && token != scored_token) {
       scored_token = token, transform = score_transform(args, tile, token);
-      const int step = args.scoring.noise_step(tile.b, args.q_pos[token]);
-      const bool is_drawn = step == drawn_step && transform.inv_temperature == drawn_temperature;
+      const int draw = args.scoring.noise_draw(tile.b, args.q_pos[token]);
+      const bool is_drawn = draw == drawn && transform.inv_temperature == drawn_temperature;
       if (transform.kind >= ScoreKind::noised && !is_drawn) {
-        drawn_step = step, drawn_temperature = transform.inv_temperature;
+        drawn = draw, drawn_temperature = transform.inv_temperature;
         draw_noise<T>(args, tile, token, transform.inv_temperature, n, pos, noise);
       }
     }
